@@ -1,0 +1,1 @@
+"""det_callbacks."""

@@ -1,0 +1,120 @@
+"""Every exception and warning of det_callbacks.
+
+Each exception carries its data as positional arguments equal to ``args`` (so it survives pickling, which
+``ddp_spawn`` and DataLoader workers do to it) and an ``exit_code``, which the command line, the Hydra job callback
+and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not comparable.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from det_callbacks.verdict import Verdict
+
+
+class DetCallbacksError(Exception):
+    """Root of everything det_callbacks raises on purpose.
+
+    A message says three things: what is wrong, what was still right, and what to do next.
+    """
+
+    exit_code = 2
+
+
+class DivergenceError(DetCallbacksError):
+    """The current run is not the reference, bit for bit.
+
+    Args:
+        message: the text shown to the user.
+        verdict: the verdict that led here.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, verdict: "Verdict | None" = None) -> None:
+        super().__init__(message, verdict)
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NotComparableError(DivergenceError):
+    """The bits differ, and so does the machine in a way that can change bits: nothing is proven either way."""
+
+    exit_code = 3
+
+
+class ReferenceNotFoundError(DetCallbacksError, FileNotFoundError):
+    """There is no run where one was expected.
+
+    Args:
+        message: the text shown to the user.
+        path: the path that was looked at.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ReferenceFormatError(DetCallbacksError, ValueError):
+    """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version.
+
+    Args:
+        message: the text shown to the user; it names the file.
+        path: the file.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunExistsError(DetCallbacksError, FileExistsError):
+    """Recording was asked for where a run, or something that is not ours, already is.
+
+    Args:
+        message: the text shown to the user.
+        path: the folder.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SettingsError(DetCallbacksError):
+    """A determinism setting is invalid, conflicts with another, comes too late, or is not in force."""
+
+
+class SelectionError(DetCallbacksError, ValueError):
+    """What was asked to be recorded or verified selects nothing, or is not what the reference holds."""
+
+
+class NothingComparedError(DetCallbacksError):
+    """A verification ended without a single compared site; that is never a match."""
+
+
+class TraceError(DetCallbacksError):
+    """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
+
+
+class DetCallbacksWarning(UserWarning):
+    """Root of the warnings of det_callbacks."""
+
+
+class DivergenceWarning(DetCallbacksWarning):
+    """The run diverged, and ``on_divergence="warn"`` was asked for."""
+
+
+class CoverageWarning(DetCallbacksWarning):
+    """Part of a step is not covered by the trace, or the trace had to stop."""

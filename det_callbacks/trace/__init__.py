@@ -1,0 +1,1 @@
+"""What a step did: programs, digests, and the run folder they are kept in."""

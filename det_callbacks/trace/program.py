@@ -1,0 +1,193 @@
+"""What one step consists of: its ordered sites (the program), their layouts, and the digests found there.
+
+A program is nearly always the same from step to step, so it is stored once and a step refers to it. Layouts (dtype,
+shape, stride) are kept apart from it: a model whose shapes change every step keeps one program and adds only small
+layout tables. Both are identified by their content, so ranks, attempts and runs share them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from det_callbacks.digest import digest_bytes
+
+Role = Literal["output", "value", "argument", "input", "generator", "named", "samples"]
+"""What the 8 bytes at a site are.
+
+output: digest of a tensor that an op wrote (returned, or mutated in place).
+value: the bits of a Python scalar that an op returned (``_local_scalar_dense``), as float64, int64 or bool.
+argument: the arguments of the following op that change from step to step (see ``Site.varying``).
+input: digest of a tensor that an op read and that no recorded site of this step wrote.
+generator: digest of a random generator's state.
+named: digest of a named tensor (batch, loss, gradient, parameter, buffer, optimizer state, module output).
+samples: order-free digest over the samples (dimension 0) of a batch tensor.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One place in a step where 64 bits are recorded.
+
+    Attributes:
+        phase: forward, backward, gradient, optimizer, input, state, data, rng or other.
+        module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
+        op: ``namespace.op.overload``, "" where no op is involved.
+        occurrence: how many sites of the same (phase, module, op, output, role) came before it in the step; a label,
+            never the key of an alignment.
+        output: index among the tensors that the op wrote, from 0; 0 for roles that have only one.
+        role: what the 8 bytes are.
+        name: parameter, gradient ("grad of net.weight"), optimizer state ("exp_avg of net.weight"), place in the
+            batch ("batch[0]") or generator ("torch.cpu") that the tensor is; None for an ordinary activation.
+        arguments: JSON object of the op's constant arguments by name, tensors left out; "{}" where no op is involved.
+        varying: names of the arguments that change from step to step; their values are the preceding site of role
+            argument: the argument's own 64 bits when it is one number, else the digest of their canonical form.
+        inputs: positions of the sites whose bytes this one read, ascending.
+        recomputed: whether it ran again under activation checkpointing.
+        source: the user's lines, innermost first ("train.py:41 in forward"); not part of the identity.
+    """
+
+    phase: str
+    module: str
+    op: str
+    occurrence: int
+    output: int
+    role: Role
+    name: str | None = None
+    arguments: str = "{}"
+    varying: tuple[str, ...] = ()
+    inputs: tuple[int, ...] = ()
+    recomputed: bool = False
+    source: tuple[str, ...] = field(default=(), compare=False)
+
+    def identity(self) -> list[object]:
+        """Return what distinguishes this site, JSON-able: everything but its source lines."""
+        return [
+            self.phase,
+            self.module,
+            self.op,
+            self.occurrence,
+            self.output,
+            self.role,
+            self.name,
+            self.arguments,
+            list(self.varying),
+            list(self.inputs),
+            self.recomputed,
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """How the elements of a tensor lie in memory.
+
+    Attributes:
+        dtype: "float32"; for a Python scalar "float", "int" or "bool".
+        shape: sizes in elements.
+        stride: in elements, () where there is none (sparse, quantised per component, scalars).
+        detail: placements of a DTensor, "sparse_coo" and the like; "" for an ordinary strided tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The ordered sites of one step.
+
+    ``ops_seen``, ``ops_digested`` and ``ops_skipped`` count the ops of one step of this program; they are for the
+    coverage and are, like source lines, not part of the identity.
+    """
+
+    sites: tuple[Site, ...]
+    ops_seen: int = 0
+    ops_digested: int = 0
+    ops_skipped: Mapping[str, int] = field(default_factory=dict)
+    opaque_regions: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def id(self) -> int:
+        """64-bit digest of the sites' identities in order (JSON, one line a site, UTF-8)."""
+        lines = [json.dumps(site.identity(), separators=(",", ":"), ensure_ascii=False) for site in self.sites]
+        return digest_bytes("\n".join(lines).encode())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layouts of one step, one entry a site; None where a site has no tensor (argument, generator)."""
+
+    entries: tuple[TensorLayout | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @cached_property
+    def id(self) -> int:
+        """64-bit digest of the entries' digests in order."""
+        return layout_id([entry_digest(entry) for entry in self.entries])
+
+
+def entry_digest(entry: TensorLayout | None) -> int:
+    """Return the 64-bit digest of one layout entry."""
+    if entry is None:
+        return digest_bytes(b"null")
+    content = [entry.dtype, list(entry.shape), list(entry.stride), entry.detail]
+    return digest_bytes(json.dumps(content, separators=(",", ":")).encode())
+
+
+def layout_id(entry_digests: Sequence[int]) -> int:
+    """Return the id of a layout from the digests of its entries."""
+    return digest_bytes(np.asarray(entry_digests, dtype="<u8").tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """One recorded step as it lies in the stream.
+
+    Attributes:
+        step: training batch, counted from 0 over the whole run.
+        epoch: counted from 0.
+        program_id: id of its program.
+        layout_id: id of its layout.
+        digests: uint64 array, one entry a site.
+        chain: digest of (previous chain, program id, layout id, digests); 0 before the first step.
+        segment: which ``fit`` of the run it belongs to, from 0.
+    """
+
+    step: int
+    epoch: int
+    program_id: int
+    layout_id: int
+    digests: np.ndarray
+    chain: int
+    segment: int = 0
+
+
+def chain_digest(previous: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
+    """Return the chain at a step: two runs agree up to it exactly when their chains at it agree."""
+    head = np.array([previous, program_id, layout_id], dtype="<u8").tobytes()
+    return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepView:
+    """One step opened for comparison: its record with program and layout resolved.
+
+    ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see; only a
+    live verify can know it, so it is empty for steps read from disk. No such site is called an origin.
+    """
+
+    rank: int
+    record: StepRecord
+    program: Program
+    layout: Layout
+    unseen_writes: frozenset[int] = frozenset()
