@@ -1,1 +1,5 @@
 """tensor -> 64 bits."""
+
+from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_memory, format_digest
+
+__all__ = ["DIGEST_VERSION", "digest_bytes", "digest_memory", "format_digest"]
