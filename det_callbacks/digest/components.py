@@ -1,0 +1,299 @@
+"""Tensor -> 64 bits: finds the memory that holds a tensor's elements, whatever the tensor is made of.
+
+A strided tensor is its elements as stored, little-endian (torch runs training on little-endian hosts only), not
+converted to another dtype: bool, sub-byte dtypes and packed pairs by the whole bytes they occupy. Conjugation and
+negation bits are resolved. Order: row-major; ``digest_output`` takes memory order where the tensor is dense and does
+not overlap. Shape, dtype, stride, layout and device are not part of a digest.
+
+A tensor that is made of other tensors is a list of component digests, in this order, each taken in row-major order:
+
+* sparse COO: indices, values, the coalesced flag (one byte, 0 or 1). Components count as they are stored: coalescing a
+  tensor changes its digest even where its meaning stays the same.
+* sparse CSR and BSR: crow indices, column indices, values; CSC and BSC: ccol indices, row indices, values.
+* quantised per tensor: stored integers, then scale (float64) and zero point (int64) together in 16 bytes.
+* quantised per channel: stored integers, scales, zero points, axis (int64).
+* nested, strided: its tensors one by one.
+* nested, jagged: values, offsets, and lengths where it has them; not the lengths that it caches.
+* a wrapper subclass with ``__tensor_flatten__``: its inner tensors as listed there, recursively. A DTensor so is its
+  local shard; what an asynchronous collective has promised is waited for first.
+* mkldnn: one component, its plain row-major form.
+
+One component: its digest is the tensor's. Otherwise the number of components and their digests, as 8-byte little-endian
+integers, are put through ``digest_bytes``.
+
+Tensors on other devices are copied to the host. Nothing here dispatches into modes that are open, makes autograd nodes
+or draws from a generator: contiguous tensors on the host are read through their address alone.
+"""
+
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch._C import DisableTorchFunction as _DisableTorchFunction
+
+# torch-private names below: looked at in torch 2.13.0.
+# _data_address is where the storage begins; unlike data_ptr() it does not materialise a copy-on-write storage, and is 0
+# for what has no memory (wrapper subclasses, functional and zero tensors).
+from torch._C import (  # type: ignore[attr-defined]
+    _AutoDispatchBelowAutograd,
+    _data_address,
+    _DisableFuncTorch,
+    _DisableTorchDispatch,
+    _functorch,
+    _len_torch_function_stack,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.parameter import Parameter, is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
+from det_callbacks.errors import DetCallbacksError
+
+# Anything else may compute its attributes in Python.
+_PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
+
+_COMPRESSED = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+# A jagged tensor keeps these once something asked for them, so they tell of its history and not of its content.
+_JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})
+
+# Copies are made between integers: float8, sub-byte and bits dtypes have few ops, and no NaN is touched.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_tensor(tensor: torch.Tensor) -> int:
+    """Return the 64-bit digest of a tensor's elements in row-major order.
+
+    Equal tensors of one dtype and shape have equal digests on every device and with any strides. Contiguous tensors on
+    the host are read in place, about 1 microsecond for small ones and memory speed for large ones; others are copied.
+
+    Raises:
+        TypeError: if it is no tensor, or one without data (meta, fake, functional, batched, uninitialised).
+        DetCallbacksError: if its storage is freed or shorter than the tensor.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.arange(6.0).reshape(2, 3)
+        >>> digest_tensor(weight) == digest_tensor(weight.t().contiguous().t())
+        True
+    """
+    span = None if _len_torch_function_stack() else _span(tensor, False)
+    if span is not None:
+        return digest_memory(*span)
+    with _unobserved():
+        return _digest(tensor, memory_order=False)
+
+
+def digest_output(tensor: torch.Tensor) -> int:
+    """Return the 64-bit digest of what an op wrote: like ``digest_tensor``, but in memory order where that is free.
+
+    A strided tensor that is dense and does not overlap (any permutation of its dimensions) is read as it lies in
+    memory: a row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
+
+    Raises:
+        TypeError: as ``digest_tensor`` does.
+        DetCallbacksError: likewise.
+    """
+    span = None if _len_torch_function_stack() else _span(tensor, True)
+    if span is not None:
+        return digest_memory(*span)
+    with _unobserved():
+        return _digest(tensor, memory_order=True)
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return ``digest_tensor`` of each; from 16 MiB in all on, the contiguous ones on the host in two threads.
+
+    Raises:
+        TypeError: as ``digest_tensor`` does.
+        DetCallbacksError: likewise.
+    """
+    digests = [0] * len(tensors)
+    in_place: list[int] = []
+    spans: list[tuple[int, int]] = []
+    with _unobserved():
+        for index, tensor in enumerate(tensors):
+            span = _span(tensor, False)
+            if span is None:
+                digests[index] = _digest(tensor, memory_order=False)
+            else:
+                in_place.append(index)
+                spans.append(span)
+    for index, digest in zip(in_place, digest_spans(spans), strict=True):
+        digests[index] = digest
+    return digests
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done to take a digest."""
+    with _DisableTorchFunction(), _DisableFuncTorch(), _DisableTorchDispatch(), _AutoDispatchBelowAutograd():
+        yield
+
+
+def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
+    """Return (address, number of bytes) of a plain host tensor that lies there in the order asked for, else None."""
+    if (
+        type(tensor) not in _PLAIN_TYPES
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or not (tensor.is_contiguous() or (memory_order and _is_dense(tensor)))
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return None
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return 0, 0
+    try:
+        base = _data_address(tensor)
+    except NotImplementedError:  # wrapped by a transform (vmap, grad): type and layout do not show it
+        return None
+    start = tensor.storage_offset() * tensor.element_size()
+    if not base or tensor.untyped_storage().nbytes() < start + nbytes:
+        return None
+    return base + start, nbytes
+
+
+def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
+    span = _span(tensor, memory_order)
+    if span is not None:
+        return digest_memory(*span)
+    _require_data(tensor)
+    if _functorch.is_gradtrackingtensor(tensor):
+        return _digest(_functorch.get_unwrapped(tensor), memory_order=memory_order)
+    components = _components(tensor)
+    if components is not None:
+        return _combine(components)
+    if not tensor.is_cpu:
+        return _digest(tensor.cpu(), memory_order=memory_order)
+    if torch._is_zerotensor(tensor):
+        plain = tensor.clone()
+    else:
+        _require_storage(tensor)
+        plain = tensor.resolve_conj().resolve_neg()
+    if not (memory_order and _is_dense(plain)):
+        size = plain.element_size()
+        plain = (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
+    return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
+
+
+def _components(tensor: torch.Tensor) -> list[int] | None:
+    """Return the digests of what the tensor is made of, None where it is one strided tensor."""
+    if type(tensor) not in _PLAIN_TYPES:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            if tensor.layout is torch.jagged:
+                names = [name for name in names if name not in _JAGGED_CACHES]
+            inner = [_waited(tensor, getattr(tensor, name)) for name in names]
+            return [_digest(part, memory_order=False) for part in inner]
+        if tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
+            raise TypeError(
+                f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
+                "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
+            )
+    if tensor.is_quantized:
+        return _quantised_components(tensor)
+    if tensor.layout is torch.strided:
+        return [_digest(part, memory_order=False) for part in tensor.unbind()] if tensor.is_nested else None
+    if tensor.layout is torch.sparse_coo:
+        parts = [_digest(part, memory_order=False) for part in (tensor._indices(), tensor._values())]
+        return [*parts, digest_bytes(bytes([tensor.is_coalesced()]))]
+    if tensor.layout in _COMPRESSED:
+        accessors = (*_COMPRESSED[tensor.layout], torch.Tensor.values)
+        return [_digest(accessor(tensor), memory_order=False) for accessor in accessors]
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        return [_digest(tensor.to_dense(), memory_order=False)]
+    raise TypeError(
+        f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are supported; "
+        "digest the tensors it is made of instead"
+    )
+
+
+def _quantised_components(tensor: torch.Tensor) -> list[int]:
+    integers = _digest(tensor.int_repr(), memory_order=False)
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [integers, digest_bytes(struct.pack("<dq", tensor.q_scale(), tensor.q_zero_point()))]
+    return [
+        integers,
+        _digest(tensor.q_per_channel_scales(), memory_order=False),
+        _digest(tensor.q_per_channel_zero_points(), memory_order=False),
+        digest_bytes(struct.pack("<q", tensor.q_per_channel_axis())),
+    ]
+
+
+def _combine(components: Sequence[int]) -> int:
+    if len(components) == 1:
+        return components[0]
+    return digest_bytes(struct.pack(f"<{len(components) + 1}Q", len(components), *components))
+
+
+def _waited(wrapper: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """Return the inner tensor once the collective that fills it, if there is one, is done.
+
+    The wrapper's own ``wait`` would note that it waited, and the program's later wait, an op that modes see, would not
+    happen any more. Waiting twice is harmless.
+    """
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(wrapper, collectives.AsyncCollectiveTensor):
+        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(inner)
+        return waited
+    return inner
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one stretch of memory, each place once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _require_data(tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a digest is taken of a tensor, not of a {type(tensor).__qualname__}")
+    kind = None
+    if isinstance(tensor, FakeTensor):
+        kind = "fake"
+    elif isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor):
+        kind = "functional"
+    elif is_lazy(tensor):
+        kind = "uninitialised"
+    elif tensor.is_meta and not is_traceable_wrapper_subclass(tensor):
+        kind = "meta"
+    elif _functorch.is_functorch_wrapped_tensor(tensor) and not _functorch.is_gradtrackingtensor(tensor):
+        kind = "batched (vmap)"
+    if kind is not None:
+        raise TypeError(
+            f"a {kind} tensor is not data: it stands for elements that are not there to be digested; take the digest "
+            "where real tensors flow, outside of tracing, transforms and deferred initialisation"
+        )
+
+
+def _require_storage(tensor: torch.Tensor) -> None:
+    """Raise where reading the tensor would read memory that it does not have."""
+    if not tensor.numel():
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if held < needed or not _data_address(tensor):
+        raise DetCallbacksError(
+            f"cannot digest a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it needs {needed} bytes "
+            f"of storage and {held} are there (a sharded parameter is freed between its uses); its shape and dtype are "
+            "intact; digest it while it is materialised, or digest the local shards"
+        )
