@@ -1,0 +1,340 @@
+"""What can change the bits of a run, and how two environments differ.
+
+An entry is a *choice* (somebody decided it), which never excuses a divergence, or a *machine* fact (it came with the
+place), which does when it can change bits and the bits did change. So an entry counts as able to change bits only when
+it acts by itself: one that acts through another entry would excuse divergences that it has nothing to do with.
+
+=======================================  =======  ====  ==============================================================
+name                                     kind     bits  why
+=======================================  =======  ====  ==============================================================
+python.*, platform.*, numpy.version      machine  yes   libm, the sum of floats, data augmentation
+cpu.architecture, cpu.model              machine  yes   kernels and block sizes are chosen by them
+cpu.count                                machine  no    acts through torch.num_threads
+torch.version, build, mkl, cuda, ...     machine  yes   other kernels, or the same in another order
+torch.cpu_capability                     machine  yes   the width of vectors is the order of sums
+torch.num_threads                        machine  yes   sums are split among threads
+torch.num_interop_threads                machine  no    runs whole ops side by side, splits none
+torch.backends.*                         machine  yes   flags that choose another kernel for the same op
+triton.version, gpu.*                    machine  yes   kernels are compiled for, and chosen by, the device
+gpu.count                                machine  no    acts through the world size, a choice
+lightning.version                        machine  yes   decides which ops run, and in which order
+det_callbacks.version                    machine  no    a trace changes no bits (a test holds it to that)
+env.MKL_CBWR, env.NCCL_ALGO, ...         machine  yes   variables that choose kernels or algorithms
+env.OMP_NUM_THREADS, MKL_NUM_THREADS     machine  no    act through torch.num_threads
+env.PYTHONHASHSEED, ...                  choice   yes   variables that ask for determinism
+settings.*, torch.default_dtype          choice   yes   seed, deterministic algorithms, precision
+what the caller passes                   choice   yes   hyperparameters, strategy, accumulation, clipping
+=======================================  =======  ====  ==============================================================
+
+The settings' thread count is no choice here: it is ``torch.num_threads``, which most often comes with the machine.
+"""
+
+import enum
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from det_callbacks.settings import settings_in_force
+from det_callbacks.verdict import EnvironmentDifference
+
+NOT_RECORDED = "<not recorded>"
+
+_KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DYNAMIC",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+)
+_THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
+
+# Names under which people keep what must not be copied into a file that is passed around.
+# Whole names: "num_tokens" and "pad_token" are hyperparameters.
+_SECRET = re.compile(
+    r"(?:^|[_.-])(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|auth)_?key)$"
+    r"|^token$|(?:api|access|auth|bearer|hub|hf|github|gitlab|wandb|comet|neptune)_?token$",
+    re.IGNORECASE,
+)
+# An absolute path or an address anywhere in a text: both say who and where, and differ where nothing else does.
+_PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentEntry:
+    """One fact about where or how a run ran.
+
+    Attributes:
+        value: JSON-able.
+        is_machine: True for a machine fact, False for a choice.
+        changes_bits: whether another value can by itself change the bits of a computation.
+    """
+
+    value: Any
+    is_machine: bool
+    changes_bits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Everything known to decide the bits of a run, by dotted name.
+
+    It holds no host or user names, no absolute paths, no addresses and no secrets.
+    """
+
+    entries: Mapping[str, EnvironmentEntry]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, sorted by name, so that equal environments are equal bytes."""
+        return {
+            name: {"value": entry.value, "is_machine": entry.is_machine, "changes_bits": entry.changes_bits}
+            for name, entry in sorted(self.entries.items())
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Environment":
+        """Return the environment that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: the structure is another one; the message names the entry. Whoever read the file names it.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"an environment is a mapping of names to entries, not {type(data).__name__}")
+        return cls(entries=MappingProxyType({name: _entry_from_dict(name, row) for name, row in data.items()}))
+
+
+def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) -> Environment:
+    """Return the environment of this process as it is now.
+
+    It asks no GPU that nothing used so far (that would create a CUDA context): call it when the devices are set up.
+    A few milliseconds, and no host sync.
+
+    Args:
+        choices: what the caller knows to have been decided, by name: precision, strategy, hyperparameters. Mappings and
+            sequences may be nested and become dotted names. What is neither text, number, bool nor None is recorded
+            by its type alone; paths, addresses and what looks like a secret by its name are withheld.
+
+    Raises:
+        ValueError: a choice has the name of an entry that is captured here.
+
+    Example:
+        >>> environment = capture_environment(choices={"hparams": {"lr": 0.1}})
+        >>> environment.entries["hparams.lr"].value
+        0.1
+    """
+    entries: dict[str, EnvironmentEntry] = {}
+    for name, value, changes_bits in _machine_facts():
+        entries[name] = EnvironmentEntry(value=value, is_machine=True, changes_bits=changes_bits)
+    for name, value in _own_choices():
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
+    for name, value in _flatten("", choices):
+        if name in entries:
+            raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
+    return Environment(entries=MappingProxyType(entries))
+
+
+def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
+    """Return the entries that differ, sorted by name.
+
+    Values are compared as JSON, so 1, 1.0 and true differ. An entry that only one side has differs from "not recorded".
+    Where the two sides classify an entry differently, it excuses nothing: it is a choice if either side says so.
+    """
+    differences = []
+    for name in sorted({*reference.entries, *current.entries}):
+        sides = [environment.entries.get(name) for environment in (reference, current)]
+        known = [side for side in sides if side is not None]
+        values = [NOT_RECORDED if side is None else side.value for side in sides]
+        if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
+            continue
+        differences.append(
+            EnvironmentDifference(
+                name=name,
+                reference=values[0],
+                current=values[1],
+                changes_bits=any(side.changes_bits for side in known),
+                is_machine=all(side.is_machine for side in known),
+            )
+        )
+    return tuple(differences)
+
+
+def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
+    """Yield name, value and whether it changes bits."""
+    yield "python.version", platform.python_version(), True
+    yield "python.implementation", platform.python_implementation(), True
+    yield "platform.system", platform.system(), True
+    yield "platform.libc", " ".join(platform.libc_ver()).strip() or None, True
+    yield "cpu.architecture", platform.machine(), True
+    yield "cpu.model", _cpu_model(), True
+    yield "cpu.count", os.cpu_count(), False
+    yield "numpy.version", np.__version__, True
+    yield "lightning.version", _version("lightning"), True
+    yield "triton.version", _version("triton"), True
+    yield "det_callbacks.version", _version("det_callbacks"), False
+    yield from _torch_facts()
+    yield from _gpu_facts()
+    for name in _KERNEL_VARIABLES:
+        yield f"env.{name}", os.environ.get(name), True
+    for name in _THREAD_VARIABLES:
+        yield f"env.{name}", os.environ.get(name), False
+
+
+def _torch_facts() -> Iterator[tuple[str, Any, bool]]:
+    build = torch.__config__.show()
+    cudnn = torch.backends.cudnn
+    yield "torch.version", torch.__version__, True
+    yield "torch.git_version", torch.version.git_version, True
+    yield "torch.cuda", torch.version.cuda, True
+    yield "torch.hip", torch.version.hip, True
+    yield "torch.cudnn", cudnn.version() if cudnn.is_available() else None, True  # type: ignore[no-untyped-call]
+    yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build), True
+    yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build), True
+    yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build), True
+    yield "torch.cpu_capability", torch.backends.cpu.get_cpu_capability(), True
+    yield "torch.num_threads", torch.get_num_threads(), True
+    yield "torch.num_interop_threads", torch.get_num_interop_threads(), False
+    backends: Any = torch.backends  # torch 2.13 types only part of these
+    yield "torch.backends.cudnn.enabled", backends.cudnn.enabled, True
+    yield "torch.backends.mkldnn.enabled", backends.mkldnn.enabled, True
+    yield "torch.backends.cuda.flash_sdp", backends.cuda.flash_sdp_enabled(), True
+    yield "torch.backends.cuda.mem_efficient_sdp", backends.cuda.mem_efficient_sdp_enabled(), True
+    yield "torch.backends.cuda.math_sdp", backends.cuda.math_sdp_enabled(), True
+    yield "torch.backends.cuda.cudnn_sdp", backends.cuda.cudnn_sdp_enabled(), True
+
+
+def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
+    # Properties can only be asked through a CUDA context, and creating one would be an observer effect.
+    initialized = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    count = torch.cuda.device_count() if initialized else 0
+    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+    yield "gpu.count", count, False
+    yield "gpu.names", sorted({device.name for device in devices}), True
+    yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices}), True
+    yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices}), True
+    yield "gpu.driver", _gpu_driver() if initialized else None, True
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None  # type: ignore[no-untyped-call]
+    yield "gpu.nccl", nccl, True
+
+
+def _own_choices() -> Iterator[tuple[str, Any]]:
+    for name, value in settings_in_force().items():
+        if name != "num_threads":  # torch.num_threads, a machine fact
+            yield f"settings.{name}", value
+    backends: Any = torch.backends
+    yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())
+    yield "torch.anomaly_mode", torch.is_anomaly_enabled()
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        yield f"torch.backends.cuda.matmul.{name}", _plain(name, getattr(backends.cuda.matmul, name))
+    yield "torch.backends.cuda.matmul.fp32_precision", backends.cuda.matmul.fp32_precision
+    yield "torch.backends.cudnn.conv.fp32_precision", backends.cudnn.conv.fp32_precision
+    yield "torch.backends.cudnn.rnn.fp32_precision", backends.cudnn.rnn.fp32_precision
+    yield "torch.backends.mkldnn.matmul.fp32_precision", backends.mkldnn.matmul.fp32_precision
+    for name in _DETERMINISM_VARIABLES:
+        yield f"env.{name}", os.environ.get(name)
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and JSON-able values of a nested choice."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}" if name else str(key), inner)
+    elif name:
+        yield name, _plain(name.rpartition(".")[2], value)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return what can be written as JSON and read by anyone: no objects, no places, no secrets.
+
+    Args:
+        name: the last part of the name under which the value is kept, which tells a secret.
+        value: anything.
+    """
+    if isinstance(value, enum.Enum):
+        return _plain(name, value.value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)  # JSON has no NaN
+    if isinstance(value, np.generic):
+        return _plain(name, value.item())
+    if isinstance(value, str | bytes) and _SECRET.search(name):
+        return "<withheld>"
+    if isinstance(value, str):
+        return _PLACE.sub("<place>", value)
+    if isinstance(value, os.PathLike):
+        return _PLACE.sub("<place>", str(Path(value)))
+    if isinstance(value, torch.dtype):
+        return _dtype_name(value)
+    if isinstance(value, torch.device):
+        return value.type  # the index says which of several alike
+    if isinstance(value, Mapping):
+        return {str(key): _plain(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(name, inner) for inner in value), key=str)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_plain(name, inner) for inner in value]
+    # Not repr(value): it holds addresses that differ from run to run, or whole tensors.
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _entry_from_dict(name: Any, row: Any) -> EnvironmentEntry:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"an environment entry has the name {name!r}, not a text")
+    if not isinstance(row, Mapping) or set(row) != {"value", "is_machine", "changes_bits"}:
+        raise ValueError(f"the environment entry {name!r} does not hold exactly value, is_machine and changes_bits")
+    if not isinstance(row["is_machine"], bool) or not isinstance(row["changes_bits"], bool):
+        raise ValueError(f"is_machine and changes_bits of the environment entry {name!r} must be true or false")
+    return EnvironmentEntry(value=row["value"], is_machine=row["is_machine"], changes_bits=row["changes_bits"])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    # platform.processor() is empty or only the architecture on Linux.
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return _first(r"^model name\s*:\s*(.+)$", text) or platform.processor() or None
+
+
+def _gpu_driver() -> str | None:
+    # The runtime only tells the CUDA version that the driver supports.
+    path = Path("/proc/driver/nvidia/version")
+    return _first(r"Kernel Module\D*([\d.]+)", path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _first(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found.group(1).strip() if found else None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

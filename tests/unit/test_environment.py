@@ -1,0 +1,215 @@
+import enum
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from det_callbacks.environment import (
+    NOT_RECORDED,
+    Environment,
+    EnvironmentEntry,
+    capture_environment,
+    compare_environments,
+)
+from det_callbacks.settings import enforce_determinism
+from det_callbacks.verdict import EnvironmentDifference
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def environment(**entries: EnvironmentEntry) -> Environment:
+    return Environment(entries=entries)
+
+
+def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> EnvironmentEntry:
+    return EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
+
+
+def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
+    choices = {"precision": "32-true", "hparams": {"lr": 0.1, "betas": (0.9, 0.999)}}
+    first, second = capture_environment(choices=choices), capture_environment(choices=choices)
+    assert compare_environments(first, second) == ()
+    read = Environment.from_dict(json.loads(json.dumps(first.to_dict(), allow_nan=False)))
+    assert compare_environments(first, read) == ()
+    assert read.to_dict() == first.to_dict()
+    assert len(first.entries) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("torch.version", str(torch.__version__)),
+        ("torch.num_threads", torch.get_num_threads()),
+        ("torch.cpu_capability", torch.backends.cpu.get_cpu_capability()),
+        ("numpy.version", np.__version__),
+        ("python.version", ".".join(str(part) for part in sys.version_info[:3])),
+        ("det_callbacks.version", "0.1.0"),
+        ("torch.default_dtype", "float32"),
+        ("gpu.count", torch.cuda.device_count() if torch.cuda.is_initialized() else 0),
+    ],
+)
+def test_entries_say_what_torch_and_the_process_say(name: str, value: Any) -> None:
+    assert capture_environment().entries[name].value == value
+
+
+def test_what_the_build_says_is_found() -> None:
+    entries = capture_environment().entries
+    if "MKL-DNN" in torch.__config__.show():
+        assert entries["torch.mkldnn"].value.startswith("v")
+    if "Math Kernel Library" in torch.__config__.show():
+        assert entries["torch.mkl"].value[:4].isdigit()
+    if Path("/proc/cpuinfo").is_file():
+        assert entries["cpu.model"].value in Path("/proc/cpuinfo").read_text()
+
+
+def differences_of(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, EnvironmentDifference]:
+    monkeypatch.setenv("MKL_NUM_THREADS", "2")
+    with enforce_determinism({"deterministic_algorithms": "disabled", "num_threads": 2, "seed": 1}):
+        before = capture_environment()
+        for name, value in change.get("variables", {}).items():
+            monkeypatch.setenv(name, value)
+        with enforce_determinism(change.get("settings", {"deterministic_algorithms": "disabled"})):
+            return {difference.name: difference for difference in compare_environments(before, capture_environment())}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "is_machine", "changes_bits"),
+    [
+        ({"settings": {"num_threads": 1, "deterministic_algorithms": "disabled"}}, "torch.num_threads", True, True),
+        ({"settings": {"deterministic_algorithms": "warn"}}, "settings.deterministic_algorithms", False, True),
+        ({"settings": {"seed": 2, "deterministic_algorithms": "disabled"}}, "settings.seed", False, True),
+        ({"variables": {"MKL_CBWR": "COMPATIBLE"}}, "env.MKL_CBWR", True, True),
+        ({"variables": {"NCCL_ALGO": "Ring"}}, "env.NCCL_ALGO", True, True),
+        ({"variables": {"PYTHONHASHSEED": "12345"}}, "env.PYTHONHASHSEED", False, True),
+        ({"variables": {"MKL_NUM_THREADS": "1"}}, "env.MKL_NUM_THREADS", True, False),
+    ],
+)
+def test_one_change_is_one_difference_of_its_kind(
+    change: dict[str, Any], name: str, is_machine: bool, changes_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differences = differences_of(change, monkeypatch)
+    assert list(differences) == [name]
+    assert differences[name].is_machine is is_machine
+    assert differences[name].changes_bits is changes_bits
+
+
+def test_choices_are_flat_and_written_so_that_anyone_may_read_them() -> None:
+    environment = capture_environment(
+        choices={
+            "hparams": {
+                "lr": 0.1,
+                "optimizer": {"betas": (0.9, np.float32(0.5))},
+                "num_tokens": 512,
+                "pad_token": "<pad>",
+                "dtype": torch.bfloat16,
+                "device": torch.device("cpu"),
+                "colour": Colour.RED,
+                "limit": float("inf"),
+                "data": Path("/home/alice/data"),
+                "relative": Path("data/train"),
+                "command": "train --data /home/alice/x --url https://alice:pw@example.org/x, twice",
+                "layers": [torch.nn.Linear(1, 1)],
+                "kinds": {"b", "a"},
+                "hf_token": "abc",
+                "login": [{"password": "abc"}],
+                "empty": {},
+            },
+            "strategy": None,
+        }
+    )
+    entries = {
+        name: entry.value for name, entry in environment.entries.items() if name.startswith(("hparams", "strategy"))
+    }
+    assert entries == {
+        "hparams.lr": 0.1,
+        "hparams.optimizer.betas": [0.9, 0.5],
+        "hparams.num_tokens": 512,
+        "hparams.pad_token": "<pad>",
+        "hparams.dtype": "bfloat16",
+        "hparams.device": "cpu",
+        "hparams.colour": "red",
+        "hparams.limit": "inf",
+        "hparams.data": "<place>",
+        "hparams.relative": "data/train",
+        "hparams.command": "train --data <place> --url <place>, twice",
+        "hparams.layers": ["<torch.nn.modules.linear.Linear>"],
+        "hparams.kinds": ["a", "b"],
+        "hparams.hf_token": "<withheld>",
+        "hparams.login": [{"password": "<withheld>"}],
+        "hparams.empty": {},
+        "strategy": None,
+    }
+    assert not any(environment.entries[name].is_machine for name in entries)
+
+
+def test_a_choice_must_not_hide_what_is_captured() -> None:
+    with pytest.raises(ValueError, match=r"'torch\.num_threads' has the name"):
+        capture_environment(choices={"torch": {"num_threads": 4}})
+
+
+def test_nothing_of_who_and_where() -> None:
+    text = json.dumps(capture_environment().to_dict())
+    for private in (socket.gethostname(), str(Path.home()), str(Path.cwd()), os.environ.get("USER") or "no user"):
+        if len(private) > 4:
+            assert private not in text
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), (None, ""), ([1], [1, 1])])
+def test_values_differ_by_type_too(one: Any, other: Any) -> None:
+    (difference,) = compare_environments(environment(x=entry(one)), environment(x=entry(other)))
+    assert (difference.reference, difference.current) == (one, other)
+
+
+def test_equal_mappings_in_another_order_are_equal() -> None:
+    assert compare_environments(environment(x=entry({"a": 1, "b": 2})), environment(x=entry({"b": 2, "a": 1}))) == ()
+
+
+def test_what_one_side_lacks_differs_even_from_none() -> None:
+    (missing,) = compare_environments(environment(x=entry(None)), environment())
+    assert (missing.reference, missing.current, missing.changes_bits) == (None, NOT_RECORDED, True)
+    (extra,) = compare_environments(environment(), environment(x=entry(1, is_machine=False)))
+    assert (extra.reference, extra.current, extra.is_machine) == (NOT_RECORDED, 1, False)
+
+
+def test_an_entry_is_a_choice_when_either_side_says_so() -> None:
+    (difference,) = compare_environments(
+        environment(x=entry(1, is_machine=True, changes_bits=False)), environment(x=entry(2, is_machine=False))
+    )
+    assert difference.is_machine is False
+    assert difference.changes_bits is True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        None,
+        {"x": 1},
+        {"": {"value": 1, "is_machine": True, "changes_bits": True}},
+        {"x": {"value": 1, "is_machine": True}},
+        {"x": {"value": 1, "is_machine": True, "changes_bits": True, "more": 1}},
+        {"x": {"value": 1, "is_machine": 1, "changes_bits": True}},
+        {"x": {"value": 1, "is_machine": True, "changes_bits": None}},
+    ],
+)
+def test_a_foreign_structure_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"environment (is|entry)|is_machine"):
+        Environment.from_dict(data)
+
+
+def test_capture_starts_no_gpu_and_imports_no_lightning() -> None:
+    code = (
+        "import sys, torch; from det_callbacks.environment import capture_environment as c;"
+        "e = c().entries; assert not torch.cuda.is_initialized();"
+        "assert e['lightning.version'].value; sys.exit('lightning' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
