@@ -1,13 +1,14 @@
 """tensor -> 64 bits."""
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_memory, format_digest
+from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_memory, digest_spans, format_digest
 
 __all__ = [
     "DIGEST_VERSION",
     "digest_bytes",
     "digest_memory",
     "digest_output",
+    "digest_spans",
     "digest_tensor",
     "digest_tensors",
     "format_digest",

@@ -1,0 +1,148 @@
+"""Building an event that no earlier step had: the cold path, where text is made."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from det_callbacks.trace.generators import GeneratorName
+from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.source import capture_source
+from det_callbacks.trace.tree import VARYING, Context, Event, arguments_json, needs_exact
+
+
+def build_op_event(
+    event: Event,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    varying: tuple[int, ...],
+    row_edges: Sequence[tuple[int, ...]],
+    outputs: Sequence[Any],
+    output_names: Sequence[str | None],
+) -> None:
+    """Fill in the rows, the source and the constant arguments of a new event of an op.
+
+    Args:
+        event: made with what was seen of the call.
+        plan: of its overload.
+        args: of the call.
+        kwargs: of the call.
+        varying: places in ``event.consts`` that change from step to step.
+        row_edges: for each input row, the positions it follows from.
+        outputs: tensors and numbers that the call wrote.
+        output_names: their names, where they have one.
+    """
+    context = event.context
+    recomputed = False
+    source: tuple[str, ...] | None = None
+    if not isinstance(context, str):
+        source = context.source
+        recomputed = context.recomputed
+        if context.name is not None:
+            output_names = [f"grad of {context.name}"] * len(outputs)
+    event.source = capture_source() if source is None else source
+    event.op_base = plan.base
+    event.is_in_place = bool(plan.writes)
+    names = list(const_names(plan, args, kwargs))
+    assert len(names) == len(event.consts), plan.name
+    varying_names = tuple(names[index] for index in varying)
+    if varying:
+        event.varying = varying
+        event.consts = [VARYING if index in varying else const for index, const in enumerate(event.consts)]
+    elif any(name in plan.number_arguments and needs_exact(const) for name, const in zip(names, event.consts, strict=True)):
+        event.exact = repr(event.consts)
+    rows = [
+        input_row(name, edges, module=event.module, source=event.source)
+        for name, edges in zip(event.names, row_edges, strict=True)
+    ]
+    if varying:
+        rows.append(
+            Site(
+                phase=event.phase,
+                module=event.module,
+                op=plan.name,
+                occurrence=0,
+                output=0,
+                role="argument",
+                varying=varying_names,
+                recomputed=recomputed,
+                source=event.source,
+            )
+        )
+    inputs = tuple(sorted(set(event.reads)))
+    arguments = arguments_json(names, event.consts)
+    rows.extend(
+        Site(
+            phase=event.phase,
+            module=event.module,
+            op=plan.name,
+            occurrence=0,
+            output=index,
+            role="output" if isinstance(output, Tensor) else "value",
+            name=name,
+            arguments=arguments,
+            varying=varying_names,
+            inputs=inputs,
+            recomputed=recomputed,
+            source=event.source,
+        )
+        for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
+    )
+    event.rows = tuple(rows)
+
+
+def input_row(name: str | None, edges: tuple[int, ...], *, module: str, source: tuple[str, ...]) -> Site:
+    """Return the site of a tensor, or a generator's state, that an op read and nobody in this step wrote."""
+    is_generator = isinstance(name, GeneratorName)
+    owner = module if name is None else "" if is_generator else owner_of(name)
+    return Site(
+        phase="rng" if is_generator else "input",
+        module=owner,
+        op="",
+        occurrence=0,
+        output=0,
+        role="generator" if is_generator else "input",
+        name=None if name is None else str(name),
+        inputs=edges,
+        source=source if name is None else (),
+    )
+
+
+def owner_of(name: str) -> str:
+    """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
+    return name.rpartition(" ")[2].rpartition(".")[0]
+
+
+def const_names(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the arguments that are no tensors, in the order in which the recorder collects them."""
+    written = {write.name for write in plan.writes} if plan.is_overwrite else set()
+    for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
+        if name in written or isinstance(value, Tensor):
+            continue
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            yield from (f"{name}[{index}]" for index, item in enumerate(value) if not isinstance(item, Tensor))
+        else:
+            yield name
+
+
+def forward_codes() -> frozenset[object]:
+    """Return the code objects of the running frames: tells which autograd Function's forward is running."""
+    codes = set()
+    frame = sys._getframe(1)
+    while frame is not None and len(codes) < 64:
+        codes.add(frame.f_code)
+        frame = frame.f_back  # type: ignore[assignment]
+    return frozenset(codes)
+
+
+def light_event(parent: Event, func: Any, plan: OpPlan, phase: str, context: Context) -> Event:
+    """Return an event without sites, for an op that is not digested but may own an autograd node."""
+    event = Event(parent, func, phase, context, [], [], [], 0)
+    event.op_base = plan.base
+    event.is_in_place = bool(plan.writes)
+    event.source = capture_source() if isinstance(context, str) or context.source is None else context.source
+    return event

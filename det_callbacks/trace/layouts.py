@@ -1,0 +1,124 @@
+"""The layouts seen so far, interned: one dictionary look-up per digested tensor."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.program import Layout, TensorLayout, entry_digest, layout_id
+from det_callbacks.trace.storages import is_dense
+
+MAX_ENTRIES = 100_000
+
+_QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+class LayoutSlot:
+    """One interned layout.
+
+    Attributes:
+        index: in the table.
+        is_raw: the elements fill ``num_bytes`` bytes from ``data_ptr`` on, so those bytes can be digested as they lie
+            (strided, dense, not complex, since a lazy conjugation would be missed).
+        is_dense: the elements fill their extent in memory without holes or overlap.
+        is_row_major: raw, and in row-major order.
+        num_bytes: of the elements.
+    """
+
+    __slots__ = ("entry", "index", "is_dense", "is_raw", "is_row_major", "num_bytes")
+
+    def __init__(self, index: int, entry: TensorLayout | None, *, dense: bool, raw: bool, num_bytes: int) -> None:
+        self.index = index
+        self.entry = entry
+        self.is_dense = dense
+        self.is_raw = raw
+        self.is_row_major = raw and entry is not None and _is_row_major(entry)
+        self.num_bytes = num_bytes
+
+
+def _is_row_major(entry: TensorLayout) -> bool:
+    expected = 1
+    for length, stride in zip(reversed(entry.shape), reversed(entry.stride), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+class LayoutTable:
+    """(dtype, shape, stride) -> slot. ``slots`` is public because the recorder reads it once per tensor."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Any, LayoutSlot] = {}
+        self._order: list[LayoutSlot] = []
+        self._digests: list[int] = []
+        self._known: list[tuple[list[int], int]] = []
+        self.none = self.add(None, None)
+
+    def trim(self) -> None:
+        """Forget everything once it is too large; call between steps."""
+        if len(self._order) > MAX_ENTRIES:
+            self.slots.clear()
+            self._order.clear()
+            self._digests.clear()
+            self._known.clear()
+            self.none = self.add(None, None)
+
+    def add_strided(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> LayoutSlot:
+        """Intern the layout of an ordinary tensor."""
+        dtype, shape, stride = key
+        entry = TensorLayout(dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), stride=tuple(stride))
+        return self.add(key, entry, itemsize=dtype.itemsize, may_be_raw=not dtype.is_complex and dtype not in _QUANTISED)
+
+    def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
+        """Return the slot of something that is no strided tensor: a number, a sparse tensor, a shard."""
+        key = (dtype, shape, detail)
+        return self.slots.get(key) or self.add(key, TensorLayout(dtype=dtype, shape=shape, detail=detail))
+
+    def of(self, tensor: Tensor) -> LayoutSlot:
+        """Return the slot of any tensor."""
+        if not has_parts(tensor):
+            key = (tensor.dtype, tensor.shape, tensor.stride())
+            return self.slots.get(key) or self.add_strided(key)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        placements = getattr(tensor, "placements", None)
+        detail = str(tensor.layout).removeprefix("torch.") if placements is None else f"DTensor{list(placements)}"
+        return self.special(dtype, tuple(tensor.shape), detail)
+
+    def add(
+        self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False
+    ) -> LayoutSlot:
+        """Intern an entry."""
+        dense = False
+        num_bytes = 0
+        if entry is not None and itemsize > 0:
+            dense = is_dense(entry.shape, entry.stride)
+            num_bytes = itemsize
+            for length in entry.shape:
+                num_bytes *= length
+        slot = LayoutSlot(
+            len(self._order), entry, dense=dense, raw=dense and may_be_raw and num_bytes > 0, num_bytes=num_bytes
+        )
+        self.slots[key] = slot
+        self._order.append(slot)
+        self._digests.append(entry_digest(entry))
+        return slot
+
+    def at(self, index: int) -> LayoutSlot:
+        """Return the slot at an index."""
+        return self._order[index]
+
+    def layout_id(self, indices: list[int]) -> int:
+        """Return the id of the layout with these slots."""
+        for known, identity in self._known:
+            if known == indices:
+                return identity
+        identity = layout_id(np.asarray(self._digests, dtype="<u8")[indices])
+        self._known = [(indices, identity), *self._known[:3]]
+        return identity
+
+    def layout(self, indices: list[int]) -> Layout:
+        """Return the layout with these slots."""
+        return Layout(entries=tuple(self._order[index].entry for index in indices))

@@ -1,0 +1,116 @@
+"""Which module is running: a stack kept by global forward hooks.
+
+Global hooks, since per-module hooks switch off fast paths such as ``nn.TransformerEncoderLayer``'s. They are only
+registered while a step is traced.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+UNKNOWN_MODULE = "?"
+
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+
+
+class ModuleStack:
+    """The modules that are running, outermost first, by qualified name.
+
+    Args:
+        root: the module that names are relative to; None names each outermost module by its class.
+
+    Attributes:
+        current: name of the innermost running module.
+        is_in_backward: whether that module was called during a backward pass (recomputation).
+        on_output: called as ``on_output(name, output)`` when a module returns outside a backward pass.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.on_output: Callable[[str, Any], None] | None = None
+        self._root = root
+        self._names: dict[int, str] = {}
+        self._modules: list[nn.Module] = []
+        self._stack: list[tuple[nn.Module, str, bool]] = []
+        self._handles: list[RemovableHandle] = []
+        self._has_refreshed = False
+        self.current = ""
+        self.is_in_backward = False
+
+    def open(self) -> None:
+        """Register the hooks and start with an empty stack."""
+        self._stack.clear()
+        self._set_current()
+        self._has_refreshed = False
+        if self._root is not None and not self._names:
+            self._refresh(self._root, "")
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; may be called more than once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._stack.clear()
+        self._set_current()
+
+    @property
+    def names(self) -> list[str]:
+        """Qualified names of the modules known so far."""
+        return list(self._names.values())
+
+    def _refresh(self, root: nn.Module, prefix: str) -> None:
+        for name, module in root.named_modules(prefix=prefix):
+            if id(module) not in self._names:
+                self._names[id(module)] = name
+                self._modules.append(module)  # keeps the id from being reused
+
+    def _name_of(self, module: nn.Module) -> str:
+        name = self._names.get(id(module))
+        if name is not None:
+            return name
+        if self._root is None:
+            if not self._stack:
+                self._refresh(module, type(module).__name__)
+                return self._names[id(module)]
+        elif not self._has_refreshed:
+            self._has_refreshed = True
+            self._refresh(self._root, "")
+            name = self._names.get(id(module))
+            if name is not None:
+                return name
+        return self.current  # not part of the model (a wrapper, a metric): its ops count as its caller's
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._stack.append((module, self._name_of(module), _graph_task_id() != -1))
+        self._set_current()
+
+    def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # an exception (checkpointing's early stop is one) may have skipped the hooks of modules further in
+        depth = len(self._stack)
+        while depth and self._stack[depth - 1][0] is not module:
+            depth -= 1
+        if not depth:
+            return
+        _, name, in_backward = self._stack[depth - 1]
+        if self.on_output is not None and output is not None and not in_backward and id(module) in self._names:
+            self.on_output(name, output)
+        del self._stack[depth - 1 :]
+        self._set_current()
+
+    def _set_current(self) -> None:
+        if self._stack:
+            _, self.current, self.is_in_backward = self._stack[-1]
+        else:
+            self.current = ""
+            self.is_in_backward = False

@@ -1,0 +1,241 @@
+"""What the tracer has to know of an op, decided once per ``OpOverload`` from its schema and two small tables.
+
+The tables hold what schemas do not say: outputs whose bits mean nothing, and writes that are not declared. Tracing,
+replay and equivalence share them; ``tests/unit/test_overloads.py`` checks each entry against the running torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
+    # workspaces and reserved buffers: other bits at every call of the same kernel on the same inputs
+    "aten.mkldnn_rnn_layer": frozenset({3}),
+    "aten._cudnn_rnn": frozenset({3, 4}),
+    "aten.miopen_rnn": frozenset({3, 4}),
+    "aten.cudnn_batch_norm": frozenset({3}),
+    "aten._batch_norm_with_update": frozenset({3}),
+    "aten._batch_norm_with_update_functional": frozenset({3}),
+    "aten._scaled_dot_product_cudnn_attention": frozenset({6, 7, 8}),
+    "aten._scaled_dot_product_flash_attention": frozenset({6, 7, 8}),
+    "aten._flash_attention_forward": frozenset({2, 3, 4}),
+    "aten._scaled_dot_product_efficient_attention": frozenset({1, 2, 3}),
+    "aten._efficient_attention_forward": frozenset({1, 2, 3}),
+}
+"""Op -> indices of returned tensors that are not digested (log-sum-exp of the memory-efficient kernels is padded with
+memory that nobody wrote; seeds and offsets of attention kernels are empty unless dropout is on)."""
+
+HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
+    # the running statistics, in training only
+    "aten.native_batch_norm": ("running_mean", "running_var"),
+    "aten.cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten.miopen_batch_norm": ("running_mean", "running_var"),
+    "aten._batch_norm_impl_index": ("running_mean", "running_var"),
+    # the observer's ranges and quantisation parameters
+    "aten.fused_moving_avg_obs_fake_quant": ("running_min", "running_max", "scale", "zero_point"),
+}
+"""Op -> arguments it writes although its schema does not say so."""
+
+DECLARED_ONLY: Mapping[str, str] = {
+    "aten._fused_adam_": "grads",
+    "aten._fused_adamw_": "grads",
+    "aten._fused_sgd_": "grads",
+    "aten._fused_adagrad_": "grads",
+}
+"""Op -> argument that its schema declares as written, but that it writes only when given a ``grad_scale``."""
+
+UNINITIALISED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "empty_quantized",
+        "new_empty",
+        "new_empty_strided",
+        "_empty_affine_quantized",
+        "_empty_per_channel_affine_quantized",
+    )
+)
+"""Ops whose outputs hold whatever the memory held."""
+
+UNDECLARED_VIEWS = frozenset({"aten._unsafe_view"})
+"""Ops that return their input's bytes without saying so in the schema."""
+
+OVERWRITES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "copy_",
+        "zero_",
+        "fill_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+        "eye_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    )
+)
+"""In-place ops that write every element of their first argument without reading it."""
+
+RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"))
+"""Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
+
+_IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor"})
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+
+
+class OpKind(Enum):
+    """What the tracer does with an op."""
+
+    DIGEST = "digest"
+    VIEW = "view"
+    UNINITIALISED = "uninitialised"
+    RELAYOUT = "relayout"
+    COLLECTIVE = "collective"
+    OPAQUE = "opaque"
+    IGNORED = "no_tensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentWrite:
+    """A tensor argument that the op writes: its position, or its name when it is keyword-only or given by name."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlan:
+    """How calls of one overload are traced.
+
+    Attributes:
+        name: ``namespace.op.overload``.
+        base: ``namespace.op``.
+        kind: what to do with a call.
+        call: runs the op; past ``OpOverload.__call__``, which only adds a frame (torch 2.13).
+        argument_names: names in the order of the schema.
+        number_arguments: those that take any Python number, so that 1, 1.0 and True are not the same.
+        is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
+        writes: arguments written, declared or hidden, in the order of the schema.
+        fresh_returns: indices of the returns that alias no argument.
+        is_hidden_write: whether ``writes`` happen only when the argument ``training`` (or the like) is true.
+        is_overwrite: the written argument is not read.
+        is_plain: a tensor that it returns is digested as it is.
+        opaque_outputs: indices of returned tensors that are not digested.
+        draws_random: it reads and advances a random generator.
+        may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
+        declared_only: argument of ``writes`` that is written only when ``grad_scale`` is given; "" if none.
+    """
+
+    name: str
+    base: str
+    kind: OpKind
+    call: Callable[..., Any]
+    argument_names: tuple[str, ...]
+    number_arguments: frozenset[str]
+    is_functional: bool
+    writes: tuple[ArgumentWrite, ...]
+    fresh_returns: tuple[int, ...]
+    is_hidden_write: bool
+    is_overwrite: bool
+    is_plain: bool
+    opaque_outputs: frozenset[int]
+    draws_random: bool
+    may_be_in_flight: bool
+    declared_only: str
+
+
+def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
+    """Return the plan for an overload; costs some 20 microseconds, so keep it."""
+    if not isinstance(func, OpOverload):
+        return _opaque_plan(f"higher_order.{func}", func)
+    schema = func._schema
+    base = f"{func.namespace}.{schema.name.partition('::')[2]}"
+    written = [
+        ArgumentWrite(index=index, name=argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    hidden = HIDDEN_WRITES.get(base, ())
+    if hidden:
+        written = [
+            ArgumentWrite(index=index, name=argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if argument.name in hidden
+        ]
+    is_view = (
+        not written
+        and bool(schema.returns)
+        and all(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
+    )
+    may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
+    returns_fresh = all(returned.alias_info is None for returned in schema.returns)
+    return OpPlan(
+        name=f"{base}.{func._overloadname}",
+        base=base,
+        kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),
+        call=func._op if type(func) is OpOverload else func,
+        argument_names=tuple(argument.name for argument in schema.arguments),
+        number_arguments=frozenset(
+            argument.name
+            for argument in schema.arguments
+            if any(kind in str(argument.type) for kind in ("number", "Tensor"))
+        ),
+        is_functional=not written and returns_fresh,
+        writes=tuple(written),
+        fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
+        is_hidden_write=bool(hidden),
+        is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
+        is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
+        opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
+        draws_random=torch.Tag.nondeterministic_seeded in func.tags,
+        may_be_in_flight=may_be_in_flight,
+        declared_only=DECLARED_ONLY.get(base, ""),
+    )
+
+
+def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
+    """Return the plan of an op that runs other ops inside where no mode sees them."""
+    return OpPlan(
+        name=name,
+        base=name,
+        kind=OpKind.OPAQUE,
+        call=call,
+        argument_names=(),
+        number_arguments=frozenset(),
+        is_functional=False,
+        writes=(),
+        fresh_returns=(),
+        is_hidden_write=False,
+        is_overwrite=False,
+        is_plain=False,
+        opaque_outputs=frozenset(),
+        draws_random=False,
+        may_be_in_flight=False,
+        declared_only="",
+    )
+
+
+def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
+    if func.namespace in _IGNORED_NAMESPACES:
+        return OpKind.IGNORED
+    if func.namespace in _COLLECTIVE_NAMESPACES:
+        return OpKind.COLLECTIVE
+    if base in UNINITIALISED:
+        return OpKind.UNINITIALISED
+    if base in RELAYOUTS:
+        return OpKind.RELAYOUT
+    if is_view:
+        return OpKind.VIEW
+    return OpKind.DIGEST

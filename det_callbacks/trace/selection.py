@@ -1,0 +1,100 @@
+"""Which sites a run records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+from typing import Literal
+
+from det_callbacks.errors import SelectionError
+
+Level = Literal["op", "module", "state"]
+Phase = Literal["forward", "backward", "optimizer"]
+
+LEVELS: tuple[str, ...] = get_args(Level)
+PHASES: tuple[str, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is digested; two runs can only be compared when their selections agree.
+
+    Attributes:
+        level: "op" (every op output), "module" (outputs and output gradients of modules) or "state" (batch, loss,
+            gradients, parameters, buffers, optimizer state); each holds the ones below it.
+        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
+        phases: among forward, backward and optimizer, for ops and module outputs.
+        every_n_steps: steps whose number is a multiple of it are recorded.
+
+    Raises:
+        SelectionError: a value is not one of the allowed ones.
+    """
+
+    level: str = "op"
+    modules: tuple[str, ...] = ("*",)
+    phases: tuple[str, ...] = PHASES
+    every_n_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise SelectionError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}.")
+        object.__setattr__(self, "modules", _names("modules", self.modules))
+        object.__setattr__(self, "phases", _names("phases", self.phases))
+        if not self.modules:
+            raise SelectionError('modules must hold at least one pattern; ("*",) selects everything.')
+        unknown = [phase for phase in self.phases if phase not in PHASES]
+        if unknown or not self.phases:
+            raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(self.phases)!r}.")
+        object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in self.phases))
+        if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 1:
+            raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {self.every_n_steps!r}.")
+
+    def selects_module(self, module: str) -> bool:
+        """Return whether ops of this module (its qualified name) are selected."""
+        return any(fnmatchcase(module, pattern) for pattern in self.modules)
+
+    def selects_phase(self, phase: str) -> bool:
+        """Return whether ops of this phase are selected; phases outside the choice always are."""
+        return phase not in PHASES or phase in self.phases
+
+    def selects_step(self, step: int) -> bool:
+        """Return whether this step is recorded."""
+        return step % self.every_n_steps == 0
+
+    def check_modules(self, names: Sequence[str]) -> None:
+        """Raise ``SelectionError`` when a pattern matches none of a model's module names."""
+        for pattern in self.modules:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+                shown = ", ".join(repr(name) for name in list(names)[:12]) + (", ..." if len(names) > 12 else "")
+                raise SelectionError(
+                    f"The pattern {pattern!r} in modules matches no module of the model. Its modules are: {shown}."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form kept in run.json."""
+        form = asdict(self)
+        form["modules"] = list(self.modules)
+        form["phases"] = list(self.phases)
+        return form
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> "Selection":
+        """Return the selection kept in a run.json; raise ``SelectionError`` when it is not one."""
+        try:
+            return cls(
+                level=form["level"],
+                modules=tuple(form["modules"]),
+                phases=tuple(form["phases"]),
+                every_n_steps=form["every_n_steps"],
+            )
+        except (KeyError, TypeError) as error:
+            raise SelectionError(f"The selection {form!r} is not one that a run holds ({error}).") from error
+
+
+def _names(argument: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise SelectionError(f"{argument} must be a list of strings; got the string {value!r}: write [{value!r}].")
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise SelectionError(f"{argument} must be a list of strings; got {value!r}.")
+    return tuple(value)

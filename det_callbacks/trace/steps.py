@@ -1,0 +1,79 @@
+"""One traced step in memory, and what a verify run expects of it."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from det_callbacks.trace.layouts import LayoutTable
+from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
+
+MAX_INPUT_CHECKS = 32
+"""Ops per step whose inputs are digested again because their output differs: the first ones are the origins."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTrace:
+    """What one step did.
+
+    Attributes:
+        program: its ordered sites.
+        digests: uint64, one entry a site.
+        layout_id: id of its layout.
+        unseen_writes: positions whose inputs something untraced had changed (see ``StepView``).
+    """
+
+    program: Program
+    digests: np.ndarray
+    layout_id: int
+    unseen_writes: frozenset[int]
+    _layout_indices: list[int]
+    _layouts: LayoutTable
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of each site; built on demand, valid until the next step begins."""
+        return self._layouts.layout(self._layout_indices)
+
+    def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
+        """Return the step opened for a comparison."""
+        record = StepRecord(
+            step=step,
+            epoch=epoch,
+            program_id=self.program.id,
+            layout_id=self.layout_id,
+            digests=self.digests,
+            chain=chain,
+            segment=segment,
+        )
+        return StepView(
+            rank=rank,
+            record=record,
+            program=self.program,
+            layout=self.layout,
+            unseen_writes=self.unseen_writes,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Expectation:
+    """The reference's digests of the step under way, by position.
+
+    When an op's output differs from them, its inputs are digested again while they are alive; one that is not what
+    its writer left was written by something the trace did not see.
+    """
+
+    digests: "array[int]"
+    unseen_writes: set[int] = field(default_factory=set)
+    checks_left: int = MAX_INPUT_CHECKS
+
+    @classmethod
+    def of(cls, digests: np.ndarray) -> "Expectation":
+        """Return the expectation of a recorded step."""
+        values = array("Q")
+        values.frombytes(np.ascontiguousarray(digests, dtype=np.uint64).tobytes())
+        return cls(digests=values)
+
+    def differs(self, position: int, digest: int) -> bool:
+        """Return whether the reference had something else at this position."""
+        return position >= len(self.digests) or self.digests[position] != digest

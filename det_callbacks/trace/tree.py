@@ -1,0 +1,274 @@
+"""Prediction: what earlier steps did at this position, so that nothing is built twice.
+
+The steps seen so far form a tree of events (op calls and groups of named tensors). A step walks down from the root;
+at each event the child taken most recently is tried first, then its siblings (accumulation steps, several optimizers
+and data-dependent branches alternate), and only when none fits a new event is built. Sites, source lines and programs
+hang on the events, so a step like an earlier one costs comparisons only.
+"""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from det_callbacks.digest import digest_bytes
+from det_callbacks.trace.program import Program, Site
+
+MAX_EVENTS = 200_000
+
+
+class _Varying:
+    """Stands for an argument that changes from step to step: equal to everything."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # equal to everything, so no hash can be right
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+VARYING = _Varying()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Where an op inside a backward pass belongs.
+
+    Attributes:
+        module: of the forward op whose gradient it computes; "?" when that cannot be told.
+        source: of that forward op; None when the op's own stack tells it (recomputation).
+        name: the parameter whose gradient is accumulated, else None.
+        recomputed: it repeats a forward op under activation checkpointing.
+    """
+
+    module: str
+    source: tuple[str, ...] | None
+    name: str | None = None
+    recomputed: bool = False
+
+
+Context = str | Attribution
+"""The running module's name in the forward pass, an attribution in the backward pass."""
+
+
+class Event:
+    """One op call, or one group of named tensors, at one place of the tree.
+
+    ``depth`` is the number of events before it in its step. ``consts`` are the arguments that are no tensors, in order; ``reads`` the positions read; ``names`` the names of
+    the input sites made for it; ``exact`` is the text form of ``consts`` where equality would be too weak
+    (1 == 1.0 == True, 0.0 == -0.0).
+    """
+
+    __slots__ = (
+        "attributions",
+        "children",
+        "consts",
+        "context",
+        "depth",
+        "exact",
+        "frame_codes",
+        "func",
+        "is_in_place",
+        "likely",
+        "names",
+        "num_outputs",
+        "op_base",
+        "parent",
+        "phase",
+        "program",
+        "reads",
+        "rows",
+        "source",
+        "varying",
+    )
+
+    def __init__(
+        self,
+        parent: "Event | None",
+        func: object,
+        phase: str,
+        context: Context,
+        consts: list[Any],
+        reads: list[Any],
+        names: list[str | None],
+        num_outputs: int,
+    ) -> None:
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.func = func
+        self.phase = phase
+        self.context = context
+        self.consts = consts
+        self.reads = reads
+        self.names = names
+        self.num_outputs = num_outputs
+        self.exact: str | None = None
+        self.varying: tuple[int, ...] = ()
+        self.rows: tuple[Site, ...] = ()
+        self.source: tuple[str, ...] = ()
+        self.op_base = ""
+        self.is_in_place = False
+        self.frame_codes: frozenset[object] = frozenset()
+        self.attributions: dict[str, Attribution] = {}
+        self.children: list[Event] = []
+        self.likely: Event | None = None
+        self.program: Program | None = None
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module it belongs to."""
+        return self.context if isinstance(self.context, str) else self.context.module
+
+    def fits(
+        self,
+        func: object,
+        phase: str,
+        context: Context,
+        consts: list[Any],
+        reads: list[Any],
+        names: list[str | None],
+        num_outputs: int,
+    ) -> bool:
+        """Return whether a call is this event again."""
+        return (
+            self.func is func
+            and (self.context is context or self.context == context)
+            and self.phase == phase
+            and self.reads == reads
+            and self.num_outputs == num_outputs
+            and self.names == names
+            and self.consts == consts
+            and (self.exact is None or self.exact == repr(consts))
+        )
+
+
+def needs_exact(value: Any) -> bool:
+    """Return whether a number may equal another that is not the same (1, 1.0 and True; 0.0 and -0.0)."""
+    return isinstance(value, int | float) and value == value and abs(value) < 2**63 and value == int(value)
+
+
+class ProgramTree:
+    """The events of all steps seen so far, bounded in number."""
+
+    def __init__(self) -> None:
+        self.root = Event(None, None, "", "", [], [], [], 0)
+        self.num_events = 0
+        self._arguments: dict[tuple[object, ...], tuple[list[Any], tuple[int, ...]]] = {}
+
+    def trim(self) -> None:
+        """Forget everything once it is too large; call between steps."""
+        if self.num_events > MAX_EVENTS:
+            self.root = Event(None, None, "", "", [], [], [], 0)
+            self.num_events = 0
+            self._arguments.clear()
+
+    def varying(self, event: Event) -> tuple[int, ...]:
+        """Return which arguments of a new event were others when the same call was made in an earlier step.
+
+        Calls are the same when op, phase, module and depth agree: the argument sites that this very result adds to a
+        program shift positions, but not depths.
+        """
+        key = (event.func, event.phase, event.context, event.depth)
+        known = self._arguments.get(key)
+        varying: tuple[int, ...] = ()
+        if known is not None and len(known[0]) == len(event.consts):
+            pairs = zip(known[0], event.consts, strict=True)
+            varying = tuple(
+                index for index, (old, new) in enumerate(pairs) if index in known[1] or repr(old) != repr(new)
+            )
+        self._arguments[key] = (event.consts, varying)
+        return varying
+
+    def add(self, event: Event) -> None:
+        """Hang a new event below its parent."""
+        assert event.parent is not None
+        event.parent.children.append(event)
+        self.num_events += 1
+
+    def program_at(
+        self,
+        event: Event,
+        *,
+        ops_seen: int,
+        ops_digested: int,
+        skipped: Mapping[str, int],
+        opaque_regions: tuple[str, ...],
+    ) -> Program:
+        """Return the program of the step that ended with this event, built at most once."""
+        if event.program is None:
+            path: list[Event] = []
+            walker: Event | None = event
+            while walker is not None:
+                path.append(walker)
+                walker = walker.parent
+            rows = [row for step in reversed(path) for row in step.rows]
+            event.program = Program(
+                sites=_with_occurrences(rows),
+                ops_seen=ops_seen,
+                ops_digested=ops_digested,
+                ops_skipped={reason: count for reason, count in sorted(skipped.items()) if count},
+                opaque_regions=opaque_regions,
+            )
+        return event.program
+
+
+def _with_occurrences(rows: Sequence[Site]) -> tuple[Site, ...]:
+    counts: Counter[tuple[str, str, str, int, str, str | None]] = Counter()
+    sites = []
+    for row in rows:
+        key = (row.phase, row.module, row.op, row.output, row.role, row.name if row.op == "" else None)
+        sites.append(replace(row, occurrence=counts[key]) if counts[key] else row)
+        counts[key] += 1
+    return tuple(sites)
+
+
+def arguments_json(names: Sequence[str], consts: Sequence[Any]) -> str:
+    """Return the JSON object of constant arguments; varying ones are left out."""
+    pairs = zip(names, consts, strict=True)
+    return json.dumps(
+        {name: plain_value(const) for name, const in pairs if const is not VARYING}, separators=(",", ":")
+    )
+
+
+def plain_value(value: Any) -> Any:
+    """Return a JSON-able form of an op's argument that does not depend on the process or on a device index."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else repr(value)
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | complex):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    return type(value).__name__
+
+
+ArgumentTag = Literal["float", "int", "bool", "digest"]
+
+
+def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag]:
+    """Return the 64 bits of the arguments that vary, and how to read them.
+
+    One number is kept as it is (IEEE 754 binary64, two's complement, or 0 and 1); anything else as the digest of its
+    JSON form.
+    """
+    if len(values) == 1:
+        return scalar_bits(values[0])
+    return digest_bytes(json.dumps([plain_value(value) for value in values], separators=(",", ":")).encode()), "digest"
+
+
+def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
+    """Return the 64 bits of a Python value, and how to read them."""
+    if isinstance(value, bool):
+        return int(value), "bool"
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return value & 0xFFFF_FFFF_FFFF_FFFF, "int"
+    if isinstance(value, float):
+        return struct.unpack("<Q", struct.pack("<d", value))[0], "float"
+    return digest_bytes(json.dumps([plain_value(value)], separators=(",", ":")).encode()), "digest"
