@@ -14,8 +14,8 @@ A tensor that is made of other tensors is a list of component digests, in this o
 * quantised per channel: stored integers, scales, zero points, axis (int64).
 * nested, strided: its tensors one by one.
 * nested, jagged: values, offsets, and lengths where it has them; not the lengths that it caches.
-* a wrapper subclass with ``__tensor_flatten__``: its inner tensors as listed there, recursively. A DTensor so is its
-  local shard; what an asynchronous collective has promised is waited for first.
+* a wrapper subclass with ``__tensor_flatten__``: the tensors that it lists, recursively. A DTensor so is its local
+  shard; what an asynchronous collective has promised is waited for first.
 * mkldnn: one component, its plain row-major form.
 
 One component: its digest is the tensor's. Otherwise the number of components and their digests, as 8-byte little-endian
@@ -181,22 +181,26 @@ def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
         plain = tensor.clone()
     else:
         _require_storage(tensor)
-        plain = tensor.resolve_conj().resolve_neg()
+        plain = _resolved(tensor)
     if not (memory_order and _is_dense(plain)):
         size = plain.element_size()
         plain = (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 
 
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() and tensor.is_neg():
+        # One after the other: complex32 has no kernel for both at once, nor a negation.
+        conjugate = torch._neg_view(tensor).resolve_conj()
+        return torch.view_as_complex(torch.view_as_real(conjugate).neg())
+    return tensor.resolve_conj().resolve_neg()
+
+
 def _components(tensor: torch.Tensor) -> list[int] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     if type(tensor) not in _PLAIN_TYPES:
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            if tensor.layout is torch.jagged:
-                names = [name for name in names if name not in _JAGGED_CACHES]
-            inner = [_waited(tensor, getattr(tensor, name)) for name in names]
-            return [_digest(part, memory_order=False) for part in inner]
+            return [_digest(part, memory_order=False) for part in _inner_tensors(tensor)]
         if tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
             raise TypeError(
                 f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
@@ -218,6 +222,20 @@ def _components(tensor: torch.Tensor) -> list[int] | None:
         f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are supported; "
         "digest the tensors it is made of instead"
     )
+
+
+def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    if wrapper.layout is torch.jagged:
+        names = [name for name in names if name not in _JAGGED_CACHES]
+    # The list may name other objects, as a DTensor's does its device mesh: like placements, they are not elements.
+    inner = [part for part in (getattr(wrapper, name) for name in names) if isinstance(part, torch.Tensor)]
+    if not inner:
+        raise TypeError(
+            f"cannot digest a {type(wrapper).__qualname__}: its __tensor_flatten__ names no tensor; digest the tensors "
+            "that hold its data"
+        )
+    return [_waited(wrapper, part) for part in inner]
 
 
 def _quantised_components(tensor: torch.Tensor) -> list[int]:

@@ -1,0 +1,297 @@
+"""Digests of tensors that are made of other tensors, and of those that have no data."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import digest_reference
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from det_callbacks.digest import digest_bytes, digest_output, digest_tensor, digest_tensors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning"),
+]
+
+
+def combined(*components: torch.Tensor | bytes) -> int:
+    """Return what the specification says of these components, by the slow implementation."""
+    digests = [
+        digest_reference.digest(part if isinstance(part, bytes) else part.contiguous().numpy().tobytes())
+        for part in components
+    ]
+    return digest_reference.digest(struct.pack(f"<{len(digests) + 1}Q", len(digests), *digests))
+
+
+def assert_digest(tensor: torch.Tensor, expected: int) -> None:
+    assert digest_tensor(tensor) == expected
+    assert digest_output(tensor) == expected
+    assert digest_tensors([tensor, tensor]) == [expected, expected]
+
+
+def test_sparse_coo_is_indices_values_and_the_coalesced_flag() -> None:
+    indices, values = torch.tensor([[0, 1, 1], [2, 0, 0]]), torch.tensor([3.0, 4.0, 5.0])
+    tensor = torch.sparse_coo_tensor(indices, values, (2, 3), check_invariants=True)
+    assert_digest(tensor, combined(indices, values, b"\0"))
+    coalesced = tensor.coalesce()
+    assert_digest(coalesced, combined(coalesced.indices(), coalesced.values(), b"\1"))
+    marked = torch.sparse_coo_tensor(indices[:, :2], values[:2], (2, 3), is_coalesced=True, check_invariants=True)
+    unmarked = torch.sparse_coo_tensor(indices[:, :2], values[:2], (2, 3), check_invariants=True)
+    assert digest_tensor(marked) != digest_tensor(unmarked)
+    assert digest_tensor(tensor.requires_grad_()) == combined(indices, values, b"\0")
+
+
+def test_sparse_coo_tells_indices_from_values() -> None:
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    digests = {digest_tensor(sparse) for sparse in (dense.to_sparse(), dense.t().to_sparse(), (dense * 2).to_sparse())}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "columns"),
+    [
+        (torch.sparse_csr, "crow_indices", "col_indices"),
+        (torch.sparse_csc, "ccol_indices", "row_indices"),
+        (torch.sparse_bsr, "crow_indices", "col_indices"),
+        (torch.sparse_bsc, "ccol_indices", "row_indices"),
+    ],
+    ids=str,
+)
+def test_compressed_sparse_is_its_two_indices_and_values(layout: torch.layout, rows: str, columns: str) -> None:
+    dense = torch.randn(4, 6).relu()
+    blocks = (2, 3) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    tensor = dense.to_sparse(layout=layout, blocksize=blocks)
+    expected = combined(getattr(tensor, rows)(), getattr(tensor, columns)(), tensor.values())
+    assert_digest(tensor, expected)
+    changed = (dense * 2).to_sparse(layout=layout, blocksize=blocks)
+    assert digest_tensor(changed) != expected
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4], ids=str)
+def test_quantised_per_tensor_is_integers_and_scale_with_zero_point(dtype: torch.dtype) -> None:
+    def make(scale: float, zero_point: int, last: float) -> torch.Tensor:
+        tensor = torch._empty_affine_quantized([4, 8], scale=scale, zero_point=zero_point, dtype=dtype)
+        integers = torch.arange(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
+        integers[-1] = last
+        tensor.untyped_storage().copy_(integers.untyped_storage())
+        return tensor
+
+    tensor = make(0.5, 1, 7)
+    assert_digest(tensor, combined(tensor.int_repr(), struct.pack("<dq", 0.5, 1)))
+    others = [make(0.25, 1, 7), make(0.5, 2, 7), make(0.5, 1, 8)]
+    assert len({digest_tensor(other) for other in [tensor, *others]}) == 4
+
+
+def test_quantised_tensors_in_any_strides() -> None:
+    tensor = torch.quantize_per_tensor(torch.randn(4, 8), 0.1, 3, torch.qint8)
+    for view in (tensor.t(), tensor[:, ::2], tensor[2]):
+        assert_digest(view, combined(view.int_repr(), struct.pack("<dq", 0.1, 3)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_quantised_per_channel_is_integers_scales_zero_points_and_axis(axis: int) -> None:
+    scales, zero_points = torch.rand(4, dtype=torch.float64) + 0.5, torch.arange(4)
+    tensor = torch._empty_per_channel_affine_quantized(
+        [4, 4], scales=scales, zero_points=zero_points, axis=axis, dtype=torch.qint8
+    )
+    tensor.untyped_storage().fill_(5)
+    assert_digest(tensor, combined(tensor.int_repr(), scales, zero_points, struct.pack("<q", axis)))
+
+
+def test_mkldnn_is_its_plain_form() -> None:
+    dense = torch.randn(3, 5)
+    assert_digest(dense.to_mkldnn(), digest_tensor(dense))
+
+
+def test_nested_strided_is_its_tensors_one_by_one() -> None:
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    tensor = torch.nested.nested_tensor(parts)
+    assert_digest(tensor, combined(*parts))
+    assert_digest(tensor.transpose(1, 2), combined(*(part.t() for part in parts)))
+    assert digest_tensor(torch.nested.nested_tensor(parts[::-1])) != digest_tensor(tensor)
+    assert digest_tensor(torch.nested.nested_tensor(parts, requires_grad=True)) == digest_tensor(tensor)
+
+
+def test_nested_jagged_is_values_and_offsets_whatever_it_caches() -> None:
+    values, offsets = torch.randn(6, 3), torch.tensor([0, 2, 6])
+    fresh = torch.nested.nested_tensor_from_jagged(values, offsets)
+    expected = combined(values, offsets)
+    assert_digest(fresh, expected)
+    assert len(fresh.__tensor_flatten__()[0]) == 2
+    cached = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
+    assert len(cached.__tensor_flatten__()[0]) == 4
+    assert_digest(cached, expected)
+    lengths = torch.tensor([1, 3])
+    assert_digest(torch.nested.nested_tensor_from_jagged(values, offsets, lengths), combined(values, offsets, lengths))
+
+
+class Pair(torch.Tensor):
+    """A wrapper subclass that forbids every op."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> "Pair":
+        pair = torch.Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype)
+        pair.left, pair.right = left, right
+        return pair
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["left", "right"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: object, stride: object) -> "Pair":
+        return Pair(inner["left"], inner["right"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError(f"{func} was called")
+
+
+def test_a_wrapper_subclass_is_its_inner_tensors_recursively() -> None:
+    left, right = torch.randn(3, 4), torch.randn(4, 3).t()
+    assert_digest(Pair(left, right), combined(left, right))
+    outer = digest_reference.digest(struct.pack("<3Q", 2, combined(left, right), digest_tensor(left)))
+    assert_digest(Pair(Pair(left, right), left), outer)
+    assert digest_tensor(Pair(right, left)) != digest_tensor(Pair(left, right))
+
+
+class Opaque(torch.Tensor):
+    """A wrapper subclass that does not say what is inside."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Opaque":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError(f"{func} was called")
+
+
+class Labelled(torch.Tensor):
+    """A subclass with its own memory, whose torch functions all fail."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError(f"{func} was called")
+
+
+def test_a_wrapper_that_does_not_say_what_is_inside_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot digest a Opaque: it has no memory of its own.*__tensor_flatten__"):
+        digest_tensor(Opaque(torch.randn(3)))
+
+
+class Hollow(Pair):
+    """A wrapper subclass that lists nothing."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["shape"], None
+
+
+def test_a_wrapper_that_lists_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot digest a Hollow: its __tensor_flatten__ names no tensor"):
+        digest_tensor(Hollow(torch.ones(1), torch.ones(1)))
+
+
+def test_a_subclass_with_its_own_memory_is_its_elements() -> None:
+    data = torch.randn(3, 4)
+    labelled = data.as_subclass(Labelled)
+    assert_digest(labelled, digest_tensor(data))
+    assert digest_tensor(data.t().as_subclass(Labelled)) == digest_tensor(data.t())
+
+
+@contextmanager
+def single_process_group() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_a_dtensor_is_its_local_shard_and_a_collective_is_waited_for() -> None:
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    data = torch.randn(4, 6)
+    with single_process_group():
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(data, mesh, [Shard(0)])
+        assert_digest(sharded, digest_tensor(data))
+        assert_digest(distribute_tensor(data.t(), mesh, [Shard(1)]).requires_grad_(), digest_tensor(data.t()))
+        reduced = collectives.all_reduce(data, "sum", mesh)
+        assert isinstance(reduced, collectives.AsyncCollectiveTensor)
+        assert_digest(reduced, digest_tensor(data))
+        assert not reduced.completed, "the program's own wait must still be seen"
+        assert torch.equal(reduced.wait(), data)
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(3)
+
+
+def functional_subclass() -> torch.Tensor:
+    with FunctionalTensorMode():
+        return FunctionalTensor.to_functional(torch.randn(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("meta", lambda: torch.empty(3, device="meta")),
+        ("meta", lambda: torch.nn.Linear(2, 2, device="meta").weight),
+        ("meta", lambda: torch.empty(3, 3, device="meta", layout=torch.sparse_coo)),
+        ("fake", fake),
+        ("functional", lambda: torch._to_functional_tensor(torch.randn(3))),
+        ("functional", functional_subclass),
+        ("uninitialised", lambda: torch.nn.LazyLinear(3).weight),
+    ],
+)
+def test_tensors_without_data_are_refused(kind: str, make: object) -> None:
+    tensor = make()
+    for digest in (digest_tensor, digest_output, lambda value: digest_tensors([value])):
+        with pytest.raises(TypeError, match=rf"a {kind} tensor is not data"):
+            digest(tensor)
+
+
+def test_a_fake_shard_in_a_wrapper_is_refused() -> None:
+    with pytest.raises(TypeError, match="a fake tensor is not data"):
+        digest_tensor(Pair(torch.randn(3), fake()))
+
+
+def test_in_a_gradient_transform_the_data_is_digested() -> None:
+    data = torch.randn(3, 4)
+    seen = []
+
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        seen.append((digest_tensor(value), digest_tensor(value.t()), digest_output(value.t())))
+        return (value * value).sum()
+
+    gradient = torch.func.grad(loss)(data)
+    torch.func.grad(lambda value: torch.func.grad(loss)(value).sum())(data)
+    assert torch.equal(gradient, 2 * data)
+    assert seen == [(digest_tensor(data), digest_tensor(data.t()), digest_tensor(data))] * 2
+
+
+def test_under_vmap_a_batched_tensor_is_refused() -> None:
+    def function(value: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(TypeError, match=r"a batched \(vmap\) tensor is not data"):
+            digest_tensor(value)
+        return value
+
+    torch.vmap(function)(torch.randn(2, 3))
+
+
+def test_one_component_stands_for_itself_and_none_is_not_nothing() -> None:
+    part = torch.randn(2, 3)
+    assert digest_tensor(torch.nested.nested_tensor([part])) == digest_tensor(part)
+    assert digest_tensor(torch.nested.nested_tensor([])) == digest_bytes(bytes(8))

@@ -1,0 +1,218 @@
+"""Digests of host memory: against a slow implementation, at the borders, in threads and after a fork."""
+
+import ctypes
+import os
+import threading
+
+import digest_reference
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from det_callbacks.digest import digest_bytes, digest_memory, format_digest, host
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(num_bytes)
+
+
+def digest_address(data: bytes) -> int:
+    array = np.frombuffer(data, dtype=np.uint8)
+    return digest_memory(array.ctypes.data, array.nbytes)
+
+
+@pytest.mark.parametrize(
+    "num_bytes",
+    [
+        *(0, 1, 3, 1023, 1024, 1025, 2047, 2048, 100_000),
+        *(256 * KIB - 1, 256 * KIB, 256 * KIB + 1, 512 * KIB, MIB + 7, 16 * MIB - 1, 16 * MIB, 16 * MIB + 1025),
+    ],
+)
+def test_equal_to_the_slow_implementation(num_bytes: int) -> None:
+    data = random_bytes(num_bytes)
+    expected = digest_reference.digest(data)
+    assert digest_bytes(data) == expected
+    assert digest_address(data) == expected
+
+
+def test_a_third_level_is_equal_to_the_slow_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three levels need 8 GiB: feed the join with as many leaf hashes as those would have.
+    hashes = [value * 0x9E3779B97F4A7C15 % 2**64 for value in range(32769)]
+    packed = np.asarray(hashes, dtype="<u8").tobytes()
+    assert len(packed) > 256 * KIB
+    assert host._join_leaves(hashes) == digest_reference.digest(packed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=5000))
+@example(b"")
+@example(bytes(1024))
+@example(bytes(1025))
+def test_any_bytes_are_equal_to_the_slow_implementation(data: bytes) -> None:
+    assert digest_bytes(data) == digest_address(data) == digest_reference.digest(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_changed_bit_is_seen(data: st.DataObject) -> None:
+    num_bytes = data.draw(st.one_of(st.integers(1, 3000), st.sampled_from([256 * KIB, 256 * KIB + 1, 600_000])))
+    content = bytearray(random_bytes(num_bytes, seed=num_bytes))
+    before = digest_bytes(content)
+    bit = data.draw(st.integers(0, 8 * num_bytes - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    assert digest_bytes(content) != before
+    content[bit // 8] ^= 1 << bit % 8
+    assert digest_bytes(content) == before
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1023, 1024, 1025, 5000, 256 * KIB + 3])
+def test_memory_beyond_the_end_plays_no_part(num_bytes: int) -> None:
+    content = bytearray(random_bytes(num_bytes + 2048))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(content))
+    before = digest_memory(start, num_bytes)
+    content[num_bytes:] = bytes(2048)
+    assert digest_memory(start, num_bytes) == before == digest_bytes(bytes(content[:num_bytes]))
+
+
+def test_zero_padding_is_not_seen_within_a_block_and_is_seen_beyond() -> None:
+    """How many bytes there are stands beside a digest, in the site; this pins what the digest alone can tell."""
+    assert digest_bytes(b"\1") == digest_bytes(b"\1" + bytes(1023))
+    assert digest_bytes(b"\1") != digest_bytes(b"\1" + bytes(1024))
+    assert digest_bytes(b"") != digest_bytes(bytes(1))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        bytearray(b"\1\2\3\4"),
+        memoryview(b"\0\1\2\3\4")[1:],
+        np.array([1, 2, 3, 4], dtype=np.uint8),
+        np.array([[1, 2], [3, 4]], dtype=np.uint8),
+        np.array([0x04030201], dtype="<u4"),
+    ],
+    ids=lambda buffer: type(buffer).__name__,
+)
+def test_every_contiguous_buffer_is_taken(buffer: object) -> None:
+    assert digest_bytes(buffer) == digest_bytes(b"\1\2\3\4")
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (40, 30), (2, 3, 400)])
+def test_arrays_of_any_shape_are_their_bytes(shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    assert digest_bytes(array) == digest_bytes(array.tobytes())
+
+
+def test_a_buffer_with_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match="C-contiguous"):
+        digest_bytes(np.arange(10)[::2])
+    with pytest.raises(ValueError, match="C-contiguous"):
+        digest_bytes(np.zeros((600, 600))[:, 1:])
+
+
+@pytest.mark.parametrize("value", ["text", 5, None])
+def test_what_is_no_buffer_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="bytes-like"):
+        digest_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0000000000000000"), (0xAB, "00000000000000ab"), (2**64 - 1, "ffffffffffffffff")]
+)
+def test_format_digest(value: int, text: str) -> None:
+    assert format_digest(value) == text
+
+
+@pytest.fixture
+def threads_seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Idents of the threads that hashed pieces; each waits for the other, so both get some."""
+    seen: set[int] = set()
+    both_started = threading.Barrier(2, timeout=60)
+    hash_pieces = host._hash_pieces
+
+    def noted(*work: object) -> None:
+        both_started.wait()
+        seen.add(threading.get_ident())
+        hash_pieces(*work)
+
+    monkeypatch.setattr(host, "_hash_pieces", noted)
+    return seen
+
+
+def test_large_memory_is_hashed_by_two_threads_which_end(threads_seen: set[int]) -> None:
+    data = random_bytes(16 * MIB + 5)
+    before = threading.enumerate()
+    assert digest_bytes(data) == digest_reference.digest(data)
+    assert len(threads_seen) == 2
+    assert threading.get_ident() in threads_seen
+    assert threading.enumerate() == before
+
+
+def test_below_16_mib_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("started a thread"))
+    digest_bytes(bytes(16 * MIB - 1))
+
+
+def test_many_spans_have_the_digests_that_they_have_alone(threads_seen: set[int]) -> None:
+    sizes = [0, 1, 1024, 5 * MIB + 3, 0, 300_000, 12 * MIB, 17]
+    arrays = [np.frombuffer(random_bytes(size, seed), dtype=np.uint8) for seed, size in enumerate(sizes)]
+    digests = host.digest_spans([(array.ctypes.data, array.nbytes) for array in arrays])
+    assert digests == [digest_reference.digest(array.tobytes()) for array in arrays]
+    assert len(threads_seen) == 2
+
+
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    data = random_bytes(17 * MIB)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert digest_bytes(data) == digest_reference.digest(data)
+
+
+def test_what_goes_wrong_in_the_second_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = threading.get_ident()
+    failed = threading.Event()
+    leaf_hashes = host._leaf_hashes
+
+    def fail_elsewhere(*args: int) -> list[int]:
+        if threading.get_ident() != caller:
+            failed.set()
+            raise MemoryError("planted")
+        failed.wait(60)
+        return leaf_hashes(*args)
+
+    monkeypatch.setattr(host, "_leaf_hashes", fail_elsewhere)
+    with pytest.raises(MemoryError, match="planted"):
+        digest_bytes(bytes(16 * MIB))
+
+
+def test_threads_may_digest_at_the_same_time() -> None:
+    contents = [random_bytes(size, size) for size in (5, 1025, 70_000, 17 * MIB)]
+    expected = [digest_reference.digest(content) for content in contents]
+    results: list[list[int]] = []
+
+    def work() -> None:
+        results.extend([digest_bytes(content) for content in contents] for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 20
+
+
+# Python 3.12 and later warn at every fork of a process that has threads, and torch has some.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_digests_large_memory() -> None:
+    data = random_bytes(17 * MIB)
+    expected = digest_bytes(data)  # a thread has been used before the fork
+    child = os.fork()
+    if not child:
+        os._exit(0 if digest_bytes(data) == expected else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,147 @@
+"""Taking a digest has no effect: nothing is dispatched, recorded, drawn or left behind."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning"),
+]
+
+
+class CountingDispatch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class CountingFunction(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of_every_kind() -> dict[str, torch.Tensor]:
+    dense = torch.randn(4, 6)
+    leaf = torch.randn(4, 6, requires_grad=True)
+    return {
+        "contiguous": dense,
+        "transposed": dense.t(),
+        "strided": dense[:, ::2],
+        "expanded": dense[:1].expand(5, 6),
+        "leaf": leaf,
+        "non-leaf": (leaf * 2).t(),
+        "conjugate": torch.randn(3, 2, dtype=torch.complex64).t().conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "zero": torch._efficientzerotensor(3),
+        "coo": dense.relu().to_sparse().requires_grad_(),
+        "csr": dense.relu().to_sparse_csr(),
+        "mkldnn": dense.to_mkldnn(),
+        "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8).t(),
+        "nested": torch.nested.nested_tensor([dense, dense[:2]], requires_grad=True),
+        "jagged": torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged, requires_grad=True),
+        "large": torch.ones(5_000_000),
+    }
+
+
+def digest_every_way(tensor: torch.Tensor) -> list[int]:
+    return [digest_tensor(tensor), digest_output(tensor), *digest_tensors([tensor, tensor])]
+
+
+def test_no_mode_sees_anything() -> None:
+    for kind, tensor in tensors_of_every_kind().items():
+        expected = digest_every_way(tensor)
+        with CountingDispatch() as below, CountingFunction() as function, CountingDispatch() as above:
+            torch.ones(1)
+            counts = [len(mode.seen) for mode in (below, function, above)]
+            digests = digest_every_way(tensor)
+            assert [len(mode.seen) for mode in (below, function, above)] == counts, kind
+            torch.ones(1)
+        assert counts == [1, 1, 1]
+        assert [len(mode.seen) for mode in (below, function, above)] == [2, 2, 2], "the modes are off afterwards"
+        assert digests == expected, kind
+
+
+def test_no_mode_sees_anything_when_a_digest_is_taken_inside_one() -> None:
+    class Digesting(CountingDispatch):
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            digest_output(result[:, ::2])
+            return result
+
+    with CountingDispatch() as below:
+        tensor = torch.randn(4, 6)
+        with Digesting() as digesting:
+            tensor.mul(2)
+    # The slice is the test's own op; the copy that its digest needs is not there.
+    assert [str(func) for func in digesting.seen] == ["aten.mul.Tensor"]
+    assert [str(func) for func in below.seen] == ["aten.randn.default", "aten.mul.Tensor", "aten.slice.Tensor"]
+
+
+def test_no_generator_moves() -> None:
+    tensors = tensors_of_every_kind()
+    before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
+    for tensor in tensors.values():
+        digest_every_way(tensor)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+
+
+def test_autograd_notices_nothing() -> None:
+    tensors = tensors_of_every_kind()
+    saved: list[object] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
+        for kind, tensor in tensors.items():
+            node, version = tensor.grad_fn, tensor._version
+            sequence = next_sequence_number()
+            digest_every_way(tensor)
+            assert tensor.grad_fn is node, kind
+            assert tensor._version == version, kind
+            assert next_sequence_number() == sequence + 1, kind
+    assert not saved
+    assert torch.is_grad_enabled()
+    leaf, product = tensors["leaf"], tensors["non-leaf"]
+    product.sum().backward()
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
+
+
+def next_sequence_number() -> int:
+    """Return the number that autograd gives to the next node, which every node that is made increases."""
+    return (torch.ones(1, requires_grad=True) * 1).grad_fn._sequence_nr()
+
+
+def test_a_tensor_is_left_as_it_was() -> None:
+    for kind, tensor in tensors_of_every_kind().items():
+        if tensor.layout is not torch.strided or tensor.is_nested or kind == "zero":
+            continue
+        bits = tensor.detach().clone()
+        facts = (tensor.stride(), tensor.storage_offset(), tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+        digest_every_way(tensor)
+        after = (tensor.stride(), tensor.storage_offset(), tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+        assert after == facts, kind
+        assert torch.equal(bits, tensor), kind
+
+
+def test_state_of_torch_is_restored_when_a_digest_is_refused() -> None:
+    with CountingDispatch() as mode, CountingFunction() as function:
+        with pytest.raises(TypeError):
+            digest_tensor(torch.empty(3, device="meta"))
+        before = len(mode.seen), len(function.seen)
+        assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+        assert (len(mode.seen), len(function.seen)) > before
