@@ -1,0 +1,113 @@
+"""Pinned digests: recorded references are compared with them, so none may change under DIGEST_VERSION 1.
+
+They are made from byte i of the pattern being the top byte of i * 2654435761 modulo 2**32.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from det_callbacks.digest import (
+    DIGEST_VERSION,
+    digest_bytes,
+    digest_memory,
+    digest_output,
+    digest_tensor,
+    digest_tensors,
+    format_digest,
+)
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def pattern(num_bytes: int) -> np.ndarray:
+    return (np.arange(num_bytes, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8)
+
+
+BYTES = {
+    0: "2d06800538d394c2",
+    1: "de5f15ab6daf7941",
+    3: "964ed73e2636208c",
+    1023: "a211f03b98f52b2c",
+    1024: "e99def1145f12936",
+    1025: "97427b373696ced2",
+    256 * KIB - 1: "7563241b812a424b",
+    256 * KIB: "2eb9d78a803979a4",
+    256 * KIB + 1: "3cc32433fec267a2",
+    MIB + 7: "acd538f3b855418e",
+    16 * MIB - 1: "a416bdcf1cd21d18",
+    16 * MIB: "236a4c4d513c1c05",
+    16 * MIB + 1025: "d411d789c46962a6",
+    33 * MIB + 513: "105ff93815a32ecb",
+}
+
+TENSORS = {
+    "bool": (lambda: torch.arange(40).remainder(3) == 0, "245fbedff84521e3"),
+    "uint8": (lambda: torch.arange(7, dtype=torch.uint8), "1fbdc5dfa3108b06"),
+    "int64": (lambda: torch.arange(-5, 5), "e8a9ec9ed5a47b76"),
+    "float32": (lambda: torch.arange(24.0).reshape(2, 3, 4), "2c864c8f2361e00d"),
+    "float32 transposed": (lambda: torch.arange(24.0).reshape(4, 6).t(), "b49a5720c788bbb6"),
+    "float64": (lambda: torch.arange(5, dtype=torch.float64), "7b9e5e6f4ac3c298"),
+    "bfloat16": (lambda: torch.arange(600, dtype=torch.bfloat16), "7e8d5cbfe2de60f5"),
+    "float8_e4m3fn": (lambda: torch.arange(9.0).to(torch.float8_e4m3fn), "634edc9af8224a87"),
+    "complex64 conjugate": (
+        lambda: torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0)).conj(),
+        "ad412480881c47ae",
+    ),
+    "0-d": (lambda: torch.tensor(1.5), "b648a01d1b398851"),
+    "empty": (lambda: torch.empty(3, 0), "2d06800538d394c2"),
+    "sparse coo": (
+        lambda: torch.sparse_coo_tensor([[0, 1], [2, 0]], [3.0, 4.0], (2, 3), check_invariants=True),
+        "828d4db0011fd054",
+    ),
+    "sparse coo coalesced": (lambda: torch.eye(3).to_sparse(), "72d989a16408c0be"),
+    "sparse csr": (lambda: torch.eye(3).to_sparse_csr(), "a0025dd4def7592e"),
+    "sparse bsc": (lambda: torch.eye(4).to_sparse_bsc((2, 2)), "2de2e43dd7becd20"),
+    "quantised per tensor": (
+        lambda: torch._empty_affine_quantized([300], scale=0.5, zero_point=3, dtype=torch.qint8).fill_(2.0),
+        "76dc580ca07ad115",
+    ),
+    "quantised per channel": (
+        lambda: torch._empty_per_channel_affine_quantized(
+            [2, 3],
+            scales=torch.tensor([0.5, 0.25], dtype=torch.float64),
+            zero_points=torch.tensor([0, 1]),
+            axis=0,
+            dtype=torch.qint32,
+        ).fill_(2.0),
+        "5814f2926542cf09",
+    ),
+    "nested jagged": (
+        lambda: torch.nested.nested_tensor_from_jagged(torch.arange(6.0), torch.tensor([0, 2, 6])),
+        "81535a1ca4013c13",
+    ),
+    "nested strided": (lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)]), "3ae6f63da745a8ef"),
+}
+
+
+def test_the_version_is_that_of_the_vectors() -> None:
+    assert DIGEST_VERSION == 1
+
+
+@pytest.mark.parametrize(("num_bytes", "expected"), BYTES.items())
+def test_bytes(num_bytes: int, expected: str) -> None:
+    data = pattern(num_bytes)
+    tensor = torch.from_numpy(data)
+    digests = [digest_bytes(data), digest_memory(data.ctypes.data, num_bytes), digest_tensor(tensor)]
+    digests += [digest_output(tensor), *digest_tensors([tensor])]
+    assert {format_digest(digest) for digest in digests} == {expected}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSC) tensor support is in beta:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning")
+@pytest.mark.parametrize(("make", "expected"), TENSORS.values(), ids=TENSORS)
+def test_tensors(make: object, expected: str) -> None:
+    tensor = make()
+    assert format_digest(digest_tensor(tensor)) == expected
+    assert [format_digest(digest) for digest in digest_tensors([tensor])] == [expected]
+
+
+def test_memory_order_of_an_output() -> None:
+    assert format_digest(digest_output(torch.arange(24.0).reshape(4, 6).t())) == "2c864c8f2361e00d"
