@@ -1,0 +1,178 @@
+"""Determinism in a Hydra application: settings before the model is built, exit codes, nothing left for the next job.
+
+The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determinism=verify``) use both names below.
+"""
+
+import atexit
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
+
+from det_callbacks.callback import DeterminismCallback, runs_finished
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
+from det_callbacks.settings import DeterminismSettings, enforce_determinism
+
+CURRENT_FOLDER = "determinism"
+
+_LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
+
+
+def determinism_callback(*, reference: str, current: str | None = None, **arguments: Any) -> DeterminismCallback:
+    """Return a :class:`DeterminismCallback` whose folders are those of this Hydra job.
+
+    Relative paths start at the directory where the program was started, also where Hydra changes the working
+    directory. In a multirun each job has its own folder below them, ``job-0``, ``job-1`` and so on in the order of the
+    sweep: record and verify the same sweep.
+
+    Args:
+        reference: folder of the run to record or to verify against.
+        current: folder of a verification; None is ``determinism`` in the job's output directory.
+        arguments: the other arguments of :class:`DeterminismCallback`.
+    """
+    folder = None
+    if current is not None:
+        folder = _job_folder(current)
+    elif HydraConfig.initialized() and arguments.get("mode", "verify") == "verify":
+        folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
+    return DeterminismCallback(_job_folder(reference), current=folder, **arguments)
+
+
+class DeterminismJobCallback(Callback):
+    """Applies ``determinism.settings`` before the task function, takes them back after it, and sees to the exit status.
+
+    The status is 1 diverged, 2 could not do it, 3 not comparable; without this Hydra makes each of them 1. In a
+    multirun all jobs run, and the status is that of the first that failed. A job in which no
+    :class:`DeterminismCallback` ran a fit fails with 2, since it must not look verified. So does one whose settings
+    cannot be applied: it does not start, nor do the jobs after it. After each job generators, flags, threads,
+    environment variables and warning filters go back.
+
+    ``HYDRA_FULL_ERROR=1`` adds the traceback to the message. Launchers that run jobs in other processes report the
+    status as they do for any failed job.
+    """
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._runs_before: int | None = None
+
+    @override
+    def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+        with _ending_the_process_on_errors():
+            # A job that left by KeyboardInterrupt or SystemExit got no on_job_end.
+            self._close()
+            if _mode(config) != "disabled":
+                self._open(config)
+
+    @override
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        with _ending_the_process_on_errors():
+            runs_before = self._runs_before
+            self._close()
+            error = job_return._return_value  # the property raises it (Hydra 1.3.8)
+            if job_return.status == JobStatus.FAILED:
+                if isinstance(error, DetCallbacksError):
+                    _fail(job_return, error)
+            elif runs_before is not None and runs_finished() == runs_before:
+                _fail(job_return, _nothing_ran(_mode(config)))
+
+    def _open(self, config: DictConfig) -> None:
+        if OmegaConf.is_missing(config.determinism, "reference"):
+            raise SettingsError(
+                "determinism.reference is not set, so there is nowhere to record to or to verify against. "
+                "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
+            )
+        self._undo.callback(_restore_variables, dict(os.environ))
+        self._undo.enter_context(warnings.catch_warnings())
+        # Nothing to set is still everything to put back, so that no job leaks into the next.
+        settings = config.determinism.settings
+        self._undo.enter_context(enforce_determinism(_LEAVE_ALL if settings is None else settings))
+        self._runs_before = runs_finished()
+        mode = config.determinism.mode
+        atexit.register(self._refuse_to_leave_unverified, mode)
+        self._undo.callback(atexit.unregister, self._refuse_to_leave_unverified)
+
+    def _close(self) -> None:
+        self._runs_before = None
+        self._undo.close()
+
+    def _refuse_to_leave_unverified(self, mode: str) -> None:
+        """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""
+        if runs_finished() == self._runs_before:
+            _print_error(_nothing_ran(mode))
+            # The exit status can no longer be changed in an orderly way.
+            os._exit(NothingComparedError.exit_code)
+
+
+def _restore_variables(variables: dict[str, str]) -> None:
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _job_folder(path: str) -> Path:
+    if not HydraConfig.initialized():  # composed by hand, outside hydra.main
+        return Path(path).absolute()
+    config = HydraConfig.get()
+    folder = Path(config.runtime.cwd, path)
+    return folder / f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else folder
+
+
+def _mode(config: DictConfig) -> str:
+    mode = OmegaConf.select(config, "determinism.mode")
+    if mode is None:
+        raise SettingsError(
+            "hydra.callbacks.determinism is configured, but determinism.mode is not, so nothing can be recorded or "
+            "verified. Use the presets: add pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
+        )
+    return str(mode)
+
+
+def _nothing_ran(mode: str) -> NothingComparedError:
+    return NothingComparedError(
+        f"determinism.mode={mode}, but no DeterminismCallback ran a fit in this job, so nothing was recorded or "
+        "compared. The configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass "
+        "them to the Trainer, and call trainer.fit."
+    )
+
+
+def _fail(job_return: JobReturn, error: DetCallbacksError) -> None:
+    """Make a job fail with the error's exit status, whatever the launcher.
+
+    Hydra raises a failed job's return value when the run or the sweep ends; a SystemExit passes through it as it is.
+    """
+    _print_error(error)
+    job_return.status = JobStatus.FAILED
+    job_return.return_value = SystemExit(error.exit_code)
+
+
+def _print_error(error: DetCallbacksError) -> None:
+    if os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    else:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def _ending_the_process_on_errors() -> Iterator[None]:
+    """Hydra turns exceptions of its callbacks into warnings; a SystemExit it lets pass."""
+    try:
+        yield
+    except DetCallbacksError as error:
+        _print_error(error)
+        raise SystemExit(error.exit_code) from error
+    except Exception as error:
+        traceback.print_exception(error)
+        raise SystemExit(DetCallbacksError.exit_code) from error

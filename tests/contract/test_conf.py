@@ -1,0 +1,157 @@
+import dataclasses
+import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from det_callbacks import conf
+from det_callbacks.callback import DeterminismCallback
+from det_callbacks.settings import DeterminismSettings
+
+CONF = Path(conf.__file__).parent
+PRESETS = ("record", "verify", "disabled")
+PARAMETERS = inspect.signature(DeterminismCallback).parameters
+
+
+def load(name: str) -> DictConfig:
+    config = OmegaConf.load(CONF / name)
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.fixture
+def user_conf(tmp_path: Path) -> Path:
+    """The configuration of somebody who has callbacks, a Hydra callback and a seed of their own."""
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "default.yaml").write_text("stopping:\n  _target_: mine.Stopping\n")
+    (tmp_path / "config.yaml").write_text(
+        "defaults:\n  - callbacks: default\n  - _self_\nseed: 1\nhydra:\n"
+        "  searchpath: ['pkg://det_callbacks.conf']\n  callbacks:\n    mine:\n      _target_: mine.JobCallback\n"
+    )
+    return tmp_path
+
+
+def compose_with(folder: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+
+
+def test_the_callback_file_is_the_signature() -> None:
+    node = load("callbacks/determinism.yaml").determinism
+    assert [name for name in node if not name.startswith("_")] == list(PARAMETERS)
+    assert OmegaConf.is_missing(node, "reference")
+    for name, parameter in PARAMETERS.items():
+        if parameter.default is not inspect.Parameter.empty:
+            assert node[name] == plain(parameter.default), name
+
+
+def test_every_choice_that_code_allows_is_named_in_its_comment() -> None:
+    text = (CONF / "callbacks" / "determinism.yaml").read_text()
+    for name, parameter in PARAMETERS.items():
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{name}:")]
+        for choice in get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ():
+            assert choice in line, f"{name} allows {choice}"
+
+
+def test_the_options_are_the_signature_and_flow_into_the_callback() -> None:
+    options, wired = (
+        load("determinism/disabled.yaml").determinism,
+        load("determinism/record.yaml").callbacks.determinism,
+    )
+    assert set(options) == set(PARAMETERS)
+    raw = OmegaConf.to_container(wired, resolve=False)
+    assert isinstance(raw, dict)
+    assert {name: value for name, value in raw.items() if name != "_target_"} == {
+        name: f"${{determinism.{name}}}" for name in PARAMETERS
+    }
+    for name, parameter in PARAMETERS.items():
+        if name not in ("reference", "mode", "settings"):
+            assert options[name] == plain(parameter.default), name
+
+
+def test_the_settings_are_those_of_the_code() -> None:
+    options = load("determinism/disabled.yaml").determinism.settings
+    assert list(options) == [field.name for field in dataclasses.fields(DeterminismSettings)]
+    assert DeterminismSettings.from_mapping(options) == DeterminismSettings()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_command_in_the_first_comment_works(preset: str, user_conf: Path) -> None:
+    lines = (CONF / "determinism" / f"{preset}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    words = shlex.split(lines[1].removeprefix("# "))
+    assert words[:3] == ["python", "train.py", f"+determinism={preset}"]
+    assert compose_with(user_conf, *words[2:]).determinism.mode == preset
+
+
+@pytest.mark.parametrize("preset", ["record", "verify"])
+def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> None:
+    config = compose_with(
+        user_conf,
+        f"+determinism={preset}",
+        "determinism.reference=refs/run1",
+        "determinism.level=module",
+        "determinism.modules=[net.*]",
+        "determinism.every_n_steps=5",
+        "determinism.steps=common",
+        "determinism.on_divergence=collect",
+        "determinism.overwrite=true",
+        "determinism.current=here",
+        "determinism.settings.seed=0",
+    )
+    assert list(config.callbacks) == ["stopping", "determinism"]
+    assert config.hydra.callbacks.mine._target_ == "mine.JobCallback"
+    assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
+    assert config.seed == 1
+    callback = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
+    assert isinstance(callback, dict)
+    assert callback.pop("settings")["seed"] == 0
+    assert callback == {
+        "_target_": "det_callbacks.hydra.determinism_callback",
+        "_convert_": "all",
+        "reference": "refs/run1",
+        "mode": preset,
+        "current": "here",
+        "modules": ["net.*"],
+        "level": "module",
+        "phases": ["forward", "backward", "optimizer"],
+        "every_n_steps": 5,
+        "steps": "common",
+        "on_divergence": "collect",
+        "overwrite": True,
+    }
+
+
+def test_disabled_adds_nothing_and_takes_the_same_options(user_conf: Path) -> None:
+    config = compose_with(user_conf, "+determinism=disabled", "determinism.reference=r", "determinism.settings.seed=7")
+    assert list(config.callbacks) == ["stopping"]
+    assert list(config.hydra.callbacks) == ["mine"]
+
+
+def test_the_callback_file_alone_fits_a_list_of_callbacks(user_conf: Path) -> None:
+    (user_conf / "callbacks" / "mine.yaml").write_text("defaults:\n  - default\n  - determinism\n")
+    config = compose_with(user_conf, "callbacks=mine", "callbacks.determinism.reference=refs/run1")
+    assert list(config.callbacks) == ["stopping", "determinism"]
+    assert config.callbacks.determinism._target_ == "det_callbacks.DeterminismCallback"
+
+
+def test_callbacks_that_are_null_become_ours(user_conf: Path) -> None:
+    (user_conf / "config.yaml").write_text("callbacks: null\nhydra:\n  searchpath: ['pkg://det_callbacks.conf']\n")
+    config = compose_with(user_conf, "+determinism=record", "determinism.reference=refs/run1")
+    assert list(config.callbacks) == ["determinism"]
+
+
+def test_nothing_shipped_hides_a_users_file() -> None:
+    shipped = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
+    assert shipped == ["callbacks/determinism.yaml", *(f"determinism/{name}.yaml" for name in sorted(PRESETS))]
+    yaml_booleans = re.compile(r":\s*(off|on|yes|no)\s*(#|$)", re.IGNORECASE | re.MULTILINE)
+    assert not any(yaml_booleans.search((CONF / name).read_text()) for name in shipped)
