@@ -81,6 +81,8 @@ class HashMode:
 
     Attributes:
         trace: the last step; None before the first.
+        is_open: whether a step is under way.
+        is_off: whether the trace had to be turned off for good.
         optimizers: whose state is recorded; those that step inside the block are added.
 
     Raises:
@@ -124,7 +126,7 @@ class HashMode:
         self._phases = OptimizerPhases(self.recorder, base_phase)
         self._outputs = ModuleOutputs(self.recorder)
         self._interceptor: _Interceptor | None = None
-        self._is_open = False
+        self.is_open = False
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -155,7 +157,7 @@ class HashMode:
             is_first: also record parameters, buffers and optimizer state as they are before the step.
             expected: what the reference had in this step.
         """
-        if self._is_open:
+        if self.is_open:
             raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
         if self.is_off:
             raise TraceError("HashMode was turned off because another dispatch mode was left open above it.")
@@ -168,7 +170,7 @@ class HashMode:
         if batch is not None:
             record_batch(recorder, batch)
         record_generators(recorder)
-        self._is_open = True
+        self.is_open = True
         self._phases.open()
         if self.selection.level != "state":
             recorder.modules.open()
@@ -179,7 +181,7 @@ class HashMode:
 
     def finish(self) -> StepTrace | None:
         """End the step and return what it did; None when the trace had to be turned off."""
-        if not self._is_open:
+        if not self.is_open:
             return None
         self._leave()
         if self.is_off:
@@ -191,17 +193,17 @@ class HashMode:
 
     def abandon(self) -> None:
         """Drop the step under way; may be called at any time and more than once."""
-        if self._is_open:
+        if self.is_open:
             self._leave()
         self.recorder.abandon()
 
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
-        if self._is_open:
+        if self.is_open:
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
 
     def _leave(self) -> None:
-        self._is_open = False
+        self.is_open = False
         self._phases.close()
         self._outputs.close()
         self.recorder.modules.close()

@@ -1,0 +1,430 @@
+"""DeterminismCallback: when Lightning calls us."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from det_callbacks.compare.live import Verification
+from det_callbacks.environment import capture_environment
+from det_callbacks.errors import (
+    DetCallbacksError,
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    ReferenceFormatError,
+    SelectionError,
+    SettingsError,
+    TraceError,
+)
+from det_callbacks.report import print_closing_line, recorded_line, verdict_lines, verified_line
+from det_callbacks.settings import DeterminismSettings, check_settings, settings_in_force
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.selection import PHASES, Selection
+from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.verdict import Verdict
+
+MODES = ("record", "verify", "disabled")
+STEPS = ("all", "common")
+ON_DIVERGENCE = ("raise", "collect", "warn")
+
+_num_fits = 0
+
+
+def runs_finished() -> int:
+    """Return how many fits a DeterminismCallback has ended in this process, with or without success.
+
+    The Hydra job callback asks it to notice a job whose callback never ran.
+    """
+    return _num_fits
+
+
+class DeterminismCallback(Callback):
+    """Record a training run, or verify it against a recorded one, bit for bit.
+
+    It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
+    it costs some 10 microseconds an op and a pass over every output at memory speed; see ``recipes/overhead``.
+
+    Args:
+        reference: folder of the reference: written by record, read by verify. Relative to the working directory.
+        mode: "record" writes the reference, "verify" compares with it, "disabled" does nothing.
+        current: verify: folder for the verdict and the diverging steps; by default ``determinism/verify-NNN`` below
+            the Trainer's log directory.
+        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
+        level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
+            "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
+        phases: among "forward", "backward" and "optimizer".
+        every_n_steps: steps whose number is a multiple of it are recorded.
+        steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
+        settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
+            with ``enforce_determinism`` before the model is built (the Hydra preset does).
+        on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
+            "warn" goes on and ends with a warning.
+        overwrite: record: replace a run that is there.
+
+    Attributes:
+        verdict: the Verdict of a verification; None before its end and in other modes.
+
+    Raises:
+        SelectionError, SettingsError: an argument is not one of the allowed ones (at construction).
+        DivergenceError: the run is not the reference (verify; ``.verdict`` says where).
+        NotComparableError: it differs, and so does the machine in a way that can change bits.
+        ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
+        RunExistsError: record would write over a run.
+
+    In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
+    left at their defaults; others than the reference's are refused.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        reference: str | Path,
+        *,
+        mode: Literal["record", "verify", "disabled"] = "verify",
+        current: str | Path | None = None,
+        modules: Sequence[str] = ("*",),
+        level: Literal["op", "module", "state"] = "op",
+        phases: Sequence[str] = PHASES,
+        every_n_steps: int = 1,
+        steps: Literal["all", "common"] = "all",
+        settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        on_divergence: Literal["raise", "collect", "warn"] = "raise",
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        _require_one_of("mode", mode, MODES)
+        _require_one_of("steps", steps, STEPS)
+        _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+        if not isinstance(reference, str | Path) or not str(reference):
+            raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
+        self.reference = Path(reference)
+        self.mode = mode
+        self.current = None if current is None else Path(current)
+        self.selection = Selection(level=level, modules=modules, phases=phases, every_n_steps=every_n_steps)
+        self.steps = steps
+        if settings is not None and not isinstance(settings, DeterminismSettings):
+            settings = DeterminismSettings.from_mapping(settings)
+        self.settings = settings
+        self.on_divergence = on_divergence
+        self.overwrite = overwrite
+        self.verdict: Verdict | None = None
+        self._hash_mode: HashMode | None = None
+        self._writer: RunWriter | None = None
+        self._verification: Verification | None = None
+        self._segment = -1
+        self._step = -1
+        self._is_first = False
+        self._is_fitting = False
+        self._num_steps = 0
+        self._num_sites = 0
+        self._restore_training_step: Callable[[], None] | None = None
+
+    # before training
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.mode == "disabled" or stage != TrainerFn.FITTING:
+            return
+        if trainer.world_size > 1:
+            raise DetCallbacksError(
+                f"DeterminismCallback follows one process so far, and this Trainer starts {trainer.world_size}. "
+                'Use devices=1, or mode="disabled".'
+            )
+        if self.settings is not None:
+            _require_in_force(self.settings)
+        if self.mode == "verify" and self._verification is None:
+            self._open_reference()
+
+    def _open_reference(self) -> Run:
+        run = Run.open(self.reference)
+        if not run.is_complete and self.steps == "all":
+            raise ReferenceFormatError(
+                f"The reference {self.reference} is incomplete: {run.incomplete_reason} Record it again, or compare "
+                'only what is there with steps="common".',
+                str(self.reference),
+            )
+        recorded = Selection.from_dict(run.manifest.get("selection", {}))
+        if self.selection not in (Selection(), recorded):
+            raise SelectionError(
+                f"The reference {self.reference} was recorded with {_shown(recorded)}, and this run asks for "
+                f"{_shown(self.selection)}. Leave these arguments out to take over the reference's, or record again."
+            )
+        self.selection = recorded
+        return run
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.mode == "disabled":
+            return
+        self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+        is_resumed = trainer.ckpt_path is not None
+        manifest = {
+            "selection": self.selection.to_dict(),
+            "settings": settings_in_force(),
+            "environment": capture_environment(choices=_choices(trainer, pl_module)).to_dict(),
+        }
+        if self.mode == "record":
+            if self._writer is None:
+                path = self.reference
+                if is_resumed and (path / "run.json").exists() and not self.overwrite:
+                    self._writer = RunWriter.resume(path, manifest=manifest)
+                else:
+                    self._writer = RunWriter.create(path, manifest=manifest, overwrite=self.overwrite)
+            else:
+                self._writer.start_segment()
+        elif self._verification is None:
+            self._verification = Verification(
+                self._open_reference(),
+                self.current or _free_folder(trainer),
+                rank=trainer.global_rank,
+                manifest=manifest,
+                steps=self.steps,
+            )
+        self._segment += 1
+        if self._verification is not None:
+            self._verification.begin_segment(self._segment)
+        self._is_first = True
+        self._is_fitting = True
+        self._hash_mode = HashMode.for_training(pl_module, self.selection)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._hash_mode is None:
+            return
+        self._hash_mode.optimizers = list(trainer.optimizers)
+        self._mark_training_step(trainer, self._hash_mode)
+
+    def _mark_training_step(self, trainer: pl.Trainer, hash_mode: HashMode) -> None:
+        """Let the recorder know when ``training_step`` runs, also where a closure repeats it.
+
+        No hook of Lightning encloses it in both automatic and manual optimization; its loops call it through the
+        strategy (read at Lightning 2.6.6), so that one attribute of the strategy is set for the time of the fit.
+        """
+        strategy = trainer.strategy
+        training_step = strategy.training_step
+        recorder = hash_mode.recorder
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            outer = recorder.phase
+            recorder.phase = "forward"
+            try:
+                return training_step(*args, **kwargs)
+            finally:
+                recorder.phase = outer
+
+        strategy.training_step = marked  # type: ignore[method-assign]
+
+        def restore() -> None:
+            strategy.__dict__.pop("training_step", None)
+
+        self._restore_training_step = restore
+
+    # a step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._hash_mode is None:
+            return
+        self._hash_mode.abandon()  # a step that a module ended by returning -1
+        self._step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if not self.selection.selects_step(self._step):
+            return
+        expected = None
+        if self._verification is not None:
+            expected = self._verification.expectation(self._segment, self._step)
+        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=expected)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self._hash_mode is not None:
+            self._hash_mode.record_values("forward", loss, "loss")
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._hash_mode is not None:
+            self._hash_mode.recorder.phase = "gradient"
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._hash_mode is None or not self._hash_mode.is_open:
+            return
+        self._hash_mode.record_values("state", outputs, "outputs")
+        trace = self._hash_mode.finish()
+        if trace is None:
+            raise TraceError(
+                f"Step {self._step} could not be traced, because a dispatch mode was left open in it, so nothing after "
+                f"step {self._step - 1} would be {'recorded' if self._writer else 'verified'}. Close that mode within "
+                "the training step."
+            )
+        self._is_first = False
+        self._num_steps += 1
+        self._num_sites += len(trace.digests)
+        epoch = trainer.current_epoch
+        if self._writer is not None:
+            self._writer.put_program(trace.program)
+            if not self._writer.has_layout(trace.layout_id):
+                self._writer.put_layout(trace.layout)
+            self._writer.append(self._step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        elif self._verification is not None:
+            differs = self._verification.add(trace, segment=self._segment, step=self._step, epoch=epoch)
+            if differs and self.on_divergence == "raise":
+                self._end_verification(is_resumed=True, is_early=True)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._hash_mode is not None:
+            self._hash_mode.abandon()
+
+    # after training
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._hash_mode is None:
+            return
+        self._close_trace()
+        if self._writer is not None:
+            if not self._num_steps:
+                raise NothingComparedError(
+                    f"Nothing was recorded in {self.reference}: the fit had no step that every_n_steps="
+                    f"{self.selection.every_n_steps} selects."
+                )
+            self._writer.close(complete=True)
+            print_closing_line(
+                recorded_line(
+                    path=self.reference,
+                    num_steps=self._num_steps,
+                    num_sites=self._num_sites,
+                    num_bytes=self._writer.bytes_written,
+                    level=self.selection.level,
+                )
+            )
+        else:
+            self._end_verification(is_resumed=trainer.ckpt_path is not None, is_early=False)
+
+    def _end_verification(self, *, is_resumed: bool, is_early: bool) -> None:
+        verification = self._verification
+        assert verification is not None
+        self._close_trace()
+        if not is_early:
+            verification.end_segment(self._segment, is_resumed=is_resumed)
+        pending = 0 if is_early else max(0, verification.num_segments - self._segment - 1)
+        verdict = verification.finish(pending=pending)
+        verification.close(complete=True)
+        self.verdict = verdict
+        print_closing_line(
+            verified_line(
+                verdict, num_steps=verification.num_steps, num_sites=verification.num_sites, level=self.selection.level
+            )
+        )
+        if verdict.verdict == "match":
+            return
+        text = verdict_lines(verdict)
+        if self.on_divergence == "warn" or (pending and not verification.has_divergence):
+            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
+            return
+        error = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
+        raise error(text, verdict)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop(exception)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop(None)
+
+    def _stop(self, exception: BaseException | None) -> None:
+        """Leave nothing behind on a path that did not reach the end of training."""
+        was_fitting = self._is_fitting
+        self._close_trace()
+        if not was_fitting:
+            return
+        reason = "" if exception is None else f" by {type(exception).__name__}"
+        if self._writer is not None:
+            self._writer.close(complete=False)
+            print_closing_line(
+                f"recording stopped{reason} after {self._num_steps} steps: {self.reference} is incomplete"
+            )
+        elif self._verification is not None and self.verdict is None:
+            if self._verification.has_divergence:
+                self.verdict = self._verification.finish()
+            self._verification.close(complete=False)
+            found = "no verdict" if self.verdict is None else self.verdict.verdict
+            print_closing_line(
+                f"verification stopped{reason} after {self._verification.num_steps} steps: {found}"
+            )
+
+    def _close_trace(self) -> None:
+        global _num_fits
+        if self._is_fitting:
+            _num_fits += 1
+        self._is_fitting = False
+        hash_mode, self._hash_mode = self._hash_mode, None
+        if hash_mode is not None:
+            hash_mode.abandon()
+        restore, self._restore_training_step = self._restore_training_step, None
+        if restore is not None:
+            restore()
+
+
+def _choices(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """Return what was chosen for this run beside the settings: it never excuses a divergence."""
+    return {
+        "trainer": {
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None
+            if trainer.gradient_clip_algorithm is None
+            else str(trainer.gradient_clip_algorithm),
+            "strategy": type(trainer.strategy).__name__,
+            "accelerator": type(trainer.accelerator).__name__,
+            "world_size": trainer.world_size,
+        },
+        "hparams": dict(pl_module.hparams),
+    }
+
+
+def _free_folder(trainer: pl.Trainer) -> Path:
+    """Return a new folder below the Trainer's log directory."""
+    root = Path(trainer.log_dir or trainer.default_root_dir) / "determinism"
+    number = 0
+    while (root / f"verify-{number:03d}").exists():
+        number += 1
+    return root / f"verify-{number:03d}"
+
+
+def _require_in_force(settings: DeterminismSettings) -> None:
+    problems = check_settings(settings)
+    if problems:
+        shown = "; ".join(f"{item.name} should be {item.wanted!r} and is {item.in_force!r}" for item in problems)
+        raise SettingsError(
+            f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
+            "the model is built, or use the Hydra preset, which does."
+        )
+
+
+def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+
+
+def _shown(selection: Selection) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in selection.to_dict().items())

@@ -1,0 +1,180 @@
+"""Verifying a run while it trains: each step is compared with the reference's as soon as it ended."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from det_callbacks.compare.verdict_builder import VerdictBuilder
+from det_callbacks.environment import Environment, compare_environments
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.program import StepView
+from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.verdict import Verdict
+
+KEPT_STEPS = 100
+"""Diverging steps that a verify run keeps; each is as large as in a recording."""
+
+VERDICT_FILE = "verdict.json"
+
+
+class Verification:
+    """Compares the steps of one process with a reference.
+
+    Args:
+        reference: the reference, already opened.
+        current: folder for the diverging steps and ``verdict.json``; one that an earlier verification made is replaced.
+        rank: of this process.
+        manifest: selection, settings and environment of the current run.
+        steps: "all" or "common".
+
+    Raises:
+        RunExistsError: ``current`` holds a recording, or something that is not ours.
+    """
+
+    def __init__(
+        self, reference: Run, current: Path, *, rank: int, manifest: Mapping[str, Any], steps: str = "all"
+    ) -> None:
+        self.reference = reference
+        self.current = current
+        self._steps = steps
+        self._rank = rank
+        self._ranks = reference.rank(rank)
+        self._known: dict[int, frozenset[int]] = {}
+        self._done: dict[int, list[int]] = {}
+        self._builder = VerdictBuilder(str(reference.path), str(current))
+        self._builder.set_environment(
+            compare_environments(
+                reference_environment(reference), Environment.from_dict(manifest["environment"])
+            )
+        )
+        is_ours = (current / "run.json").is_file() and Run.open(current).manifest.get("purpose") == "verify"
+        self._writer = RunWriter.create(
+            current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
+        )
+        (current / VERDICT_FILE).unlink(missing_ok=True)
+        self._num_kept = 0
+        self.num_steps = 0
+        self.num_sites = 0
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether anything differed so far."""
+        return self._builder.has_divergence
+
+    @property
+    def num_segments(self) -> int:
+        """Fits that the reference holds."""
+        return len(self._ranks.segments)
+
+    def begin_segment(self, segment: int) -> None:
+        """Start a fit."""
+        known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
+        self._known[segment] = frozenset(int(step) for step in known)
+        self._done[segment] = []
+        if segment:
+            self._writer.start_segment()
+
+    def expectation(self, segment: int, step: int) -> Expectation | None:
+        """Return what the reference had in a step, None when it has no such step."""
+        if step not in self._known[segment]:
+            return None
+        return Expectation.of(self._ranks.read(segment, step).digests)
+
+    def add(self, trace: StepTrace, *, segment: int, step: int, epoch: int) -> bool:
+        """Compare a step; return whether it differs."""
+        self._done[segment].append(step)
+        if step not in self._known[segment]:
+            if self._steps == "common":
+                return False
+            self._builder.add_extra_step(self._rank, step, segment)
+            self._keep(trace, step, epoch)
+            return True
+        record = self._ranks.read(segment, step)
+        self.num_steps += 1
+        self.num_sites += len(trace.digests)
+        if (
+            record.program_id == trace.program.id
+            and record.layout_id == trace.layout_id
+            and np.array_equal(record.digests, trace.digests)
+        ):
+            self._builder.add_equal_step(
+                StepView(rank=self._rank, record=record, program=trace.program, layout=trace.layout)
+            )
+            return False
+        reference = self.reference.view(self._rank, segment, step)
+        current = trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment)
+        self._builder.add_step(reference, current)
+        self._keep(trace, step, epoch)
+        return True
+
+    def end_segment(self, segment: int, *, is_resumed: bool) -> None:
+        """Count the steps of the reference that this fit did not have as missing.
+
+        Args:
+            segment: the fit that ended.
+            is_resumed: it began in the middle, so that earlier steps are not missing.
+        """
+        if self._steps == "common":
+            return
+        done = self._done[segment]
+        first = min(done) if is_resumed and done else 0
+        for step in sorted(self._known[segment].difference(done)):
+            if step >= first:
+                self._builder.add_missing_step(self._rank, step, segment)
+
+    def finish(self, *, pending: int = 0) -> Verdict:
+        """Write the verdict and return it; it may be called after every fit.
+
+        Args:
+            pending: fits of the reference that have not run yet; as long as there are any, their steps are missing.
+
+        Raises:
+            NothingComparedError: no step was compared.
+        """
+        builder = self._builder
+        if pending and self._steps == "all":
+            builder = builder.copy()
+            for segment in self._ranks.segments[-pending:]:
+                for step in self._ranks.steps(segment):
+                    builder.add_missing_step(self._rank, int(step), segment)
+        verdict = builder.finish()
+        write_verdict(self.current / VERDICT_FILE, verdict)
+        return verdict
+
+    def close(self, *, complete: bool) -> None:
+        """Close the current run's files."""
+        self._writer.close(complete=complete)
+
+    def _keep(self, trace: StepTrace, step: int, epoch: int) -> None:
+        if self._num_kept == KEPT_STEPS:
+            return
+        self._num_kept += 1
+        self._writer.put_program(trace.program)
+        self._writer.put_layout(trace.layout)
+        self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+
+
+def reference_environment(run: Run) -> Environment:
+    """Return the environment a run was recorded in; a damaged one is an error that names the file."""
+    try:
+        return Environment.from_dict(run.manifest["environment"])
+    except (KeyError, ValueError) as error:
+        path = Path(run.path) / "run.json"
+        raise ReferenceFormatError(
+            f"{path}: its environment cannot be read ({error}). Record the run again.", str(path)
+        ) from error
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """Write a verdict's JSON atomically."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(verdict.to_dict(), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
