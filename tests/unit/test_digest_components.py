@@ -204,6 +204,7 @@ def test_a_subclass_with_its_own_memory_is_its_elements() -> None:
     labelled = data.as_subclass(Labelled)
     assert_digest(labelled, digest_tensor(data))
     assert digest_tensor(data.t().as_subclass(Labelled)) == digest_tensor(data.t())
+    assert digest_tensor(data[1:].as_subclass(Labelled)) == digest_tensor(data[1:].clone())
 
 
 @contextmanager
@@ -232,6 +233,21 @@ def test_a_dtensor_is_its_local_shard_and_a_collective_is_waited_for() -> None:
         assert_digest(reduced, digest_tensor(data))
         assert not reduced.completed, "the program's own wait must still be seen"
         assert torch.equal(reduced.wait(), data)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_what_a_collective_has_not_delivered_yet_is_waited_for() -> None:
+    from torch.distributed import _functional_collectives as collectives
+
+    class LateWork(torch.distributed.Work):
+        def wait(self, timeout: object = None) -> bool:
+            buffer.fill_(7)
+            return True
+
+    for digest in (digest_tensor, digest_output, lambda value: digest_tensors([value])[0]):
+        buffer = torch.zeros(5)
+        torch._C._distributed_c10d._register_work(buffer, LateWork())
+        assert digest(collectives.AsyncCollectiveTensor(buffer)) == digest_tensor(torch.full((5,), 7.0))
 
 
 def fake() -> torch.Tensor:
