@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from det_callbacks.digest import digest_bytes, digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest import components, digest_bytes, digest_output, digest_tensor, digest_tensors
 from det_callbacks.errors import DetCallbacksError
 
 # torch says this once per process when a complex32 tensor is made, digested or not.
@@ -58,6 +58,8 @@ def test_every_dtype_0_d_and_empty(dtype: torch.dtype) -> None:
     assert digest_tensor(scalar) == digest_output(scalar) == digest_reference.digest(stored_bytes(scalar))
     for empty in (make(dtype, 0), make(dtype, 3, 0, 2), make(dtype, 4, 4)[:, 4:], make(dtype, 2, 0).t()):
         assert digest_tensor(empty) == digest_output(empty) == digest_bytes(b"")
+        negated = torch._neg_view(empty) if dtype.is_complex or dtype is torch.float32 else empty
+        assert digest_tensor(negated) == digest_output(negated) == digest_bytes(b"")
 
 
 def test_a_quantised_dtype_is_not_forgotten() -> None:
@@ -78,6 +80,9 @@ def test_conjugate_and_negative_views_are_what_they_mean(dtype: torch.dtype) -> 
     negative = conjugate.imag
     assert negative.is_neg()
     assert digest_tensor(negative) == digest_tensor((-tensor.imag).contiguous()) != digest_tensor(tensor.imag)
+    contiguous = torch._neg_view(torch.arange(1.0, 7.0))
+    assert contiguous.is_neg()
+    assert digest_tensor(contiguous) == digest_output(contiguous) == digest_tensor(-torch.arange(1.0, 7.0))
     both = torch._neg_view(conjugate)
     assert both.is_conj()
     assert both.is_neg()
@@ -97,6 +102,17 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense() -> None:
     memory = torch.randn(12)
     size_of_one = memory.as_strided((3, 1, 4), (1, 99, 3))
     assert digest_output(size_of_one) == digest_tensor(memory) != digest_tensor(size_of_one)
+
+
+def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
+    tensor = torch.randn(2, 3, 4, 5)
+    for plain in (tensor, tensor[1], torch.nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
+        digest_tensor(plain)
+        digest_output(plain)
+        digest_tensors([plain])
+    for dense in (tensor.permute(3, 0, 2, 1), tensor[1].mT):
+        digest_output(dense)
 
 
 def test_outputs_with_gaps_or_overlaps_are_read_in_row_major_order() -> None:
