@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -53,7 +54,9 @@ def build_op_event(
     if varying:
         event.varying = varying
         event.consts = [VARYING if index in varying else const for index, const in enumerate(event.consts)]
-    elif any(name in plan.number_arguments and needs_exact(const) for name, const in zip(names, event.consts, strict=True)):
+    elif any(
+        name in plan.number_arguments and needs_exact(const) for name, const in zip(names, event.consts, strict=True)
+    ):
         event.exact = repr(event.consts)
     rows = [
         input_row(name, edges, module=event.module, source=event.source)
@@ -131,11 +134,11 @@ def const_names(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def forward_codes() -> frozenset[object]:
     """Return the code objects of the running frames: tells which autograd Function's forward is running."""
-    codes = set()
-    frame = sys._getframe(1)
+    codes: set[object] = set()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(codes) < 64:
         codes.add(frame.f_code)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frozenset(codes)
 
 

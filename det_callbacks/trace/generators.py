@@ -1,6 +1,7 @@
 """Random generators as inputs: an op that draws random numbers reads its generator's state."""
 
 import random
+from array import array
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ class GeneratorName(str):
 TORCH_CPU = GeneratorName("torch.cpu")
 PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
+
+_MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
 
 class GeneratorTrail:
@@ -68,12 +71,18 @@ def digest_generator(generator: Generator) -> int:
 
 
 def digest_python_generator() -> int:
-    """Return the digest of the state of Python's ``random``; some 20 microseconds."""
+    """Return the digest of the state of Python's ``random``; some 15 microseconds."""
     version, words, gauss = random.getstate()
-    return digest_bytes(np.array(words, dtype="<u4").tobytes() + repr((version, gauss)).encode())
+    return digest_bytes(array("I", words).tobytes() + repr((version, gauss)).encode())
 
 
 def digest_numpy_generator() -> int:
-    """Return the digest of the state of NumPy's global generator; some 40 microseconds."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
-    return digest_bytes(np.asarray(keys).tobytes() + repr((name, position, has_gauss, gauss)).encode())
+    """Return the digest of the state of NumPy's global generator; 1 microsecond for the default MT19937.
+
+    That is its 624 words and its position as they lie in memory (``get_state`` takes 33 microseconds). The second
+    number of a pair of normal ones that the legacy interface may hold back is not part of it.
+    """
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in NumPy 2.4's stubs
+    if isinstance(generator, np.random.MT19937):
+        return digest_memory(generator.ctypes.state_address, _MT19937_BYTES)
+    return digest_bytes(repr(generator.state).encode())

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.trace.named import (
     Entry,
-    flatten,
     StateWalker,
+    flatten,
     optimizer_state,
     record_batch,
     record_generators,
@@ -30,7 +30,6 @@ from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 

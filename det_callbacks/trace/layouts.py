@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.program import Layout, TensorLayout, entry_digest, layout_id
 from det_callbacks.trace.storages import is_dense
@@ -70,7 +71,9 @@ class LayoutTable:
         """Intern the layout of an ordinary tensor."""
         dtype, shape, stride = key
         entry = TensorLayout(dtype=str(dtype).removeprefix("torch."), shape=tuple(shape), stride=tuple(stride))
-        return self.add(key, entry, itemsize=dtype.itemsize, may_be_raw=not dtype.is_complex and dtype not in _QUANTISED)
+        return self.add(
+            key, entry, itemsize=dtype.itemsize, may_be_raw=not dtype.is_complex and dtype not in _QUANTISED
+        )
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
         """Return the slot of something that is no strided tensor: a number, a sparse tensor, a shard."""
@@ -87,9 +90,7 @@ class LayoutTable:
         detail = str(tensor.layout).removeprefix("torch.") if placements is None else f"DTensor{list(placements)}"
         return self.special(dtype, tuple(tensor.shape), detail)
 
-    def add(
-        self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False
-    ) -> LayoutSlot:
+    def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:
         """Intern an entry."""
         dense = False
         num_bytes = 0
@@ -122,3 +123,10 @@ class LayoutTable:
     def layout(self, indices: list[int]) -> Layout:
         """Return the layout with these slots."""
         return Layout(entries=tuple(self._order[index].entry for index in indices))
+
+
+def digest_as_laid_out(tensor: Tensor, slot: LayoutSlot) -> int:
+    """Return the digest of a tensor in memory order where it is dense, else in row-major order."""
+    if slot.is_raw and tensor.is_cpu and not tensor.is_neg() and (address := tensor.data_ptr()):
+        return digest_memory(address, slot.num_bytes)
+    return digest_output(tensor)

@@ -113,7 +113,7 @@ def record_group(
     for position, ((_, value), slot) in enumerate(zip(entries, slots, strict=True), start=first):
         if not isinstance(value, Tensor):
             bits = scalar_bits(value)[0]
-        elif is_all or slot.is_row_major and value.is_cpu and not value.is_neg() and value.data_ptr():
+        elif is_all or (slot.is_row_major and value.is_cpu and not value.is_neg() and value.data_ptr()):
             bits = next(following)
         else:
             bits = digest_tensor(value)

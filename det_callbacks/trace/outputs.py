@@ -48,7 +48,9 @@ class ModuleOutputs:
     def record_gradient(self, step: object, module: str, name: str, gradient: Tensor) -> None:
         """Record the gradient of an output, when its step is still under way."""
         if step is self._step:
-            record_group(self._recorder, "grad", "backward", [(f"grad of {name}", gradient)], owner=module, is_output=True)
+            record_group(
+                self._recorder, "grad", "backward", [(f"grad of {name}", gradient)], owner=module, is_output=True
+            )
 
 
 class _GradientHook:

@@ -92,7 +92,9 @@ RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
 
 _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+)
 
 
 class OpKind(Enum):
@@ -129,6 +131,7 @@ class OpPlan:
         is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
         writes: arguments written, declared or hidden, in the order of the schema.
         fresh_returns: indices of the returns that alias no argument.
+        returns_one: the op has one return, which may itself be a list of tensors.
         is_hidden_write: whether ``writes`` happen only when the argument ``training`` (or the like) is true.
         is_overwrite: the written argument is not read.
         is_plain: a tensor that it returns is digested as it is.
@@ -147,6 +150,7 @@ class OpPlan:
     is_functional: bool
     writes: tuple[ArgumentWrite, ...]
     fresh_returns: tuple[int, ...]
+    returns_one: bool
     is_hidden_write: bool
     is_overwrite: bool
     is_plain: bool
@@ -195,6 +199,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         is_functional=not written and returns_fresh,
         writes=tuple(written),
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
+        returns_one=len(schema.returns) == 1,
         is_hidden_write=bool(hidden),
         is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
@@ -217,6 +222,7 @@ def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
         is_functional=False,
         writes=(),
         fresh_returns=(),
+        returns_one=False,
         is_hidden_write=False,
         is_overwrite=False,
         is_plain=False,

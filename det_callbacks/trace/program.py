@@ -144,7 +144,7 @@ def entry_digest(entry: TensorLayout | None) -> int:
     return digest_bytes(json.dumps(content, separators=(",", ":")).encode())
 
 
-def layout_id(entry_digests: Sequence[int]) -> int:
+def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
     """Return the id of a layout from the digests of its entries."""
     return digest_bytes(np.asarray(entry_digests, dtype="<u8").tobytes())
 

@@ -5,29 +5,31 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
-from torch._ops import OpOverload
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from det_callbacks.digest import digest_memory, digest_output
-from det_callbacks.trace.building import build_op_event, forward_codes, light_event
+from det_callbacks.trace.building import build_op_event, forward_codes
+from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.generators import GeneratorTrail, digest_generator, generator_of
-from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
+from det_callbacks.trace.generators import GeneratorTrail
+from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.nodes import BackwardMap
 from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
+from det_callbacks.trace.passing import Passing
+from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.storages import PartialWrites, StorageLedger, byte_extent
+from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, scalar_bits
+from det_callbacks.trace.witness import Witness
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _is_grad_enabled = torch.is_grad_enabled
@@ -62,18 +64,17 @@ class Recorder:
         self.backward = BackwardMap(self.parameter_names)
         self.generators = GeneratorTrail()
         self.modules = ModuleStack(root)
+        self.reads = Reads(self)
+        self.passing = Passing(self)
+        self.witness = Witness(self)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
         self._plans: dict[Any, OpPlan] = {}
         self._selected: dict[tuple[str, str], bool] = {}
         self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
-        self._row_edges: list[tuple[int, ...]] = []
         self._expected: Expectation | None = None
-        self._skipped: Counter[str] = Counter()
-        self._num_views = 0
         self._num_digested = 0
-        self._opaque: set[str] = set()
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step.
@@ -91,20 +92,18 @@ class Recorder:
         self.layout_indices = []
         self.at = self.tree.root
         self._expected = expected
-        self._skipped.clear()
-        self._num_views = 0
+        self.passing.clear()
         self._num_digested = 0
-        self._opaque.clear()
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
-        skipped = {"view": self._num_views, **self._skipped}
+        skipped = {"view": self.passing.num_views, **self.passing.skipped}
         program = self.tree.program_at(
             self.at,
             ops_seen=self._num_digested + sum(skipped.values()),
             ops_digested=self._num_digested,
             skipped=skipped,
-            opaque_regions=tuple(sorted(self._opaque)),
+            opaque_regions=tuple(sorted(self.passing.opaque)),
         )
         trace = StepTrace(
             program=program,
@@ -134,15 +133,15 @@ class Recorder:
         if plan is None:
             plan = self._plan(func)
         if plan.kind is not OpKind.DIGEST:
-            return self._pass_through(plan, func, args, kwargs)
+            return self.passing.pass_through(plan, func, args, kwargs)
         if _graph_task_id() == -1:
             phase = self.phase
             context: Context = self.modules.current
         else:
             phase = "backward"
-            context = self._backward_context(func)
+            context = self.backward_context(func)
         if not self._selects_all and not self.selects(phase, context):
-            return self._unrecorded("unselected", plan, func, phase, context, args, kwargs)
+            return self.passing.unselected(plan, func, phase, context, args, kwargs)
         if types and any(issubclass(kind, _NO_DATA) for kind in types):
             return func(*args, **kwargs)
 
@@ -158,7 +157,7 @@ class Recorder:
         was_changed = False
         try:
             if plan.is_overwrite:
-                self._gather_unwritten(plan, args, kwargs, consts, reads, names)
+                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
@@ -168,23 +167,28 @@ class Recorder:
                         if writer.__class__ is int:
                             reads.append(writer)  # type: ignore[arg-type]
                         else:
-                            self._read(value, reads, names)
+                            self.reads.read(value, reads, names)
                     elif kind in _SCALARS:
                         consts.append(value)
                     else:
-                        self._gather(value, consts, reads, names)
+                        self.reads.gather(value, consts, reads, names)
             if plan.draws_random:
-                self._read_generator(args, kwargs, reads, names)
+                self.reads.read_generator(args, kwargs, reads, names)
             if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
-                was_changed = any(self._is_changed(tensor) for tensor in self._written(plan, args, kwargs))
+                was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
             out = plan.call(*args, **kwargs)
         except BaseException:
-            self._roll_back(mark)
+            self.reads.roll_back(mark)
             raise
         if is_functional and out.__class__ is Tensor and plan.is_plain:
             outputs: Sequence[Any] = (out,)
         else:
-            outputs = self._outputs(plan, out, args, kwargs)
+            if plan.may_be_in_flight and is_in_flight(plan, out, args, kwargs):
+                self.ledger.forget(out)
+                self.passing.skipped["in_flight"] += 1
+                outputs = ()
+            else:
+                outputs = written_by_call(plan, out, args, kwargs)
 
         event = self.at.likely
         if (
@@ -201,7 +205,7 @@ class Recorder:
             event = self._other_event(func, phase, context, consts, reads, names, outputs, plan, args, kwargs)
         self.at = event
         if names:
-            self._row_edges.clear()
+            self.reads.row_edges.clear()
         self._num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled()):
             self.backward.register(event)
@@ -237,13 +241,13 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self._compare_with_expected(expected, first, plan, args, kwargs, was_changed)
+            self.witness.compare(expected, first, plan, args, kwargs, was_changed)
         return out
 
     def append(self, tensor: Tensor) -> None:
         """Digest a tensor, in memory order where it is dense, as the next site."""
         slot = self.layouts.of(tensor)
-        self.digests.append(_digest(tensor, slot))
+        self.digests.append(digest_as_laid_out(tensor, slot))
         self.layout_indices.append(slot.index)
 
     def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
@@ -254,137 +258,12 @@ class Recorder:
             if written.is_raw and written.num_bytes == slot.num_bytes == tensor.untyped_storage().nbytes():
                 self.append_bits(self.digests[writers[0]], slot)
                 return
-        self.append_bits(_digest(tensor, slot), slot)
+        self.append_bits(digest_as_laid_out(tensor, slot), slot)
 
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
         """Append a site whose 64 bits are known."""
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
-
-    # what a call reads
-
-    def _read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
-        """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
-        if has_parts(tensor):
-            for part in parts_of(tensor):
-                self._read(part, reads, names)
-            return
-        known = self.ledger.writers.get(tensor.untyped_storage()._cdata)
-        if isinstance(known, int):
-            reads.append(known)
-            return
-        if tensor.numel() == 0 or tensor.is_meta:
-            return
-        edges: tuple[int, ...] = ()
-        if known is not None:
-            low, high = byte_extent(tensor)
-            edges = tuple(known.writers(low, high))
-            reads.extend(edges)
-            if known.is_born or known.covers(low, high):
-                return
-        position = len(self.digests)
-        names.append(self.names.get(tensor.data_ptr()))
-        self._row_edges.append(edges)
-        self.append(tensor)
-        reads.append(position)
-        self.ledger.write(tensor, position, is_dense=self.layouts.of(tensor).is_dense)
-
-    def _gather(self, value: Any, consts: list[Any], reads: list[int], names: list[str | None]) -> None:
-        if isinstance(value, Tensor):
-            self._read(value, reads, names)
-        elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-            for item in value:
-                if isinstance(item, Tensor):
-                    self._read(item, reads, names)
-                else:
-                    consts.append(item)
-        else:
-            consts.append(None if value.__class__ is Generator else value)
-
-    def _gather_unwritten(
-        self,
-        plan: OpPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        consts: list[Any],
-        reads: list[int],
-        names: list[str | None],
-    ) -> None:
-        written = {write.name for write in plan.writes}
-        for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
-            if name not in written:
-                self._gather(value, consts, reads, names)
-
-    def _read_generator(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
-    ) -> None:
-        name, generator = generator_of(args, kwargs)
-        position = len(self.digests)
-        names.append(name)
-        self._row_edges.append(self.generators.read(name, position))
-        self.append_bits(digest_generator(generator), self.layouts.none)
-        reads.append(position)
-
-    def _roll_back(self, mark: int) -> None:
-        """Undo the input sites of a call that raised."""
-        del self.digests[mark:]
-        del self.layout_indices[mark:]
-        self._row_edges.clear()
-        self.ledger.drop_from(mark)
-
-    # what a call wrote
-
-    @staticmethod
-    def _written(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors among the arguments that a call writes."""
-        if plan.is_hidden_write and not _is_training(plan, args, kwargs):
-            return []
-        written: list[Tensor] = []
-        for write in plan.writes:
-            value = args[write.index] if write.index < len(args) else kwargs.get(write.name)
-            if write.name == plan.declared_only and kwargs.get("grad_scale") is None:
-                continue
-            if isinstance(value, Tensor):
-                written.append(value)
-            elif isinstance(value, list | tuple):
-                written.extend(item for item in value if isinstance(item, Tensor))
-        return written
-
-    def _outputs(self, plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """Return what a call wrote: fresh tensors and numbers first, then the arguments it wrote."""
-        if plan.may_be_in_flight and self._is_in_flight(plan, out, args, kwargs):
-            self.ledger.forget(out)
-            self._skipped["in_flight"] += 1
-            return ()
-        if plan.is_functional:
-            if out.__class__ is Tensor and not plan.opaque_outputs:
-                return (out,)
-            fresh = out if isinstance(out, list | tuple) else (out,)
-        else:
-            fresh = ()
-            if plan.fresh_returns:
-                returned = out if isinstance(out, list | tuple) else (out,)
-                fresh = tuple(returned[index] for index in plan.fresh_returns if index < len(returned))
-        outputs: list[Any] = []
-        for index, value in enumerate(fresh):
-            if index in plan.opaque_outputs:
-                continue
-            if isinstance(value, list | tuple):
-                outputs.extend(item for item in value if item is not None)
-            elif value is not None:
-                outputs.append(value)
-        if plan.writes:
-            outputs.extend(self._written(plan, args, kwargs))
-        return outputs
-
-    @staticmethod
-    def _is_in_flight(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether this is a copy from a device to the host that nobody has waited for."""
-        index = plan.argument_names.index("non_blocking")
-        is_non_blocking = args[index] if index < len(args) else kwargs.get("non_blocking", False)
-        if not is_non_blocking or not isinstance(out, Tensor) or not out.is_cpu:
-            return False
-        return any(isinstance(value, Tensor) and not value.is_cpu for value in args)
 
     def _append_special(self, output: Any) -> None:
         """Append a number, or a tensor that is not an ordinary strided one."""
@@ -426,7 +305,9 @@ class Recorder:
             event.frame_codes = forward_codes()
         is_named = not plan.is_functional
         output_names = [
-            self.names.get(output.data_ptr()) if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED else None
+            self.names.get(output.data_ptr())
+            if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED
+            else None
             for output in outputs
         ]
         build_op_event(
@@ -435,7 +316,7 @@ class Recorder:
             args,
             kwargs,
             varying=self.tree.varying(event),
-            row_edges=self._row_edges,
+            row_edges=self.reads.row_edges,
             outputs=outputs,
             output_names=output_names,
         )
@@ -443,7 +324,8 @@ class Recorder:
         parent.likely = event
         return event
 
-    def _backward_context(self, func: Any) -> Context:
+    def backward_context(self, func: Any) -> Context:
+        """Return where an op of a backward pass belongs."""
         if self.modules.is_in_backward:
             return self.backward.in_module(self.modules.current)
         return self.backward.attribute(func, self.at)
@@ -458,117 +340,6 @@ class Recorder:
             self._selected[key] = selected
         return selected
 
-    # ops that are not digested
-
     def _plan(self, func: Any) -> OpPlan:
         plan = self._plans[func] = make_plan(func)
         return plan
-
-    def _pass_through(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.kind is OpKind.VIEW:
-            self._num_views += 1
-            if _is_grad_enabled():
-                self._touch(func, plan)
-            return plan.call(*args, **kwargs)
-        self._skipped[plan.kind.value] += 1
-        out = func(*args, **kwargs)
-        if plan.kind is OpKind.UNINITIALISED:
-            if out.__class__ is Tensor and out.layout is _STRIDED:
-                self.ledger.born(out)
-        elif plan.kind is OpKind.OPAQUE:
-            self._opaque.add(plan.name)
-        elif plan.kind is not OpKind.IGNORED:
-            self._forget(args, kwargs)
-        return out
-
-    def _unrecorded(
-        self,
-        reason: str,
-        plan: OpPlan,
-        func: Any,
-        phase: str,
-        context: Context,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run an op outside the selection: what it writes is unknown from here on."""
-        self._skipped[reason] += 1
-        if _is_grad_enabled() or phase == "forward":
-            self._touch(func, plan)
-        out = func(*args, **kwargs)
-        for tensor in self._written(plan, args, kwargs):
-            self._forget((tensor,), {})
-        return out
-
-    def _touch(self, func: Any, plan: OpPlan) -> None:
-        """Note an op that is not digested: the autograd node it may own leads back to its module."""
-        if _graph_task_id() == -1:
-            phase = self.phase
-            context: Context = self.modules.current
-        else:
-            phase = "backward"
-            context = self._backward_context(func)
-        event = self.at.likely
-        if event is None or not event.fits(func, phase, context, [], [], [], 0):
-            event = next(
-                (child for child in self.at.children if child.fits(func, phase, context, [], [], [], 0)), None
-            )
-            if event is None:
-                event = light_event(self.at, func, plan, phase, context)
-                self.tree.add(event)
-            self.at.likely = event
-        self.at = event
-        self.backward.register(event)
-
-    def _forget(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                for part in parts_of(value) if has_parts(value) else (value,):
-                    self.ledger.forget(part)
-            elif isinstance(value, list | tuple):
-                self._forget(tuple(value), {})
-
-    # origins in a verify run
-
-    def _is_changed(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is not what the recorded site that wrote it had left."""
-        if has_parts(tensor):
-            return False
-        writer = self.ledger.writers.get(tensor.untyped_storage()._cdata)
-        if not isinstance(writer, int):
-            return False
-        slot = self.layouts.of(tensor)
-        return slot.index == self.layout_indices[writer] and _digest(tensor, slot) != self.digests[writer]
-
-    def _compare_with_expected(
-        self,
-        expected: Expectation,
-        first: int,
-        plan: OpPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        was_changed: bool,
-    ) -> None:
-        positions = range(first, len(self.digests))
-        if not expected.checks_left or not any(expected.differs(i, self.digests[i]) for i in positions):
-            return
-        expected.checks_left -= 1
-        written = {id(tensor) for tensor in self._written(plan, args, kwargs)}
-        flat = [item for value in (*args, *kwargs.values()) for item in (value if isinstance(value, list) else [value])]
-        if was_changed or any(
-            isinstance(value, Tensor) and id(value) not in written and self._is_changed(value) for value in flat
-        ):
-            expected.unseen_writes.update(positions)
-
-
-def _digest(tensor: Tensor, slot: LayoutSlot) -> int:
-    if slot.is_raw and tensor.is_cpu and not tensor.is_neg() and (address := tensor.data_ptr()):
-        return digest_memory(address, slot.num_bytes)
-    return digest_output(tensor)
-
-
-def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if "training" not in plan.argument_names:
-        return True
-    index = plan.argument_names.index("training")
-    return bool(args[index] if index < len(args) else kwargs.get("training"))

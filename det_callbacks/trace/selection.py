@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args
-
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from det_callbacks.errors import SelectionError
 

@@ -59,7 +59,7 @@ class StorageLedger:
 
     def pin(self, tensor: Tensor) -> int:
         """Return the address of a tensor's storage and keep it from being reused."""
-        address = int(tensor.untyped_storage()._weak_ref())
+        address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
         self.pins.append(address)
         return address
 
@@ -112,7 +112,7 @@ class StorageLedger:
 def byte_extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a strided tensor in its storage and the byte after its last one."""
     size = tensor.itemsize
-    low = tensor.storage_offset() * size
+    low = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return low, low
     span = 1

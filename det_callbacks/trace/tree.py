@@ -58,9 +58,9 @@ Context = str | Attribution
 class Event:
     """One op call, or one group of named tensors, at one place of the tree.
 
-    ``depth`` is the number of events before it in its step. ``consts`` are the arguments that are no tensors, in order; ``reads`` the positions read; ``names`` the names of
-    the input sites made for it; ``exact`` is the text form of ``consts`` where equality would be too weak
-    (1 == 1.0 == True, 0.0 == -0.0).
+    ``depth`` is the number of events before it in its step. ``consts`` are the arguments that are no tensors, in order;
+    ``reads`` the positions read; ``names`` the names of the input sites made for it; ``exact`` is the text form of
+    ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
     """
 
     __slots__ = (

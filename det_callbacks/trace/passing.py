@@ -1,0 +1,110 @@
+"""Ops that are not digested: what they change is noted all the same."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from det_callbacks.trace.building import light_event
+from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.overloads import OpKind, OpPlan
+from det_callbacks.trace.tree import Context
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
+
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+_is_grad_enabled = torch.is_grad_enabled
+_STRIDED = torch.strided
+
+
+class Passing:
+    """Runs ops that make no sites.
+
+    Args:
+        recorder: whose ledger and autograd map are kept true.
+
+    Attributes:
+        num_views: views in this step.
+        skipped: reason -> number of other ops in this step.
+        opaque: ops of this step that run other ops inside where no mode sees them.
+    """
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self.num_views = 0
+        self.skipped: Counter[str] = Counter()
+        self.opaque: set[str] = set()
+
+    def clear(self) -> None:
+        """Start a step."""
+        self.num_views = 0
+        self.skipped.clear()
+        self.opaque.clear()
+
+    def pass_through(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
+        if plan.kind is OpKind.VIEW:
+            self.num_views += 1
+            if _is_grad_enabled():
+                self._touch(func, plan)
+            return plan.call(*args, **kwargs)
+        self.skipped[plan.kind.value] += 1
+        out = func(*args, **kwargs)
+        if plan.kind is OpKind.UNINITIALISED:
+            if out.__class__ is Tensor and out.layout is _STRIDED:
+                self._recorder.ledger.born(out)
+        elif plan.kind is OpKind.OPAQUE:
+            self.opaque.add(plan.name)
+        elif plan.kind is not OpKind.IGNORED:
+            self._forget(args, kwargs)
+        return out
+
+    def unselected(
+        self,
+        plan: OpPlan,
+        func: Any,
+        phase: str,
+        context: Context,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an op outside the selection: what it writes is unknown from here on."""
+        self.skipped["unselected"] += 1
+        if _is_grad_enabled() or phase == "forward":
+            self._touch(func, plan)
+        out = func(*args, **kwargs)
+        for tensor in written_arguments(plan, args, kwargs):
+            self._forget((tensor,), {})
+        return out
+
+    def _touch(self, func: Any, plan: OpPlan) -> None:
+        """Note an op that is not digested: the autograd node it may own leads back to its module."""
+        recorder = self._recorder
+        if _graph_task_id() == -1:
+            phase = recorder.phase
+            context: Context = recorder.modules.current
+        else:
+            phase = "backward"
+            context = recorder.backward_context(func)
+        event = recorder.at.likely
+        if event is None or not event.fits(func, phase, context, [], [], [], 0):
+            event = next(
+                (child for child in recorder.at.children if child.fits(func, phase, context, [], [], [], 0)), None
+            )
+            if event is None:
+                event = light_event(recorder.at, func, plan, phase, context)
+                recorder.tree.add(event)
+            recorder.at.likely = event
+        recorder.at = event
+        recorder.backward.register(event)
+
+    def _forget(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                for part in parts_of(value) if has_parts(value) else (value,):
+                    self._recorder.ledger.forget(part)
+            elif isinstance(value, list | tuple):
+                self._forget(tuple(value), {})

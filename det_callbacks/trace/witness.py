@@ -1,0 +1,79 @@
+"""Writers that the trace did not see, looked for in a verify run where an output differs.
+
+An op whose output differs while everything it read agrees would be called the origin. But a raw kernel, NumPy or
+another thread may have written what it read, unseen. So when an output differs from the reference, the inputs that are
+still alive are digested again and compared with what their writers had left; a difference makes ``is_origin`` null.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.layouts import digest_as_laid_out
+from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.steps import Expectation
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
+
+
+class Witness:
+    """Looks at the inputs of ops whose output is not what the reference had.
+
+    Args:
+        recorder: whose sites and storages are looked at.
+    """
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+
+    def has_changed(self, tensors: list[Tensor]) -> bool:
+        """Return whether one of them is not what the recorded site that wrote it had left."""
+        return any(self._is_changed(tensor) for tensor in tensors)
+
+    def compare(
+        self,
+        expected: Expectation,
+        first: int,
+        plan: OpPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        was_changed: bool,
+    ) -> None:
+        """Note the sites of a call that differ and read something that nobody recorded wrote.
+
+        Args:
+            expected: the reference's digests; the finding is noted in it.
+            first: position of the call's first output.
+            plan: of the op.
+            args: of the call.
+            kwargs: of the call.
+            was_changed: what ``has_changed`` said, before the call, of the arguments that it wrote.
+        """
+        digests = self._recorder.digests
+        positions = range(first, len(digests))
+        if not expected.checks_left or not any(expected.differs(position, digests[position]) for position in positions):
+            return
+        expected.checks_left -= 1
+        written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+        read: list[Tensor] = []
+        for value in (*args, *kwargs.values()):
+            items = value if isinstance(value, list | tuple) else (value,)
+            read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
+        if was_changed or self.has_changed(read):
+            expected.unseen_writes.update(positions)
+
+    def _is_changed(self, tensor: Tensor) -> bool:
+        recorder = self._recorder
+        if has_parts(tensor):
+            return False
+        writer = recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        if not isinstance(writer, int):
+            return False
+        slot = recorder.layouts.of(tensor)
+        left = recorder.layouts.at(recorder.layout_indices[writer])
+        if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
+            return False
+        return digest_as_laid_out(tensor, slot) != recorder.digests[writer]
