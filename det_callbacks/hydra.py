@@ -57,7 +57,8 @@ class DeterminismJobCallback(Callback):
     multirun all jobs run, and the status is that of the first that failed. A job in which no
     :class:`DeterminismCallback` ran a fit fails with 2, since it must not look verified. So does one whose settings
     cannot be applied: it does not start, nor do the jobs after it. After each job generators, flags, threads,
-    environment variables and warning filters go back.
+    environment variables and warning filters go back; not where a task leaves by KeyboardInterrupt or SystemExit, after
+    which Hydra calls nobody and the process ends.
 
     ``HYDRA_FULL_ERROR=1`` adds the traceback to the message. Launchers that run jobs in other processes report the
     status as they do for any failed job.
@@ -70,8 +71,6 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            # A job that left by KeyboardInterrupt or SystemExit got no on_job_end.
-            self._close()
             if _mode(config) != "disabled":
                 self._open(config)
 
