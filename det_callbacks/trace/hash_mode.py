@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
     _FrameAction,
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # looked at in torch 2.13
 
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
@@ -30,8 +30,6 @@ from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class _Interceptor(TorchDispatchMode):
@@ -124,6 +122,7 @@ class HashMode:
         self.recorder = Recorder(selection, model)
         self._phases = OptimizerPhases(self.recorder, base_phase)
         self._outputs = ModuleOutputs(self.recorder)
+        self.recorder.list_names = self._names_by_address
         self._interceptor: _Interceptor | None = None
         self.is_open = False
 
@@ -163,7 +162,7 @@ class HashMode:
         recorder = self.recorder
         recorder.begin(expected)
         recorder.phase = self._base_phase
-        self._name_tensors()
+        self._name_parameters()
         if is_first:
             record_group(recorder, "initial state", "state", self._state(), is_source=True)
         if batch is not None:
@@ -226,17 +225,17 @@ class HashMode:
         model = [] if self._walker is None else self._walker.state()
         return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
 
-    def _name_tensors(self) -> None:
-        """Refresh the names of parameters, and at level op of buffers and optimizer state."""
+    def _name_parameters(self) -> None:
         names = self.recorder.parameter_names
         names.clear()
-        model = [] if self._walker is None else self._walker.state()
-        names.update((id(value), name) for name, value in model if isinstance(value, nn.Parameter))
-        if self.selection.level == "op":
-            state = model + optimizer_state(self._phases.seen, names)
-            self.recorder.names = {
-                value.data_ptr(): name
-                for name, value in reversed(state)
-                if value.__class__ in _PLAIN and value.layout is torch.strided  # type: ignore[union-attr]
-            }
-            self.recorder.names.pop(0, None)
+        if self._walker is not None:
+            names.update((id(value), name) for name, value in self._walker.parameters())
+
+    def _names_by_address(self) -> dict[int, str]:
+        names = {
+            value.data_ptr(): name
+            for name, value in reversed(self._state())
+            if isinstance(value, Tensor) and not has_parts(value)
+        }
+        names.pop(0, None)  # empty tensors
+        return names

@@ -49,14 +49,24 @@ def _is_row_major(entry: TensorLayout) -> bool:
 
 
 class LayoutTable:
-    """(dtype, shape, stride) -> slot. ``slots`` is public because the recorder reads it once per tensor."""
+    """(dtype, shape, stride) -> slot.
+
+    Attributes:
+        slots: the mapping; public because the recorder reads it once per tensor.
+        none: slot of sites that are no tensor.
+        tags: slots of Python numbers and of digests of several arguments.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[Any, LayoutSlot] = {}
         self._order: list[LayoutSlot] = []
         self._digests: list[int] = []
         self._known: list[tuple[list[int], int]] = []
+        self._add_fixed()
+
+    def _add_fixed(self) -> None:
         self.none = self.add(None, None)
+        self.tags = {tag: self.special(tag) for tag in ("float", "int", "bool", "digest")}
 
     def trim(self) -> None:
         """Forget everything once it is too large; call between steps."""
@@ -65,7 +75,7 @@ class LayoutTable:
             self._order.clear()
             self._digests.clear()
             self._known.clear()
-            self.none = self.add(None, None)
+            self._add_fixed()
 
     def add_strided(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> LayoutSlot:
         """Intern the layout of an ordinary tensor."""

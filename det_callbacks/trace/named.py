@@ -211,8 +211,17 @@ class StateWalker:
         self._root = root
         self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
 
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Return (name, parameter); 0.3 microseconds a module and parameter."""
+        self._refresh()
+        return self._walk("_parameters")
+
     def state(self) -> list[Entry]:
         """Return (name, tensor): parameters first, then buffers; 0.3 microseconds a module and tensor."""
+        self._refresh()
+        return [*self._walk("_parameters"), *self._walk("_buffers")]
+
+    def _refresh(self) -> None:
         if not self._modules or any(
             children != tuple(map(id, module._modules.values())) for _, module, children in self._modules
         ):
@@ -220,14 +229,15 @@ class StateWalker:
                 (f"{name}." if name else "", module, tuple(map(id, module._modules.values())))
                 for name, module in self._root.named_modules()
             ]
+
+    def _walk(self, kind: str) -> list[tuple[str, Tensor]]:
         known = set()
-        entries: list[Entry] = []
-        for kind in ("_parameters", "_buffers"):
-            for prefix, module, _ in self._modules:
-                for name, value in getattr(module, kind).items():
-                    if value is not None and id(value) not in known:
-                        known.add(id(value))
-                        entries.append((prefix + name, value))
+        entries: list[tuple[str, Tensor]] = []
+        for prefix, module, _ in self._modules:
+            for name, value in getattr(module, kind).items():
+                if value is not None and id(value) not in known:
+                    known.add(id(value))
+                    entries.append((prefix + name, value))
         return entries
 
 

@@ -130,6 +130,7 @@ class OpPlan:
         number_arguments: those that take any Python number, so that 1, 1.0 and True are not the same.
         is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
         writes: arguments written, declared or hidden, in the order of the schema.
+        sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
         fresh_returns: indices of the returns that alias no argument.
         returns_one: the op has one return, which may itself be a list of tensors.
         is_hidden_write: whether ``writes`` happen only when the argument ``training`` (or the like) is true.
@@ -149,6 +150,7 @@ class OpPlan:
     number_arguments: frozenset[str]
     is_functional: bool
     writes: tuple[ArgumentWrite, ...]
+    sole_write: int
     fresh_returns: tuple[int, ...]
     returns_one: bool
     is_hidden_write: bool
@@ -198,6 +200,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         ),
         is_functional=not written and returns_fresh,
         writes=tuple(written),
+        sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
         returns_one=len(schema.returns) == 1,
         is_hidden_write=bool(hidden),
@@ -208,6 +211,15 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         may_be_in_flight=may_be_in_flight,
         declared_only=DECLARED_ONLY.get(base, ""),
     )
+
+
+def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: bool, is_hidden: bool) -> int:
+    if len(written) != 1 or is_hidden or (returns_fresh and schema.returns):
+        return -1
+    argument = schema.arguments[written[0].index]
+    is_one_tensor = str(argument.type) == "Tensor" and not argument.kwarg_only
+    has_async = any(other.name == "non_blocking" for other in schema.arguments)
+    return written[0].index if is_one_tensor and not has_async else -1
 
 
 def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
@@ -221,6 +233,7 @@ def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
         number_arguments=frozenset(),
         is_functional=False,
         writes=(),
+        sole_write=-1,
         fresh_returns=(),
         returns_one=False,
         is_hidden_write=False,

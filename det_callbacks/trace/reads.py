@@ -27,13 +27,16 @@ class Reads:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []
 
-    def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
+    def read(self, tensor: Tensor, reads: list[int], marks: list[Any]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
         if has_parts(tensor):
             for part in parts_of(tensor):
-                self.read(part, reads, names)
+                self.read(part, reads, marks)
             return
-        known = self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        recorder = self._recorder
+        ledger = recorder.ledger
+        storage = tensor.untyped_storage()
+        known = ledger.writers.get(storage._cdata)
         if isinstance(known, int):
             reads.append(known)
             return
@@ -46,21 +49,24 @@ class Reads:
             reads.extend(edges)
             if known.is_born or known.covers(low, high):
                 return
-        position = len(self._recorder.digests)
-        names.append(self._recorder.names.get(tensor.data_ptr()))
+        position = len(recorder.digests)
+        marks.append(tensor.data_ptr())
         self.row_edges.append(edges)
-        self._recorder.append(tensor)
+        slot = recorder.append(tensor)
         reads.append(position)
-        self._recorder.ledger.write(tensor, position, is_dense=self._recorder.layouts.of(tensor).is_dense)
+        if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
+            ledger.writers[ledger.pin(tensor)] = position
+        else:
+            ledger.write(tensor, position, is_dense=slot.is_dense)
 
-    def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[str | None]) -> None:
+    def gather(self, value: Any, consts: list[Any], reads: list[int], marks: list[Any]) -> None:
         """Collect one argument of any kind."""
         if isinstance(value, Tensor):
-            self.read(value, reads, names)
+            self.read(value, reads, marks)
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             for item in value:
                 if isinstance(item, Tensor):
-                    self.read(item, reads, names)
+                    self.read(item, reads, marks)
                 else:
                     consts.append(item)
         else:
@@ -73,21 +79,19 @@ class Reads:
         kwargs: dict[str, Any],
         consts: list[Any],
         reads: list[int],
-        names: list[str | None],
+        marks: list[Any],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
         written = {write.name for write in plan.writes}
         for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
             if name not in written:
-                self.gather(value, consts, reads, names)
+                self.gather(value, consts, reads, marks)
 
-    def read_generator(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
-    ) -> None:
+    def read_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], marks: list[Any]) -> None:
         """Make a site of the state of the generator that a call draws from."""
         name, generator = generator_of(args, kwargs)
         position = len(self._recorder.digests)
-        names.append(name)
+        marks.append(name)
         self.row_edges.append(self._recorder.generators.read(name, position))
         self._recorder.append_bits(digest_generator(generator), self._recorder.layouts.none)
         reads.append(position)

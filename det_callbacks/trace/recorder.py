@@ -5,7 +5,7 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.building import build_op_event, forward_codes
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.generators import GeneratorTrail
+from det_callbacks.trace.generators import GeneratorName, GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.nodes import BackwardMap
@@ -49,13 +49,15 @@ class Recorder:
 
     Attributes:
         phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
-        names: address of a tensor's first element -> qualified name, for parameters, buffers and optimizer state.
+        list_names: returns address of the first element -> qualified name, for parameters, buffers and optimizer
+            state; called at most once a step, when a name is needed.
         parameter_names: ``id`` of a parameter -> qualified name.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
-        self.names: dict[int, str] = {}
+        self.list_names: Callable[[], dict[int, str]] = dict
+        self._names: dict[int, str] | None = None
         self.parameter_names: dict[int, str] = {}
         self.phase = "other"
         self.tree = ProgramTree()
@@ -75,6 +77,7 @@ class Recorder:
         self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
         self._num_digested = 0
+        self._names = None
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step.
@@ -94,6 +97,7 @@ class Recorder:
         self._expected = expected
         self.passing.clear()
         self._num_digested = 0
+        self._names = None
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
@@ -149,7 +153,7 @@ class Recorder:
         mark = len(digests)
         consts: list[Any] = []
         reads: list[int] = []
-        names: list[str | None] = []
+        marks: list[Any] = []
         ledger = self.ledger
         writers = ledger.writers
         is_functional = plan.is_functional
@@ -157,7 +161,7 @@ class Recorder:
         was_changed = False
         try:
             if plan.is_overwrite:
-                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
+                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, marks)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
@@ -167,13 +171,13 @@ class Recorder:
                         if writer.__class__ is int:
                             reads.append(writer)  # type: ignore[arg-type]
                         else:
-                            self.reads.read(value, reads, names)
+                            self.reads.read(value, reads, marks)
                     elif kind in _SCALARS:
                         consts.append(value)
                     else:
-                        self.reads.gather(value, consts, reads, names)
+                        self.reads.gather(value, consts, reads, marks)
             if plan.draws_random:
-                self.reads.read_generator(args, kwargs, reads, names)
+                self.reads.read_generator(args, kwargs, reads, marks)
             if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
                 was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
             out = plan.call(*args, **kwargs)
@@ -182,6 +186,8 @@ class Recorder:
             raise
         if is_functional and out.__class__ is Tensor and plan.is_plain:
             outputs: Sequence[Any] = (out,)
+        elif plan.sole_write >= 0:
+            outputs = (args[plan.sole_write],)
         else:
             if plan.may_be_in_flight and is_in_flight(plan, out, args, kwargs):
                 self.ledger.forget(out)
@@ -198,13 +204,13 @@ class Recorder:
             or event.consts != consts
             or event.context is not context
             or event.phase is not phase
-            or event.names != names
+            or event.marks != marks
             or event.num_outputs != len(outputs)
             or (event.exact is not None and event.exact != repr(consts))
         ):
-            event = self._other_event(func, phase, context, consts, reads, names, outputs, plan, args, kwargs)
+            event = self._other_event(func, phase, context, consts, reads, marks, outputs, plan, args, kwargs)
         self.at = event
-        if names:
+        if marks:
             self.reads.row_edges.clear()
         self._num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled()):
@@ -213,7 +219,7 @@ class Recorder:
         if event.varying:
             bits, tag = argument_bits([consts[index] for index in event.varying])
             digests.append(bits)
-            indices.append(self.layouts.special(tag).index)
+            indices.append(self.layouts.tags[tag].index)
         first = len(digests)
         slots = self.layouts.slots
         for output in outputs:
@@ -244,11 +250,18 @@ class Recorder:
             self.witness.compare(expected, first, plan, args, kwargs, was_changed)
         return out
 
-    def append(self, tensor: Tensor) -> None:
-        """Digest a tensor, in memory order where it is dense, as the next site."""
+    def name_at(self, address: int) -> str | None:
+        """Return the name of the parameter, buffer or optimizer state whose first element is at an address."""
+        if self._names is None:
+            self._names = self.list_names()
+        return self._names.get(address)
+
+    def append(self, tensor: Tensor) -> LayoutSlot:
+        """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
         slot = self.layouts.of(tensor)
         self.digests.append(digest_as_laid_out(tensor, slot))
         self.layout_indices.append(slot.index)
+        return slot
 
     def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
         """Append a module's output; the digest of the one site that wrote the same bytes is taken over."""
@@ -288,7 +301,7 @@ class Recorder:
         context: Context,
         consts: list[Any],
         reads: list[int],
-        names: list[str | None],
+        marks: list[Any],
         outputs: Sequence[Any],
         plan: OpPlan,
         args: tuple[Any, ...],
@@ -296,16 +309,19 @@ class Recorder:
     ) -> Event:
         """Return the event of a call that is not the likely one: a sibling, or a new one."""
         parent = self.at
+        names = [mark if isinstance(mark, GeneratorName) else self.name_at(mark) for mark in marks]
         for child in parent.children[: -_MAX_SIBLINGS - 1 : -1]:
             if child.fits(func, phase, context, consts, reads, names, len(outputs)):
                 parent.likely = child
+                child.marks = marks
                 return child
         event = Event(parent, func, phase, context, consts, reads, names, len(outputs))
+        event.marks = marks
         if phase == "forward" and not _is_grad_enabled():
             event.frame_codes = forward_codes()
         is_named = not plan.is_functional
         output_names = [
-            self.names.get(output.data_ptr())
+            self.name_at(output.data_ptr())
             if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED
             else None
             for output in outputs
