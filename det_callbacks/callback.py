@@ -367,9 +367,7 @@ class DeterminismCallback(Callback):
                 self.verdict = self._verification.finish()
             self._verification.close(complete=False)
             found = "no verdict" if self.verdict is None else self.verdict.verdict
-            print_closing_line(
-                f"verification stopped{reason} after {self._verification.num_steps} steps: {found}"
-            )
+            print_closing_line(f"verification stopped{reason} after {self._verification.num_steps} steps: {found}")
 
     def _close_trace(self) -> None:
         global _num_fits

@@ -48,9 +48,7 @@ class Verification:
         self._done: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_environment(
-            compare_environments(
-                reference_environment(reference), Environment.from_dict(manifest["environment"])
-            )
+            compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
         is_ours = (current / "run.json").is_file() and Run.open(current).manifest.get("purpose") == "verify"
         self._writer = RunWriter.create(

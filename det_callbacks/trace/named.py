@@ -64,7 +64,6 @@ def record_group(
     *,
     owner: str | None = None,
     is_source: bool = False,
-    is_output: bool = False,
 ) -> None:
     """Record named tensors and numbers as sites, in row-major order of their elements.
 
@@ -75,8 +74,6 @@ def record_group(
         entries: (name, tensor or number).
         owner: module of all of them; None takes it from the name ("net.head" for "net.head.weight").
         is_source: ops that read these tensors later in the step read these sites.
-        is_output: they are activations: digested in memory order like the outputs of ops, and not a second time where
-            one recorded op wrote the whole of one.
     """
     if not entries:
         return
@@ -92,10 +89,6 @@ def record_group(
         ) or _new_group(recorder, label, phase, entries, reads, names, owner, "named")
         recorder.at.likely = event
     recorder.at = event
-    if is_output:
-        for (_, value), edges in zip(entries, reads, strict=True):
-            recorder.append_output(value, edges)
-        return
     layouts = recorder.layouts
     spans: list[tuple[int, int]] = []
     slots: list[LayoutSlot] = []
@@ -120,6 +113,26 @@ def record_group(
         recorder.append_bits(bits, slot)
         if is_source and isinstance(value, Tensor) and not has_parts(value) and value.numel():
             recorder.ledger.write(value, position, is_dense=slot.is_dense)
+
+
+def record_outputs(recorder: Recorder, phase: str, module: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Record a module's outputs, or the gradients of them.
+
+    They are digested in memory order like the outputs of ops, and not a second time where one recorded op wrote the
+    whole of one.
+    """
+    for name, tensor in tensors:
+        names: list[str | None] = [name]
+        reads = [_writers_of(recorder, tensor)]
+        event = recorder.at.likely
+        if event is None or not event.fits("output", phase, module, [], reads, names, 1):
+            siblings = recorder.at.children
+            event = next(
+                (child for child in siblings if child.fits("output", phase, module, [], reads, names, 1)), None
+            ) or _new_group(recorder, "output", phase, [(name, tensor)], reads, names, module, "named")
+            recorder.at.likely = event
+        recorder.at = event
+        recorder.append_output(tensor, reads[0])
 
 
 def _record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: int, *, role: Role) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.named import flatten, record_group
+from det_callbacks.trace.named import flatten, record_outputs
 from det_callbacks.trace.recorder import Recorder
 
 
@@ -36,9 +36,11 @@ class ModuleOutputs:
         selection = recorder.selection
         if not recorder.selects(recorder.phase, module):
             return
-        entries = [("output", output)] if isinstance(output, Tensor) else list(flatten(output, "output"))
-        tensors = [(name, value) for name, value in entries if isinstance(value, Tensor)]
-        record_group(recorder, "output", recorder.phase, tensors, owner=module, is_output=True)
+        if isinstance(output, Tensor):
+            tensors = [("output", output)]
+        else:
+            tensors = [(name, value) for name, value in flatten(output, "output") if isinstance(value, Tensor)]
+        record_outputs(recorder, recorder.phase, module, tensors)
         if "backward" not in selection.phases or not torch.is_grad_enabled():
             return
         for name, tensor in tensors:
@@ -48,9 +50,7 @@ class ModuleOutputs:
     def record_gradient(self, step: object, module: str, name: str, gradient: Tensor) -> None:
         """Record the gradient of an output, when its step is still under way."""
         if step is self._step:
-            record_group(
-                self._recorder, "grad", "backward", [(f"grad of {name}", gradient)], owner=module, is_output=True
-            )
+            record_outputs(self._recorder, "backward", module, [(f"grad of {name}", gradient)])
 
 
 class _GradientHook:

@@ -122,6 +122,7 @@ class OpPlan:
     """How calls of one overload are traced.
 
     Attributes:
+        overload: the ``OpOverload`` itself.
         name: ``namespace.op.overload``.
         base: ``namespace.op``.
         kind: what to do with a call.
@@ -142,6 +143,7 @@ class OpPlan:
         declared_only: argument of ``writes`` that is written only when ``grad_scale`` is given; "" if none.
     """
 
+    overload: object
     name: str
     base: str
     kind: OpKind
@@ -188,6 +190,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
     return OpPlan(
+        overload=func,
         name=f"{base}.{func._overloadname}",
         base=base,
         kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),
@@ -225,6 +228,7 @@ def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: boo
 def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
     """Return the plan of an op that runs other ops inside where no mode sees them."""
     return OpPlan(
+        overload=call,
         name=name,
         base=name,
         kind=OpKind.OPAQUE,

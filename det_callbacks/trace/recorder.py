@@ -72,7 +72,7 @@ class Recorder:
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
-        self._plans: dict[Any, OpPlan] = {}
+        self._plans: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._selected: dict[tuple[str, str], bool] = {}
         self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
@@ -133,7 +133,7 @@ class Recorder:
 
     def op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
-        plan = self._plans.get(func)
+        plan = self._plans.get(id(func))
         if plan is None:
             plan = self._plan(func)
         if plan.kind is not OpKind.DIGEST:
@@ -357,5 +357,5 @@ class Recorder:
         return selected
 
     def _plan(self, func: Any) -> OpPlan:
-        plan = self._plans[func] = make_plan(func)
+        plan = self._plans[id(func)] = make_plan(func)
         return plan
