@@ -1,0 +1,93 @@
+"""Who is an origin: a difference with nothing it read differing starts here, every other one came in from elsewhere."""
+
+import numpy as np
+
+from det_callbacks.compare.align import Alignment
+from det_callbacks.trace.program import Program, Site, StepView
+
+SOURCE_ROLES = ("input", "generator", "samples")
+SOURCE_PHASES = ("data", "rng", "input")
+_BEFORE_OPS = ("state", "data", "rng", "input")
+
+
+class OriginFinder:
+    """Judges the differing sites of one step.
+
+    Args:
+        reference: the step in the reference.
+        current: the same step in the current run.
+        alignment: which of their sites belong together.
+        differs: bool by row of the alignment: other bits, another layout, or only one side has it. A call with other
+            arguments and the same bits is not meant: whoever reads its output reads the same.
+    """
+
+    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, differs: np.ndarray) -> None:
+        self._reference = reference
+        self._current = current
+        self._differs = (
+            _by_position(len(reference.program), alignment.reference, differs),
+            _by_position(len(current.program), alignment.current, differs),
+        )
+        self._partners = alignment
+        self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
+
+    def is_origin(self, reference: int, current: int, *, is_comparable: bool = True) -> bool | None:
+        """Return whether the difference at two aligned sites starts there.
+
+        Args:
+            reference: position in the reference, -1 where only the current step has the site.
+            current: position in the current step, -1 where only the reference has it.
+            is_comparable: False where the op's arguments could not be compared.
+
+        Returns:
+            True when nothing the op read differs, on either side; False when something does, or when the site is a
+            source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
+            be proven: what wrote it was not recorded, or was seen to have been changed unseen.
+        """
+        site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
+        position, side = (current, 1) if current >= 0 else (reference, 0)
+        if is_source(site, position < self._num_leading[side]):
+            return False
+        if self.has_differing_input(reference, current):
+            return False
+        # Bits of a named tensor are those that its writers left: if they agree, something unseen wrote it, and without
+        # recorded writers nothing is known.
+        if not site.op or not is_comparable or current in self._current.unseen_writes:
+            return None
+        return True
+
+    def has_differing_input(self, reference: int, current: int) -> bool:
+        """Return whether something that was read at two aligned sites differs, on either side."""
+        for position, view, differs in zip(
+            (reference, current), (self._reference, self._current), self._differs, strict=True
+        ):
+            if position >= 0 and any(differs[place] for place in view.program.sites[position].inputs):
+                return True
+        return False
+
+
+def is_source(site: Site, is_leading: bool) -> bool:
+    """Return whether a site is where something enters the step: it was not computed in it.
+
+    Args:
+        site: the site.
+        is_leading: whether it lies before everything that the step computed; a state there is the initial one.
+    """
+    if site.op:
+        return False
+    return site.role in SOURCE_ROLES or site.phase in SOURCE_PHASES or (site.phase == "state" and is_leading)
+
+
+def num_leading_sites(program: Program) -> int:
+    """Return how many sites lie before everything that the step computed."""
+    for position, site in enumerate(program.sites):
+        if site.op or site.phase not in _BEFORE_OPS:
+            return position
+    return len(program)
+
+
+def _by_position(num_sites: int, positions: np.ndarray, differs: np.ndarray) -> list[bool]:
+    flags = np.zeros(num_sites, dtype=bool)
+    flags[positions[(positions >= 0) & differs]] = True
+    flagged: list[bool] = flags.tolist()
+    return flagged

@@ -1,0 +1,269 @@
+"""Gathers the comparison of the steps of a run into one verdict."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
+from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.errors import NothingComparedError
+from det_callbacks.trace.program import Program, StepView
+from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WholeSteps:
+    """Steps of one fit of one rank that only one run has."""
+
+    rank: int
+    segment: int
+    kind: Literal["missing", "extra"]
+    first: int
+    last: int
+    count: int = 1
+
+
+_Order = tuple[int, int, int, int]
+"""Segment, step, position in the step, rank: the least comes first."""
+
+
+class VerdictBuilder:
+    """Compares a run with its reference step by step, in bounded memory, and words the outcome.
+
+    Steps of one rank are added in order; ranks may come in any order. Nothing is held per step.
+
+    Args:
+        reference: name of the reference, as the verdict shows it.
+        current: name of the current run.
+        max_divergences: divergences and origins that are described; all are counted.
+
+    Raises:
+        ValueError: ``max_divergences`` is not at least 1.
+
+    Example:
+        >>> builder = VerdictBuilder("refs/run1", "runs/today")
+        >>> builder.has_divergence
+        False
+    """
+
+    def __init__(self, reference: str, current: str, *, max_divergences: int = 100) -> None:
+        if max_divergences < 1:
+            raise ValueError(f"max_divergences must be at least 1; got {max_divergences}.")
+        self._names = (reference, current)
+        self._max_divergences = max_divergences
+        self._num_described = 0
+        self._first: dict[int, tuple[_Order, StepDifference, bool]] = {}
+        self._whole: dict[tuple[int, int, str], _WholeSteps] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._ranks: set[int] = set()
+        self._environment: tuple[EnvironmentDifference, ...] = ()
+        self._notes: list[str] = []
+        self._refusals: list[str] = []
+        self._num_steps = self._num_sites = self._num_differing = 0
+        self._span: tuple[int, int] | None = None
+        self._ops_seen = self._ops_digested = 0
+        self._ops_skipped: Counter[str] = Counter()
+        self._opaque: set[str] = set()
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether anything differed so far."""
+        return bool(self._first or self._whole)
+
+    def add_step(self, reference: StepView, current: StepView, *, is_first: bool | None = None) -> StepDifference:
+        """Compare one step, and return how it differs; see ``compare_steps`` for the cost.
+
+        Args:
+            reference: the step as the reference has it.
+            current: the same step of the current run.
+            is_first: whether it is the first step of its fit; by default, whether it is the first one added.
+        """
+        rank, segment = current.rank, current.record.segment
+        if is_first is None:
+            is_first = (rank, segment) not in self._seen
+        budget = max(0, self._max_divergences - self._num_described)
+        limit = budget if rank in self._first else max(1, budget)
+        difference = compare_steps(reference, current, limit=limit)
+        self._count(current, difference.num_compared)
+        if difference.num_differing:
+            self._num_differing += difference.num_differing
+            self._num_described += len(difference.divergences)
+            if rank not in self._first:
+                position = difference.findings[0].position
+                self._first[rank] = ((segment, difference.step, position, rank), difference, is_first)
+        return difference
+
+    def add_equal_step(self, view: StepView) -> None:
+        """Count a step that is known to be equal; its digests, program and layout are the reference's."""
+        self._count(view, len(view.program))
+
+    def add_missing_step(self, rank: int, step: int, segment: int = 0) -> None:
+        """Count a step that only the reference has."""
+        self._add_whole(rank, step, segment, "missing")
+
+    def add_extra_step(self, rank: int, step: int, segment: int = 0) -> None:
+        """Count a step that only the current run has."""
+        self._add_whole(rank, step, segment, "extra")
+
+    def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
+        """Set how the environments differ."""
+        self._environment = tuple(differences)
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the explanation: what was left out of the comparison, and why."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def refuse(self, reason: str) -> None:
+        """Make the verdict ``not_comparable``, whatever the steps say."""
+        self._refusals.append(reason)
+
+    def copy(self) -> Self:
+        """Return a builder that goes on from here without changing this one."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | set | list):
+                setattr(other, name, value.copy())
+        return other
+
+    def finish(self) -> Verdict:
+        """Return the verdict on what was added so far; it may be called again after more was added.
+
+        Raises:
+            NothingComparedError: not a single site was compared.
+        """
+        if not self._num_sites and not self.has_divergence and not self._refusals:
+            reference, current = self._names
+            raise NothingComparedError(
+                f"Nothing was compared between the reference {reference} and {current}: "
+                + (f"{self._num_steps} steps held no site at all. " if self._num_steps else "no step was. ")
+                + "That is no match. Check that both runs recorded steps, and with the same selection."
+            )
+        bits_differ = bool(self._first)
+        verdict: VerdictName = "match"
+        if self._refusals or (bits_differ and show_machine(self._environment)):
+            verdict = "not_comparable"
+        elif self.has_divergence:
+            verdict = "diverged"
+        first, cause, explanation = self._judge()
+        return Verdict(
+            verdict=verdict,
+            reference=self._names[0],
+            current=self._names[1],
+            first_divergence=first,
+            origins=self._origins(),
+            cause=cause,
+            explanation=self._explain(explanation, verdict),
+            counts=Counts(
+                steps_compared=self._num_steps,
+                sites_compared=self._num_sites,
+                sites_differing=self._num_differing,
+            ),
+            coverage=Coverage(
+                ranks=len(self._ranks),
+                steps=self._span,
+                ops_seen=self._ops_seen,
+                ops_digested=self._ops_digested,
+                ops_skipped=dict(sorted(self._ops_skipped.items())),
+                opaque_regions=tuple(sorted(self._opaque)),
+            ),
+            environment=self._environment,
+        )
+
+    def _count(self, view: StepView, num_sites: int) -> None:
+        program: Program = view.program
+        step = view.record.step
+        self._seen.add((view.rank, view.record.segment))
+        self._ranks.add(view.rank)
+        self._num_steps += 1
+        self._num_sites += num_sites
+        self._span = (step, step) if self._span is None else (min(self._span[0], step), max(self._span[1], step))
+        self._ops_seen += program.ops_seen
+        self._ops_digested += program.ops_digested
+        self._ops_skipped.update(program.ops_skipped)
+        self._opaque.update(program.opaque_regions)
+
+    def _add_whole(self, rank: int, step: int, segment: int, kind: Literal["missing", "extra"]) -> None:
+        self._num_differing += 1
+        known = self._whole.get((rank, segment, kind))
+        self._whole[rank, segment, kind] = (
+            _WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
+            if known is None
+            else replace(known, first=min(known.first, step), last=max(known.last, step), count=known.count + 1)
+        )
+
+    def _judge(self) -> tuple[Divergence | None, Cause | None, str]:
+        """Return the first divergence, its cause and what is to be said of it."""
+        by_steps = min(self._first.values(), key=lambda known: known[0], default=None)
+        whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
+        show_rank = len(self._ranks | {steps.rank for steps in self._whole.values()}) > 1
+        if whole is not None and (by_steps is None or (whole.segment, whole.first, -1, whole.rank) < by_steps[0]):
+            return _whole_divergence(whole), "structure", self._explain_whole(show_rank)
+        if by_steps is None:
+            return None, None, self._explain_match()
+        _, difference, is_first = by_steps
+        cause = find_cause(difference, self._environment, is_first=is_first)
+        text = explain_step(difference, show_rank=show_rank)
+        if self._whole:
+            text += f"; besides, {self._explain_whole(show_rank)}"
+        return difference.findings[0].divergence, cause, text
+
+    def _origins(self) -> tuple[Divergence, ...]:
+        origins: list[Divergence] = []
+        for _, difference, _ in sorted(self._first.values(), key=lambda known: known[0]):
+            origins.extend(difference.origins)
+        return tuple(origins[: self._max_divergences])
+
+    def _explain(self, text: str, verdict: VerdictName) -> str:
+        parts = [*self._refusals, text] if self._refusals else [text]
+        if self.has_divergence and (choices := show_choices(self._environment)):
+            parts.append(f"Choices differ: {choices}")
+        machine = show_machine(self._environment)
+        if verdict == "not_comparable" and machine:
+            parts.append(f"The machine differs too, so nothing is proven either way: {machine}")
+        elif machine:
+            parts.append(f"The machine differs: {machine}")
+        parts.extend(self._notes)
+        return " ".join(f"{part.rstrip('.')}." for part in parts if part)
+
+    def _explain_match(self) -> str:
+        if not self._num_sites:
+            return ""
+        steps = f"{self._num_steps} step" + ("s" if self._num_steps != 1 else "")
+        ranks = f" of {len(self._ranks)} ranks" if len(self._ranks) > 1 else ""
+        return f"All {self._num_sites} sites of {steps}{ranks} agree, bit for bit"
+
+    def _explain_whole(self, show_rank: bool) -> str:
+        texts = []
+        for steps in sorted(self._whole.values(), key=lambda item: (item.segment, item.first, item.rank)):
+            number = f"step {steps.first} is" if steps.count == 1 else f"steps {steps.first} to {steps.last}"
+            number += f" ({steps.count} of them) are" if steps.count > 1 else ""
+            fit = f" of fit {steps.segment}" if steps.segment else ""
+            rank = f" of rank {steps.rank}" if show_rank else ""
+            side = "the reference" if steps.kind == "missing" else "the current run"
+            texts.append(f"{number} only in {side}{fit}{rank}")
+        text = "; ".join(texts[:4]) + (f" and so on ({len(texts)} such ranges)" if len(texts) > 4 else "")
+        compared = f"; the {self._num_steps} steps that both have agree" if self._num_steps and not self._first else ""
+        return text[0].upper() + text[1:] + compared if not self._first else text
+
+
+def _whole_divergence(steps: _WholeSteps) -> Divergence:
+    return Divergence(
+        rank=steps.rank,
+        step=steps.first,
+        phase="other",
+        module="",
+        op="",
+        occurrence=0,
+        output=0,
+        name=None,
+        kind=steps.kind,
+        source=(),
+        shape=None,
+        dtype=None,
+        reference_digest=None,
+        current_digest=None,
+        is_origin=None,
+    )
