@@ -159,7 +159,7 @@ class StepRecord:
         program_id: id of its program.
         layout_id: id of its layout.
         digests: uint64 array, one entry a site.
-        chain: digest of (previous chain, program id, layout id, digests); 0 before the first step.
+        chain: digest of the previous chain and of this step (see ``chain_digest``); 0 before the first step.
         segment: which ``fit`` of the run it belongs to, from 0.
     """
 
@@ -172,9 +172,12 @@ class StepRecord:
     segment: int = 0
 
 
-def chain_digest(previous: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-    """Return the chain at a step: two runs agree up to it exactly when their chains at it agree."""
-    head = np.array([previous, program_id, layout_id], dtype="<u8").tobytes()
+def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
+    """Return the chain at a step: two runs agree up to it exactly when their chains at it agree.
+
+    It is the digest of previous chain, step, epoch, program id, layout id and digests, 8 bytes each, little-endian.
+    """
+    head = np.array([previous, step, epoch, program_id, layout_id], dtype="<u8").tobytes()
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
 

@@ -1,0 +1,405 @@
+"""The run folder: what a run leaves on disk, and how it is opened again.
+
+    run.json                                    versions, selection, settings, environment, attempts
+    programs/<id>.parquet                       one row a site; shared by all ranks and attempts
+    layouts/<id>.parquet                        one row a site: dtype, shape and stride
+    rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
+    rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
+
+A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
+torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
+"""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from det_callbacks.digest import DIGEST_VERSION
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.trace.program import Layout, Program, StepRecord, StepView, chain_digest
+from det_callbacks.trace.run_files import (
+    FORMAT_VERSION,
+    LAYOUTS,
+    MANIFEST,
+    PROGRAMS,
+    damaged,
+    layout_path,
+    program_path,
+    read_layout,
+    read_manifest,
+    read_program,
+    write_layout,
+    write_manifest,
+    write_program,
+)
+from det_callbacks.trace.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_step
+
+_STREAM_NAME = re.compile(r"attempt-(\d{3,})(?:\.segment-(\d{3,}))?\.arrows")
+_CACHED = 64
+
+
+class RunWriter:
+    """Writes the steps of one process; made by ``create`` or ``resume``."""
+
+    def __init__(self, path: Path, rank: int, manifest: dict[str, Any], attempt: int, segment: int) -> None:
+        self.path = path
+        self.bytes_written = 0
+        self._rank = rank
+        self._manifest = manifest
+        self._attempt = attempt
+        self._segment = segment
+        self._programs: set[int] = set()
+        self._layouts: set[int] = set()
+        self._lengths: dict[int, int] = {}
+        self._last_step = -1
+        self._chain: int | None = 0 if not attempt else None
+        self._file: Any = None
+        for name in (PROGRAMS, LAYOUTS, _rank_folder(rank)):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        self._open_stream()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        manifest: Mapping[str, Any],
+        purpose: str = "record",
+        keeps: str = "all",
+        overwrite: bool = False,
+    ) -> "RunWriter":
+        """Start a new run.
+
+        Args:
+            path: the folder; it and its parents are made.
+            rank: of this process.
+            world_size: number of processes.
+            manifest: further entries of run.json: selection, settings, environment.
+            purpose: "record" or "verify".
+            keeps: "all" steps, or those "diverging".
+            overwrite: delete a run that is there; only files of ours are deleted.
+
+        Raises:
+            RunExistsError: there is a run, or something else under our names, or a file.
+        """
+        path = Path(path)
+        _make_room(path, overwrite=overwrite)
+        path.mkdir(parents=True, exist_ok=True)
+        content = {
+            "det_callbacks_version": version("det_callbacks"),
+            "run_id": uuid.uuid4().hex,
+            "purpose": purpose,
+            "keeps": keeps,
+            "world_size": world_size,
+            "attempts": [{"segments": 1}],
+            **manifest,
+        }
+        write_manifest(path, content)
+        return cls(path, rank, content, attempt=0, segment=0)
+
+    @classmethod
+    def resume(cls, path: str | Path, *, rank: int = 0, manifest: Mapping[str, Any]) -> "RunWriter":
+        """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
+
+        Raises:
+            ReferenceFormatError: the run is damaged, or was recorded with another selection.
+        """
+        run = Run.open(path)
+        if run.manifest.get("selection") != manifest.get("selection"):
+            raise ReferenceFormatError(
+                f"{path} was recorded with the selection {run.manifest.get('selection')}, and this attempt has "
+                f"{manifest.get('selection')}. Resume with the same arguments.",
+                str(path),
+            )
+        segments = run.rank(rank).segments
+        content = {key: value for key, value in run.manifest.items() if key != "digest"}
+        content["attempts"] = [*content["attempts"], {"segments": 1}]
+        write_manifest(Path(path), content)
+        return cls(Path(path), rank, content, attempt=len(content["attempts"]) - 1, segment=max(segments, default=0))
+
+    def put_program(self, program: Program) -> None:
+        """Keep a program; nothing is done when it is there."""
+        if program.id not in self._programs:
+            write_program(self.path, program)
+            self._programs.add(program.id)
+            self._lengths[program.id] = len(program)
+
+    def put_layout(self, layout: Layout) -> None:
+        """Keep a layout; nothing is done when it is there."""
+        if layout.id not in self._layouts:
+            write_layout(self.path, layout)
+            self._layouts.add(layout.id)
+
+    def has_layout(self, identity: int) -> bool:
+        """Return whether a layout was put already."""
+        return identity in self._layouts
+
+    def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
+        """Write a step and return its chain.
+
+        Args:
+            step: larger than the one before it in this fit.
+            epoch: counted from 0.
+            program_id: of a program that was put.
+            layout_id: of a layout that was put.
+            digests: uint64, one a site of the program.
+
+        Raises:
+            ValueError: an argument is not as described.
+        """
+        if self._lengths.get(program_id) != len(digests) or layout_id not in self._layouts:
+            raise ValueError(f"step {step}: put its program and layout first; {len(digests)} digests were given")
+        if step <= self._last_step:
+            raise ValueError(f"step {step} comes after step {self._last_step}")
+        if self._chain is None:
+            self._chain = Run.open(self.path).rank(self._rank).chain_before(self._segment, step)
+        self._chain = chain_digest(
+            self._chain, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
+        )
+        self._write(encode_step(step, epoch, program_id, layout_id, self._chain, digests))
+        self._last_step = step
+        return self._chain
+
+    def start_segment(self) -> None:
+        """Go on with the steps of another fit of this process."""
+        self.close(complete=True)
+        self._segment += 1
+        self._last_step = -1
+        self._chain = 0
+        self._manifest["attempts"][self._attempt]["segments"] += 1
+        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
+        self._open_stream()
+
+    def close(self, *, complete: bool) -> None:
+        """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once."""
+        if self._file is not None:
+            if complete:
+                self._write(END_OF_STREAM)
+            self._file.close()
+            self._file = None
+
+    def _open_stream(self) -> None:
+        number = self._manifest["attempts"][self._attempt]["segments"] - 1
+        name = f"attempt-{self._attempt:03d}" + (f".segment-{number:03d}" if number else "") + ".arrows"
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "digest_version": DIGEST_VERSION,
+            "run_id": self._manifest["run_id"],
+            "rank": self._rank,
+            "attempt": self._attempt,
+            "segment": self._segment,
+        }
+        self._file = (self.path / _rank_folder(self._rank) / name).open("xb", buffering=0)
+        self._write(STREAM_SCHEMA.with_metadata({key: str(value) for key, value in metadata.items()}).serialize())
+
+    def _write(self, content: Any) -> None:
+        view = memoryview(content)
+        written = os.write(self._file.fileno(), view)
+        if written != len(view):
+            raise OSError(f"{self._file.name}: only {written} of {len(view)} bytes could be written; is the disk full?")
+        self.bytes_written += written
+
+
+class RankRun:
+    """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for."""
+
+    def __init__(self, rank: int, files: list[StreamFile]) -> None:
+        self.rank = rank
+        self._index: dict[int, dict[int, tuple[StreamFile, int]]] = {}
+        for file in files:
+            steps = self._index.setdefault(file.segment, {})
+            if len(file.steps):
+                file.chain_start = self.chain_before(file.segment, int(file.steps[0])) if file.attempt else 0
+            steps.update((int(step), (file, position)) for position, step in enumerate(file.steps))
+
+    @property
+    def segments(self) -> list[int]:
+        """The fits that were recorded, from 0."""
+        return sorted(self._index)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all fits together."""
+        return sum(len(steps) for steps in self._index.values())
+
+    def steps(self, segment: int) -> np.ndarray:
+        """Return the steps of a fit, int64, ascending."""
+        return np.array(sorted(self._index.get(segment, ())), dtype=np.int64)
+
+    def chain(self, segment: int, step: int) -> int:
+        """Return the chain at a step."""
+        file, position = self._index[segment][step]
+        return int(file.chains[position])
+
+    def chain_before(self, segment: int, step: int) -> int:
+        """Return the chain that a step continues: that of the last step before it, 0 if there is none."""
+        earlier = [known for known in self._index.get(segment, ()) if known < step]
+        return self.chain(segment, max(earlier)) if earlier else 0
+
+    def read(self, segment: int, step: int) -> StepRecord:
+        """Return a step.
+
+        Raises:
+            KeyError: there is no such step.
+            ReferenceFormatError: its bytes are not those that were written.
+        """
+        file, position = self._index[segment][step]
+        return file.read(position)
+
+    def iterate(self) -> Iterator[StepRecord]:
+        """Yield all steps in order."""
+        for segment in self.segments:
+            for step in self.steps(segment):
+                yield self.read(segment, int(step))
+
+
+class Run:
+    """A recorded run, opened for reading.
+
+    Attributes:
+        path: its folder.
+        manifest: content of run.json.
+        is_complete: whether its last fit ended as it should.
+        incomplete_reason: what is missing otherwise, with the file and the last whole step.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.incomplete_reason: str | None = None
+        self._ranks = {rank: self._open_rank(rank) for rank in self.ranks}
+        self._program = lru_cache(_CACHED)(read_program)
+        self._layout = lru_cache(_CACHED)(read_layout)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Run":
+        """Open a run; costs a pass over the step headers, 30 microseconds a step.
+
+        Raises:
+            ReferenceNotFoundError: there is none.
+            ReferenceFormatError: a file is damaged, missing, or of another format version.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        try:
+            is_known = (
+                isinstance(manifest["run_id"], str)
+                and manifest["world_size"] >= 1
+                and all(attempt["segments"] >= 1 for attempt in manifest["attempts"])
+                and bool(manifest["attempts"])
+            )
+        except (KeyError, TypeError) as error:
+            raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
+        if not is_known:
+            raise damaged(path / MANIFEST, "an entry has no sensible value")
+        return cls(path, manifest)
+
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run."""
+        return str(self.manifest["run_id"])
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return int(self.manifest["world_size"])
+
+    @property
+    def keeps(self) -> str:
+        """Which steps are kept: "all", or in the folder of a verify run those "diverging"."""
+        return str(self.manifest.get("keeps", "all"))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes, from 0."""
+        return list(range(self.world_size))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last fit of every process ended as it should."""
+        return self.incomplete_reason is None
+
+    def rank(self, rank: int) -> RankRun:
+        """Return the steps of a process; raise ReferenceNotFoundError when there is no such one."""
+        if rank not in self._ranks:
+            raise ReferenceNotFoundError(
+                f"{self.path} has no rank {rank}; it has {self.world_size}, from 0.", str(self.path)
+            )
+        return self._ranks[rank]
+
+    def program(self, identity: int) -> Program:
+        """Return a program; the last 64 are kept."""
+        return self._program(self.path, identity)
+
+    def layout(self, identity: int) -> Layout:
+        """Return a layout; the last 64 are kept."""
+        return self._layout(self.path, identity)
+
+    def view(self, rank: int, segment: int, step: int) -> StepView:
+        """Return a step opened for comparison.
+
+        Raises:
+            ReferenceFormatError: one of its files is damaged or missing.
+        """
+        record = self.rank(rank).read(segment, step)
+        program = self.program(record.program_id)
+        layout = self.layout(record.layout_id)
+        if not len(program) == len(layout) == len(record.digests):
+            raise damaged(
+                program_path(self.path, record.program_id),
+                f"it has {len(program)} sites, its layout {layout_path(self.path, record.layout_id).name} has "
+                f"{len(layout)}, and step {step} has {len(record.digests)} digests",
+            )
+        return StepView(rank=rank, record=record, program=program, layout=layout)
+
+    def _open_rank(self, rank: int) -> RankRun:
+        folder = self.path / _rank_folder(rank)
+        files = []
+        last = len(self.manifest["attempts"]) - 1
+        for attempt, entry in enumerate(self.manifest["attempts"]):
+            for number in range(entry["segments"]):
+                name = f"attempt-{attempt:03d}" + (f".segment-{number:03d}" if number else "") + ".arrows"
+                file = StreamFile(folder / name, run_id=self.run_id, rank=rank, attempt=attempt)
+                files.append(file)
+                if attempt == last and file.unfinished is not None:
+                    self.incomplete_reason = self.incomplete_reason or file.unfinished
+        return RankRun(rank, files)
+
+
+def _rank_folder(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _make_room(path: Path, *, overwrite: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise RunExistsError(f"{path} is a file; a run is a folder. Name another place to record to.", str(path))
+    if not path.is_dir():
+        return
+    ours = [
+        child
+        for child in path.iterdir()
+        if child.name in (MANIFEST, PROGRAMS, LAYOUTS, "verdict.json") or re.fullmatch(r"rank-\d{5}", child.name)
+    ]
+    if not ours:
+        return
+    if not overwrite:
+        raise RunExistsError(
+            f"{path} holds a run already ({', '.join(sorted(child.name for child in ours)[:4])}). Nothing was changed. "
+            'Record to another folder, replace the run with overwrite=True, or compare with it with mode="verify".',
+            str(path),
+        )
+    for child in ours:
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
