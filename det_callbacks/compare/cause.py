@@ -16,6 +16,12 @@ _PHASE_CAUSES: dict[str, Cause] = {
     "gradient": "backward",
     "optimizer": "optimizer",
 }
+_SOURCES = {
+    "state": "the initial state",
+    "data": "the batch",
+    "rng": "the state of the generator",
+    "input": "an input from outside the trace,",
+}
 
 
 def find_cause(
@@ -86,7 +92,13 @@ def describe(finding: Finding) -> str:
         return f"{what}; the inputs agree, so it starts here"
     if divergence.is_origin is False:
         return f"{what}; the difference came in through what it reads"
-    return f"{what}; what wrote it was not recorded, so where it starts cannot be proven"
+    if finding.arguments is not None and not finding.arguments.is_known:
+        reason = "the two runs kept digests of other arguments of it"
+    elif divergence.op:
+        reason = "something that the trace did not see wrote what it reads"
+    else:
+        reason = "what wrote it was not recorded"
+    return f"{what}; {reason}, so where it starts cannot be proven"
 
 
 def show_choices(environment: Sequence[EnvironmentDifference]) -> str:
@@ -110,7 +122,8 @@ def _explain_sources(difference: StepDifference) -> str:
     phase = sources[0].divergence.phase
     alike = [finding for finding in sources if finding.divergence.phase == phase and finding.role != "samples"]
     alike = alike or [sources[0]]
-    names = ", ".join(_source_name(finding) for finding in alike[:MAX_NAMED]) + _and_more(len(alike))
+    known = list(dict.fromkeys(_source_name(finding) for finding in alike))
+    names = ", ".join(known[:MAX_NAMED]) + _and_more(len(known))
     layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
     if phase == "data" and all(finding.has_equal_samples for finding in alike):
         what = "holds the same samples in another order"
@@ -120,12 +133,9 @@ def _explain_sources(difference: StepDifference) -> str:
         what = f"is only in the {_side(alike[0].divergence)}"
     else:
         what = "differs"
-    kind = {
-        "state": "the initial state",
-        "data": "the batch",
-        "rng": "the state of the generator",
-    }.get(phase, "an input from outside the trace,")
-    text = f"{kind} {names} {what}; the difference came in through it, and no op is to blame"
+    others = dict.fromkeys(finding.divergence.phase for finding in sources if finding.divergence.phase != phase)
+    also = f" (so does {' and '.join(_SOURCES[other] for other in others)})" if others else ""
+    text = f"{_SOURCES[phase]} {names} {what}{also}; the difference came in through it, and no op is to blame"
     origin = next((finding for finding in difference.findings if finding.divergence.is_origin), None)
     if origin is not None:
         text += f" for it; besides, {origin.divergence.phase}: {describe(origin)}"

@@ -1,0 +1,193 @@
+"""Builds the recording of a step without a model: each op's digest follows from what it read, as in a real one."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from det_callbacks.trace.program import Layout, Program, Site, StepRecord, StepView, TensorLayout
+from det_callbacks.trace.tree import argument_bits, plain_value
+
+FLOAT = TensorLayout(dtype="float32", shape=(8, 4), stride=(4, 1))
+
+
+def mix(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+@dataclass
+class StepBuilder:
+    sites: list[Site] = field(default_factory=list)
+    entries: list[TensorLayout | None] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    unseen: set[int] = field(default_factory=set)
+    known_inputs: dict[str, int] = field(default_factory=dict)
+    counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def row(self, bits: int, entry: TensorLayout | None = FLOAT, **fields: Any) -> int:
+        values = {"phase": "forward", "module": "", "op": "", "output": 0, "role": "output", **fields}
+        key = (values["phase"], values["module"], values["op"], values["output"], values["role"], values.get("name"))
+        occurrence = self.counts.get(key, 0)
+        self.counts[key] = occurrence + 1
+        self.sites.append(Site(occurrence=occurrence, **values))
+        self.entries.append(entry)
+        self.digests.append(bits)
+        return len(self.sites) - 1
+
+    def named(self, name: str, bits: int, *, phase: str = "state", inputs: tuple[int, ...] = (), **fields: Any) -> int:
+        return self.row(bits, phase=phase, name=name, role="named", inputs=inputs, **fields)
+
+    def batch(self, name: str, rows: list[int]) -> int:
+        position = self.named(name, mix(rows), phase="data")
+        self.row(mix(sorted(rows)), None, phase="data", name=name, role="samples")
+        return position
+
+    def generators(self, state: int) -> int:
+        self.row(mix("python"), None, phase="rng", name="python", role="generator")
+        return self.row(mix(state), None, phase="rng", name="torch.cpu", role="generator")
+
+    def op(
+        self,
+        name: str,
+        *reads: int | str,
+        module: str = "net",
+        phase: str = "forward",
+        arguments: dict[str, Any] | None = None,
+        varying: dict[str, Any] | None = None,
+        outputs: int = 1,
+        noise: object = None,
+        layout: TensorLayout = FLOAT,
+        generator: int | None = None,
+        weights: dict[str, int] | None = None,
+        **fields: Any,
+    ) -> int:
+        """Add a call; return the position of its first output.
+
+        ``reads`` are positions, or names of tensors from outside the trace, which get an input row when first read;
+        ``weights`` gives bits to those names; ``generator`` is the state of the generator it draws from.
+        """
+        places = []
+        for read in reads:
+            if isinstance(read, str):
+                if read not in self.known_inputs:
+                    bits = (weights or {}).get(read, mix("input", read))
+                    title = None if read.startswith("?") else read
+                    self.known_inputs[read] = self.row(bits, phase="input", role="input", name=title, module=module)
+                places.append(self.known_inputs[read])
+            else:
+                places.append(read)
+        if generator is not None:
+            places.append(self.row(mix("generator", generator), None, phase="rng", name="torch.cpu", role="generator"))
+        if varying:
+            bits, tag = argument_bits(list(varying.values()))
+            self.row(
+                bits,
+                TensorLayout(dtype=tag, shape=()),
+                phase=phase,
+                module=module,
+                op=name,
+                role="argument",
+                varying=tuple(varying),
+            )
+        everything = sorted({**(arguments or {}), **(varying or {})}.items())
+        constants = {key: plain_value(value) for key, value in (arguments or {}).items()}
+        content = (name, everything, [self.digests[place] for place in places], layout.dtype, noise)
+        positions = [
+            self.row(
+                mix(content, output),
+                layout,
+                phase=phase,
+                module=module,
+                op=name,
+                output=output,
+                arguments=json.dumps(constants, separators=(",", ":")),
+                varying=tuple(varying or ()),
+                inputs=tuple(sorted(set(places))),
+                **fields,
+            )
+            for output in range(outputs)
+        ]
+        return positions[0] if positions else -1
+
+    def view(self, *, step: int = 0, rank: int = 0, segment: int = 0, ops_seen: int = 0) -> StepView:
+        program = Program(
+            sites=tuple(self.sites),
+            ops_seen=ops_seen,
+            ops_digested=ops_seen,
+            ops_skipped={"view": 1} if ops_seen else {},
+        )
+        layout = Layout(entries=tuple(self.entries))
+        digests = np.array(self.digests, dtype=np.uint64)
+        record = StepRecord(
+            step=step,
+            epoch=0,
+            program_id=program.id,
+            layout_id=layout.id,
+            digests=digests,
+            chain=0,
+            segment=segment,
+        )
+        return StepView(rank=rank, record=record, program=program, layout=layout, unseen_writes=frozenset(self.unseen))
+
+
+def training_step(
+    *,
+    rows: tuple[int, ...] = (1, 2, 3, 4),
+    seed: int = 0,
+    weight: int = 11,
+    muls: int = 20,
+    factor: object = 2.0,
+    noise_at: int | None = None,
+    insert_at: int | None = None,
+    remove_at: int | None = None,
+    lr: float = 0.1,
+    lr_varies: bool = False,
+    backward_noise: object = None,
+    dtype: str = "float32",
+    unseen_at: int | None = None,
+    is_first: bool = True,
+    shift_source: int = 0,
+) -> StepBuilder:
+    """Return a step of a small model: a batch, dropout, twenty equal ``mul``, a layer norm, backward and update."""
+    step = StepBuilder()
+    if is_first:
+        step.named("net.weight", weight)
+        step.named("net.bias", 12)
+    batch = step.batch("batch[0]", list(rows))
+    step.generators(seed)
+    layout = TensorLayout(dtype=dtype, shape=(8, 4), stride=(4, 1))
+    mask = step.op("aten.bernoulli_.float", generator=seed, module="net.dropout", arguments={"p": 0.1})
+    value = step.op("aten.mm.default", batch, 0 if is_first else "net.weight", module="net.linear", layout=layout)
+    value = step.op("aten.mul.Tensor", value, mask, module="net.dropout", layout=layout)
+    for index in range(muls):
+        if index == remove_at:
+            continue
+        source = (f"train.py:{40 + index + shift_source} in forward",)
+        if index == insert_at:
+            value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, module="net.chain", source=source)
+        noise = "ulp" if index == noise_at else None
+        place = step.op(
+            "aten.mul.Tensor", value, arguments={"other": 2.0}, module="net.chain", noise=noise, source=source
+        )
+        if index == unseen_at:
+            step.unseen.add(place)
+        value = place
+    value = step.op("aten.native_layer_norm.default", value, module="net.norm", arguments={"eps": 1e-05}, outputs=3)
+    step.named("output", step.digests[value], phase="forward", module="net", inputs=(value,))
+    step.named("loss", step.digests[value] ^ 1, phase="forward", inputs=(value,))
+    gradient = step.op("aten.native_layer_norm_backward.default", value, phase="backward", module="net.norm")
+    gradient = step.op("aten.mm.default", gradient, batch, phase="backward", module="net.linear", noise=backward_noise)
+    step.named("grad of net.weight", step.digests[gradient], phase="gradient", inputs=(gradient,))
+    update = {"value": -lr}
+    place = step.op(
+        "aten.addcdiv_.default",
+        gradient,
+        0 if is_first else "net.weight",
+        phase="optimizer",
+        module="net",
+        **({"varying": update} if lr_varies else {"arguments": update}),
+    )
+    step.named("net.weight", step.digests[place], inputs=(place,))
+    return step

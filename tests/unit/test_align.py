@@ -1,0 +1,207 @@
+import itertools
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_builder import StepBuilder, training_step
+
+from det_callbacks.compare.align import align
+from det_callbacks.compare.sequence import Budget, gaps_between, match_longest, match_unique, trim
+from det_callbacks.compare.units import Interner, group
+
+
+def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], list[int]]:
+    """Return the positions that only the reference, and only the current step has."""
+    alignment = align(reference.view(), current.view())
+    missing = alignment.reference[alignment.current < 0]
+    extra = alignment.current[alignment.reference < 0]
+    return missing.tolist(), extra.tolist()
+
+
+def length_of_lcs(left: list[int], right: list[int]) -> int:
+    table = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
+    for i, one in enumerate(left):
+        for j, other in enumerate(right):
+            table[i + 1][j + 1] = table[i][j] + 1 if one == other else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+keys = st.lists(st.integers(0, 4), max_size=14)
+
+
+@given(keys, keys)
+@settings(max_examples=200, deadline=None)
+def test_longest_match_is_longest_and_keeps_order(left, right):
+    pairs = match_longest(left, right, (0, len(left), 0, len(right)), Budget())
+    assert all(left[i] == right[j] for i, j in pairs)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(pairs))
+    assert len(pairs) == length_of_lcs(left, right)
+
+
+@given(keys, keys)
+@settings(max_examples=100, deadline=None)
+def test_match_without_budget_still_keeps_order_and_keys(left, right):
+    pairs = match_longest(left, right, (0, len(left), 0, len(right)), Budget(steps=0))
+    assert all(left[i] == right[j] for i, j in pairs)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(pairs))
+    assert bool(pairs) == bool(set(left) & set(right))
+
+
+@given(keys, keys)
+@settings(max_examples=100, deadline=None)
+def test_ends_and_gaps_cover_everything_once(left, right):
+    gap = (0, len(left), 0, len(right))
+    ends, inner = trim(left, right, gap, suffix_first=True)
+    pairs = match_unique(left, right, inner)
+    covered = [*(i for i, _ in ends), *(i for i, _ in pairs)]
+    for part in gaps_between(pairs, inner):
+        covered.extend(range(part[0], part[1]))
+    assert sorted(covered) == list(range(len(left)))
+
+
+def test_insertion_among_equal_entries_comes_at_the_earliest_place():
+    pairs = match_longest([7] * 20, [7] * 21, (0, 20, 0, 21), Budget())
+    assert pairs == [(i, i + 1) for i in range(20)]
+    pairs = match_longest([7] * 21, [7] * 20, (0, 21, 0, 20), Budget())
+    assert pairs == [(i + 1, i) for i in range(20)]
+
+
+def test_unit_holds_the_rows_of_one_call():
+    step = StepBuilder()
+    step.named("net.weight", 1)
+    step.generators(0)
+    first = step.op("aten.native_dropout.default", 0, "?mask", generator=3, varying={"p": 0.5}, outputs=2)
+    second = step.op("aten.native_dropout.default", first, outputs=2)
+    units = group(step.view(), Interner())
+    assert list(zip(units.leads, units.starts, units.stops, strict=True)) == [
+        (0, 0, 1),
+        (1, 1, 2),  # a generator at the top belongs to no op, though an op's input row follows it
+        (2, 2, 3),
+        (3, 5, first + 2),
+        (second, second, second + 2),
+    ]
+
+
+def test_equal_programs_are_aligned_by_position():
+    alignment = align(training_step().view(), training_step(noise_at=3).view())
+    assert alignment.is_same_program
+    assert np.array_equal(alignment.reference, alignment.current)
+
+
+def test_occurrences_and_edges_are_no_keys():
+    missing, extra = one_sided(training_step(), training_step(insert_at=0))
+    assert missing == []
+    assert len(extra) == 1
+
+
+def test_one_inserted_among_twenty_is_the_inserted_one():
+    for place in (0, 1, 10, 19):
+        current = training_step(insert_at=place, factor=2.0)
+        # With the same factor a shorter chain is the beginning of a longer one; here what it reads differs too.
+        current_with_other = training_step(insert_at=place, factor=3.0)
+        missing, extra = one_sided(training_step(), current_with_other)
+        assert missing == []
+        (position,) = extra
+        site = current_with_other.sites[position]
+        assert (site.op, site.module, site.arguments) == ("aten.mul.Tensor", "net.chain", '{"other":3.0}')
+        missing, extra = one_sided(training_step(), current)
+        assert (len(missing), len(extra)) == (0, 1)
+        missing, extra = one_sided(current_with_other, training_step())
+        assert (len(missing), len(extra)) == (1, 0)
+
+
+def test_inserted_op_that_changes_all_later_bits_is_found_by_place_alone():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, inserted in ((reference, None), (current, 10)):
+        value = step.named("batch[0]", 5, phase="data")
+        for index in range(20):
+            if index == inserted:
+                # the same op and arguments as its neighbours, but other bits
+                value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, noise="inserted")
+            value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0})
+    assert one_sided(reference, current) == ([], [11])
+    assert one_sided(current, reference) == ([11], [])
+
+
+def test_source_lines_do_not_matter():
+    reference, current = training_step(), training_step(shift_source=5)
+    assert reference.view().record.program_id == current.view().record.program_id
+    assert one_sided(reference, current) == ([], [])
+
+
+def test_input_row_that_another_op_makes_now_stays_one_row():
+    reference, current = StepBuilder(), StepBuilder()
+    for step in (reference, current):
+        value = step.named("batch[0]", 5, phase="data")
+        if step is current:
+            value = step.op("aten.mul.Tensor", value, "net.weight", module="net.extra")
+        step.op("aten.mm.default", value, "net.weight", module="net.linear")
+    missing, extra = one_sided(reference, current)
+    assert missing == []
+    assert [current.sites[position].op for position in extra] == ["aten.mul.Tensor"]
+
+
+def test_rows_of_varying_arguments_are_no_insertions():
+    assert one_sided(training_step(lr_varies=False), training_step(lr_varies=True)) == ([], [])
+    assert one_sided(training_step(lr_varies=True), training_step(lr_varies=False)) == ([], [])
+
+
+def test_op_with_more_outputs_keeps_those_it_had():
+    reference, current = StepBuilder(), StepBuilder()
+    reference.op("aten._foreach_add.List", outputs=2)
+    current.op("aten._foreach_add.List", outputs=3)
+    assert one_sided(reference, current) == ([], [2])
+    assert one_sided(current, reference) == ([2], [])
+
+
+def test_calls_with_shifted_arguments_stay_in_place():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, first in ((reference, 1), (current, 2)):
+        value = step.named("batch[0]", 5, phase="data")
+        for other in range(first, first + 5):
+            value = step.op("aten.add.Scalar", value, arguments={"other": other})
+    assert one_sided(reference, current) == ([], [])
+
+
+OPS = ("aten.mul.Tensor", "aten.add.Tensor", "aten.relu.default")
+
+
+def chain_of(ops: list[tuple[int, int]], edits: dict[int, str]) -> tuple[StepBuilder, list[int]]:
+    """Return a chain of ops in two modules, with ops left out or put in; the positions of those put in."""
+    step = StepBuilder()
+    value = step.named("batch[0]", 5, phase="data")
+    inserted = []
+    for index, (op, module) in enumerate(ops):
+        edit = edits.get(index)
+        if edit == "insert":
+            value = step.op("aten.sin.default", value, module="new", arguments={"index": index})
+            inserted.append(value)
+        if edit != "remove":
+            value = step.op(OPS[op], value, module=f"net.{module}", arguments={"index": index})
+    return step, inserted
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=40),
+    st.dictionaries(st.integers(0, 39), st.sampled_from(["insert", "remove"]), max_size=6),
+)
+@settings(max_examples=100, deadline=None)
+def test_random_insertions_and_removals_are_found_exactly(ops, edits):
+    reference, _ = chain_of(ops, {})
+    current, inserted = chain_of(ops, edits)
+    missing, extra = one_sided(reference, current)
+    assert extra == inserted
+    assert missing == [index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_every_row_is_aligned_exactly_once(seed, num_edits):
+    rng = random.Random(seed)
+    ops = [(rng.randrange(3), rng.randrange(2)) for _ in range(30)]
+    edits = {rng.randrange(30): rng.choice(["insert", "remove"]) for _ in range(num_edits)}
+    reference, current = chain_of(ops, {})[0], chain_of(ops[::-1], edits)[0]
+    alignment = align(reference.view(), current.view())
+    assert sorted(alignment.reference[alignment.reference >= 0]) == list(range(len(reference.sites)))
+    assert sorted(alignment.current[alignment.current >= 0]) == list(range(len(current.sites)))

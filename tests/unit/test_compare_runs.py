@@ -1,0 +1,249 @@
+import pytest
+from step_builder import StepBuilder, training_step
+
+from det_callbacks.compare.runs import compare_runs
+from det_callbacks.environment import capture_environment
+from det_callbacks.errors import (
+    NothingComparedError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    SelectionError,
+)
+from det_callbacks.trace.run_files import read_manifest
+from det_callbacks.trace.selection import Selection
+from det_callbacks.trace.store import Run, RunWriter
+
+ENVIRONMENT = capture_environment().to_dict()
+
+
+def record(path, steps, *, complete=True, others=(), selection=None, environment=None, **options):
+    """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
+    manifest = {
+        "selection": (selection or Selection()).to_dict(),
+        "environment": environment or ENVIRONMENT,
+        "settings": {},
+    }
+    for rank, known in enumerate((steps, *others)):
+        if rank:
+            writer = RunWriter(path, rank, read_manifest(path), attempt=0, segment=0)
+        else:
+            writer = RunWriter.create(path, world_size=1 + len(others), manifest=manifest, **options)
+        for number, fit in enumerate(known if isinstance(known, list) else [known]):
+            if number:
+                writer.start_segment()
+            write(writer, fit)
+        writer.close(complete=complete)
+    return path
+
+
+def write(writer, fit):
+    for step, builder in fit.items():
+        view = builder.view(step=step)
+        writer.put_program(view.program)
+        writer.put_layout(view.layout)
+        writer.append(step, 0, view.program.id, view.layout.id, view.record.digests)
+
+
+def steps_of(numbers, **changes):
+    """Return a run's steps; ``changes`` is {"s5": {...}} for what is planted in step 5."""
+    numbers = list(numbers)
+    return {
+        step: training_step(rows=(step, 2, 3, 4), is_first=step == numbers[0], **changes.get(f"s{step}", {}))
+        for step in numbers
+    }
+
+
+@pytest.fixture
+def reference(tmp_path):
+    return record(tmp_path / "reference", steps_of(range(10)))
+
+
+def test_equal_runs_match_and_every_site_is_counted(tmp_path, reference):
+    current = record(tmp_path / "current", steps_of(range(10)))
+    calls = []
+    verdict = compare_runs(reference, str(current), progress=lambda done, total: calls.append((done, total)))
+    assert (verdict.verdict, verdict.exit_code, verdict.cause) == ("match", 0, None)
+    assert (verdict.reference, verdict.current) == (str(reference), str(current))
+    assert verdict.counts.steps_compared == 10
+    assert verdict.counts.sites_compared == sum(len(step.sites) for step in steps_of(range(10)).values())
+    assert verdict.coverage.steps == (0, 9)
+    assert calls == [(done, 10) for done in range(1, 11)]
+
+
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_first_differing_step_is_found_wherever_it_is(tmp_path, reference, place):
+    current = record(tmp_path / "current", steps_of(range(10), **{f"s{place}": {"noise_at": 7}}))
+    verdict = compare_runs(reference, current)
+    assert (verdict.verdict, verdict.exit_code, verdict.cause) == ("diverged", 1, "forward")
+    assert (verdict.first_divergence.step, verdict.first_divergence.op) == (place, "aten.mul.Tensor")
+    assert [origin.occurrence for origin in verdict.origins] == [7]
+    assert verdict.counts.steps_compared == 10
+
+
+def test_steps_after_the_first_difference_are_compared_too(tmp_path, reference):
+    alone = record(tmp_path / "alone", steps_of(range(10), s3={"noise_at": 7}))
+    both = record(tmp_path / "both", steps_of(range(10), s3={"noise_at": 7}, s8={"noise_at": 7}))
+    ones = compare_runs(reference, alone).counts.sites_differing
+    assert compare_runs(reference, both).counts.sites_differing == 2 * ones
+
+
+def test_inserted_op_in_every_step(tmp_path, reference):
+    changes = {f"s{step}": {"insert_at": 4, "factor": 3.0} for step in range(10)}
+    verdict = compare_runs(reference, record(tmp_path / "current", steps_of(range(10), **changes)))
+    assert (verdict.first_divergence.step, verdict.first_divergence.kind) == (0, "extra")
+    assert verdict.first_divergence.is_origin
+
+
+@pytest.mark.parametrize(("ours", "theirs", "kind"), [((0, 10), (0, 6), "missing"), ((0, 6), (0, 10), "extra")])
+def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
+    reference = record(tmp_path / "reference", steps_of(range(*ours)))
+    current = record(tmp_path / "current", steps_of(range(*theirs)))
+    verdict = compare_runs(reference, current)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "structure")
+    assert (verdict.first_divergence.kind, verdict.first_divergence.step) == (kind, 6)
+    assert verdict.counts.steps_compared == 6
+    common = compare_runs(reference, current, steps="common")
+    assert (common.verdict, common.coverage.steps) == ("match", (0, 5))
+    assert "Only steps that both runs have" in common.explanation
+
+
+def test_second_fit_is_compared_as_its_own(tmp_path):
+    reference = record(tmp_path / "reference", [steps_of(range(3)), steps_of(range(3))])
+    same = record(tmp_path / "same", [steps_of(range(3)), steps_of(range(3))])
+    other = record(tmp_path / "other", [steps_of(range(3)), steps_of(range(3), s1={"noise_at": 2})])
+    shorter = record(tmp_path / "shorter", steps_of(range(3)))
+    assert compare_runs(reference, same).counts.steps_compared == 6
+    assert compare_runs(reference, other).first_divergence.step == 1
+    missing = compare_runs(reference, shorter)
+    assert (missing.verdict, missing.first_divergence.kind, missing.first_divergence.step) == ("diverged", "missing", 0)
+    assert "of fit 1" in missing.explanation
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, reference):
+    current = record(tmp_path / "current", steps_of(range(7)), complete=False)
+    writer = RunWriter.resume(current, manifest=Run.open(current).manifest)
+    write(writer, {step: builder for step, builder in steps_of(range(10)).items() if step >= 5})
+    writer.close(complete=True)
+    verdict = compare_runs(reference, current)
+    assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 10)
+
+
+def test_incomplete_reference_is_refused_unless_common_steps_are_asked_for(tmp_path):
+    reference = record(tmp_path / "reference", steps_of(range(4)), complete=False)
+    current = record(tmp_path / "current", steps_of(range(10)))
+    with pytest.raises(ReferenceFormatError, match=r"incomplete.*steps=\"common\"") as caught:
+        compare_runs(reference, current)
+    assert caught.value.exit_code == 2
+    assert caught.value.path == str(reference)
+    verdict = compare_runs(reference, current, steps="common")
+    assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 4)
+    assert "The reference is incomplete" in verdict.explanation
+
+
+def test_incomplete_current_run_misses_steps(tmp_path, reference):
+    current = record(tmp_path / "current", steps_of(range(4)), complete=False)
+    verdict = compare_runs(reference, current)
+    assert (verdict.verdict, verdict.first_divergence.kind, verdict.first_divergence.step) == ("diverged", "missing", 4)
+    assert "The current run is incomplete" in verdict.explanation
+    assert compare_runs(reference, current, steps="common").verdict == "match"
+
+
+def test_folder_of_a_verification_is_compared_where_it_has_steps(tmp_path, reference):
+    changed = steps_of(range(10), s6={"noise_at": 2}, s8={"noise_at": 2})
+    kept = {step: builder for step, builder in changed.items() if step in (6, 8)}
+    current = record(tmp_path / "current", kept, purpose="verify", keeps="diverging")
+    verdict = compare_runs(reference, current)
+    assert (verdict.verdict, verdict.first_divergence.step, verdict.counts.steps_compared) == ("diverged", 6, 2)
+    assert "kept its diverging steps only" in verdict.explanation
+    with pytest.raises(ReferenceFormatError, match="is no reference"):
+        compare_runs(current, reference)
+
+
+def test_parameter_changed_before_a_later_step_is_no_initial_weight(tmp_path, reference):
+    changed = steps_of(range(10))[6]
+    changed.digests[next(index for index, site in enumerate(changed.sites) if site.role == "input")] ^= 1
+    current = record(tmp_path / "current", {6: changed}, purpose="verify", keeps="diverging")
+    assert compare_runs(reference, current).cause == "unknown"
+
+
+def test_nothing_in_common_is_no_match(tmp_path, reference):
+    other = record(tmp_path / "other", steps_of(range(20, 25)))
+    nothing = record(tmp_path / "nothing", {}, purpose="verify", keeps="diverging")
+    empty = record(tmp_path / "empty", {step: StepBuilder() for step in range(3)})
+    with pytest.raises(NothingComparedError, match=r"steps 0 to 9.*steps 20 to 24"):
+        compare_runs(reference, other)
+    with pytest.raises(NothingComparedError, match="no step"):
+        compare_runs(reference, nothing)
+    with pytest.raises(NothingComparedError, match="held no site"):
+        compare_runs(empty, record(tmp_path / "empty2", {step: StepBuilder() for step in range(3)}))
+
+
+@pytest.mark.parametrize(
+    ("selection", "word"),
+    [
+        (Selection(level="state"), "level"),
+        (Selection(modules=("net.*",)), "modules"),
+        (Selection(phases=("forward",)), "phases"),
+    ],
+)
+def test_other_selection_is_refused(tmp_path, reference, selection, word):
+    current = record(tmp_path / "current", steps_of(range(10)), selection=selection)
+    with pytest.raises(SelectionError, match=word) as caught:
+        compare_runs(reference, current)
+    assert caught.value.exit_code == 2
+
+
+def test_other_every_n_steps_is_a_matter_of_steps(tmp_path, reference):
+    current = record(tmp_path / "current", {0: steps_of(range(10))[0]}, selection=Selection(every_n_steps=10))
+    assert compare_runs(reference, current).first_divergence.kind == "missing"
+    assert compare_runs(reference, current, steps="common").verdict == "match"
+
+
+def test_other_world_size_is_not_comparable(tmp_path, reference):
+    verdict = compare_runs(reference, record(tmp_path / "two", steps_of(range(10)), others=[steps_of(range(10))]))
+    assert (verdict.verdict, verdict.exit_code) == ("not_comparable", 3)
+    assert "1 process and this run on 2" in verdict.explanation
+
+
+def test_earliest_step_over_all_ranks_comes_first(tmp_path):
+    reference = record(tmp_path / "reference", steps_of(range(5)), others=[steps_of(range(5))])
+    late, early = steps_of(range(5), s4={"noise_at": 1}), steps_of(range(5), s2={"noise_at": 9})
+    verdict = compare_runs(reference, record(tmp_path / "current", late, others=[early]))
+    assert (verdict.first_divergence.rank, verdict.first_divergence.step) == (1, 2)
+    assert [(origin.rank, origin.step) for origin in verdict.origins] == [(1, 2), (0, 4)]
+    assert (verdict.coverage.ranks, verdict.counts.steps_compared) == (2, 10)
+
+
+def test_environment_is_compared(tmp_path, reference):
+    entries = {name: dict(row) for name, row in ENVIRONMENT.items()}
+    entries["torch.num_threads"]["value"] = 77
+    same = record(tmp_path / "same", steps_of(range(10)), environment=entries)
+    other = record(tmp_path / "other", steps_of(range(10), s3={"noise_at": 1}), environment=entries)
+    verdict = compare_runs(reference, same)
+    assert verdict.verdict == "match"
+    assert [entry.name for entry in verdict.environment] == ["torch.num_threads"]
+    verdict = compare_runs(reference, other)
+    assert (verdict.verdict, verdict.first_divergence.step) == ("not_comparable", 3)
+
+
+def test_missing_run_and_wrong_word(tmp_path, reference):
+    with pytest.raises(ReferenceNotFoundError):
+        compare_runs(tmp_path / "nowhere", reference)
+    with pytest.raises(ReferenceNotFoundError):
+        compare_runs(reference, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match='"all" or "common"'):
+        compare_runs(reference, reference, steps="some")
+
+
+@pytest.mark.parametrize("side", ["reference", "current"])
+def test_damage_before_the_first_difference_is_no_match(tmp_path, reference, side):
+    current = record(tmp_path / "current", steps_of(range(10)))
+    file = (reference if side == "reference" else current) / "rank-00000" / "attempt-000.arrows"
+    content = bytearray(file.read_bytes())
+    digest = steps_of(range(10))[2].view().record.digests[-1].tobytes()
+    place = content.find(digest)
+    assert place > 0
+    content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ReferenceFormatError, match="attempt-000"):
+        compare_runs(reference, current)
