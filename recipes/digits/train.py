@@ -25,6 +25,7 @@ class Digits(pl.LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer],
     ) -> None:
         super().__init__()
+        self.save_hyperparameters(ignore=["optimizer"])
         self.optimizer = optimizer
         self.net = nn.Sequential(
             OrderedDict(
