@@ -1,1 +1,50 @@
-"""det_callbacks."""
+"""Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
+
+from det_callbacks.callback import DeterminismCallback
+from det_callbacks.compare import compare_runs
+from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import (
+    CoverageWarning,
+    DetCallbacksError,
+    DetCallbacksWarning,
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    RunExistsError,
+    SelectionError,
+    SettingsError,
+    TraceError,
+)
+from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
+
+__all__ = [
+    "Counts",
+    "Coverage",
+    "CoverageWarning",
+    "DetCallbacksError",
+    "DetCallbacksWarning",
+    "DeterminismCallback",
+    "DeterminismSettings",
+    "Divergence",
+    "DivergenceError",
+    "DivergenceWarning",
+    "EnvironmentDifference",
+    "HashMode",
+    "NotComparableError",
+    "NothingComparedError",
+    "ReferenceFormatError",
+    "ReferenceNotFoundError",
+    "RunExistsError",
+    "SelectionError",
+    "SettingsError",
+    "TraceError",
+    "Verdict",
+    "compare_runs",
+    "digest_tensor",
+    "enforce_determinism",
+]

@@ -328,11 +328,7 @@ class DeterminismCallback(Callback):
         verdict = verification.finish(pending=pending)
         verification.close(complete=True)
         self.verdict = verdict
-        print_closing_line(
-            verified_line(
-                verdict, num_steps=verification.num_steps, num_sites=verification.num_sites, level=self.selection.level
-            )
-        )
+        print_closing_line(verified_line(verdict, level=self.selection.level))
         if verdict.verdict == "match":
             return
         text = verdict_lines(verdict)

@@ -1,0 +1,180 @@
+"""The command line: ``det-callbacks`` and ``python -m det_callbacks``.
+
+Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable), 3 not comparable.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from typing import Any
+
+from rich.progress import Progress
+
+from det_callbacks.compare import compare_runs
+from det_callbacks.errors import DetCallbacksError, SelectionError
+from det_callbacks.report import (
+    render_digest_places,
+    render_ops,
+    render_run,
+    render_step,
+    render_verdict,
+    run_to_dict,
+    step_to_dict,
+)
+from det_callbacks.report.tables import make_console
+from det_callbacks.trace.store import RankRun, Run
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        argv: arguments; None takes those of the process.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except DetCallbacksError as error:
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # whoever read the output has gone; keep the interpreter from complaining about it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def print_error(error: DetCallbacksError) -> None:
+    """Print an error's message to standard error."""
+    make_console(stderr=True).print(f"det-callbacks: {error}", markup=False, soft_wrap=True)
+
+
+def _show(options: argparse.Namespace) -> int:
+    run = Run.open(options.run_folder)
+    rank = run.rank(options.rank)
+    console = make_console()
+    if options.find is not None:
+        return 0 if render_digest_places(run, rank, options.find, console) else 1
+    if options.step is None and not options.ops:
+        if options.json:
+            _print_json(run_to_dict(run, rank))
+        else:
+            render_run(run, rank, console, is_all=options.all)
+        return 0
+    segment = options.segment
+    step = options.step if options.step is not None else _last_step(run, rank, segment)
+    if step not in rank.steps(segment):
+        raise SelectionError(_no_step(run, rank, segment, step))
+    view = run.view(rank.rank, segment, step)
+    if options.json:
+        _print_json(step_to_dict(view))
+    elif options.ops:
+        render_ops(view, console)
+    else:
+        render_step(view, console)
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    with _progress_bar() as progress:
+        verdict = compare_runs(options.reference, options.current, steps=options.steps, progress=progress)
+    if options.json:
+        _print_json(verdict.to_dict())
+    else:
+        render_verdict(verdict, make_console())
+    return verdict.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="det-callbacks",
+        description="Look into recorded training runs and compare them, bit for bit.",
+        epilog="Exit status: 0 match or fine, 1 diverged, 2 could not do it, 3 not comparable.",
+    )
+    parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    show = commands.add_parser("show", help="what a run holds", description="Show what a run holds.")
+    show.add_argument("run_folder", metavar="RUN", help="folder of the run")
+    show.add_argument("--step", type=_number, metavar="N", help="the sites of this step")
+    show.add_argument("--rank", type=_number, default=0, metavar="R", help="of this process (default 0)")
+    show.add_argument("--segment", type=_number, default=0, metavar="S", help="of this fit of the run (default 0)")
+    show.add_argument("--find", type=_digest, metavar="DIGEST", help="where this digest appears; exit 1 if nowhere")
+    show.add_argument("--ops", action="store_true", help="the most frequent ops of a step (default: the last)")
+    show.add_argument("--all", action="store_true", help="every step of a long run")
+    show.add_argument("--json", action="store_true", help="JSON on standard output")
+    show.set_defaults(run=_show)
+
+    diff = commands.add_parser("diff", help="compare two runs", description="Compare a run with its reference.")
+    diff.add_argument("reference", metavar="REFERENCE", help="folder of the reference")
+    diff.add_argument("current", metavar="CURRENT", help="folder of the run to compare")
+    diff.add_argument(
+        "--steps",
+        choices=("all", "common"),
+        default="all",
+        help="all: other steps than the reference's are a divergence (default); common: those that both have",
+    )
+    diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+    diff.set_defaults(run=_diff)
+    return parser
+
+
+def _progress_bar() -> AbstractContextManager[Callable[[int, int], None] | None]:
+    console = make_console(stderr=True)
+    return _Bar(Progress(console=console, transient=True)) if console.is_terminal else nullcontext()
+
+
+class _Bar(AbstractContextManager[Callable[[int, int], None]]):
+    """A progress bar as a function of (done, all)."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("comparing steps", total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _last_step(run: Run, rank: RankRun, segment: int) -> int:
+    steps = rank.steps(segment)
+    if not len(steps):
+        raise SelectionError(f"{run.path} holds no step of fit {segment}; its fits are {rank.segments}.")
+    return int(steps[-1])
+
+
+def _no_step(run: Run, rank: RankRun, segment: int, step: int) -> str:
+    steps = rank.steps(segment)
+    held = f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+    return f"{run.path} holds no step {step} of fit {segment}, rank {rank.rank}; it holds {held}."
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
+    return int(text)
+
+
+def _digest(text: str) -> int:
+    try:
+        value = int(text, 16)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}") from error
+    if not 0 <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}")
+    return value
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, indent=1) + "\n")

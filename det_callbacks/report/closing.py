@@ -1,0 +1,50 @@
+"""The one line that a recording or a verification ends with."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from det_callbacks.verdict import Verdict
+
+_STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
+
+
+def recorded_line(*, path: Path, num_steps: int, num_sites: int, num_bytes: int, level: str) -> str:
+    """Return the closing line of a recording."""
+    return (
+        f"det_callbacks: recorded {count(num_steps, 'step')}, {count(num_sites, 'site')} at level {level}, "
+        f"{size(num_bytes)} of digests, in {path}"
+    )
+
+
+def verified_line(verdict: Verdict, *, level: str) -> str:
+    """Return the closing line of a verification."""
+    counts = verdict.counts
+    differing = f", {count(counts.sites_differing, 'site')} differing" if counts.sites_differing else ""
+    return (
+        f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}, "
+        f"{count(counts.sites_compared, 'site')} at level {level}{differing}, against {verdict.reference}"
+        f" (verdict and diverging steps: {verdict.current})"
+    )
+
+
+def print_closing_line(text: str) -> None:
+    """Print a closing line to standard output, coloured by its verdict on a terminal."""
+    console = Console(soft_wrap=True, highlight=False)
+    style = next((style for word, style in _STYLES.items() if f" {word}:" in text), "")
+    console.print(Text(text, style=style))
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 step", "1,234 steps"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size(num_bytes: int) -> str:
+    """Return "512 bytes", "1.2 MB"."""
+    if num_bytes < 10_000:
+        return count(num_bytes, "byte")
+    if num_bytes < 1_000_000:
+        return f"{num_bytes / 1e3:.1f} kB"
+    return f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,149 @@
+"""A verdict in words, for a person who has to act on it."""
+
+from rich.console import Console
+from rich.text import Text
+
+from det_callbacks.report.closing import count
+from det_callbacks.report.tables import print_table, to_text
+from det_callbacks.verdict import Divergence, Verdict
+
+MAX_ORIGINS = 20
+
+_STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
+_KINDS = {
+    "content": "other bits",
+    "argument": "called with other arguments",
+    "structure": "another shape, dtype or layout",
+    "missing": "only in the reference",
+    "extra": "only in the current run",
+}
+
+
+def verdict_lines(verdict: Verdict) -> str:
+    """Return a verdict as plain text, for an exception's message or a log."""
+    return to_text(lambda console: render_verdict(verdict, console))
+
+
+def render_verdict(verdict: Verdict, console: Console) -> None:
+    """Print a verdict: the word, the sentence, where it began, what was covered, and what to do next."""
+    _line(console, verdict.verdict.upper().replace("_", " "), _STYLES[verdict.verdict])
+    _line(console, verdict.explanation)
+    _line(console, "")
+    _line(console, f"reference  {verdict.reference}")
+    _line(console, f"current    {verdict.current}")
+    if verdict.cause is not None:
+        _line(console, f"cause      {verdict.cause}")
+    if verdict.first_divergence is not None:
+        _heading(console, "First divergence")
+        _render_divergence(verdict.first_divergence, console)
+    if verdict.origins:
+        _render_origins(verdict, console)
+    _render_coverage(verdict, console)
+    _render_environment(verdict, console)
+    if verdict.verdict != "match" and verdict.first_divergence is not None:
+        _render_next(verdict, verdict.first_divergence, console)
+
+
+def role_of(divergence: Divergence) -> str:
+    """Return whether a divergence is an origin, in words."""
+    if divergence.is_origin:
+        return "origin: what it read agrees, so it starts here"
+    if divergence.is_origin is None:
+        return "cannot be proven to start here"
+    if not divergence.op:
+        return "source: it came in from outside the step's ops, or was passed on to here"
+    return "passed on: something it read differs already"
+
+
+def _render_divergence(divergence: Divergence, console: Console) -> None:
+    facts = [
+        ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
+        ("module", divergence.module or "(outside any module)"),
+        ("op", f"{divergence.op} #{divergence.occurrence}, output {divergence.output}" if divergence.op else ""),
+        ("name", divergence.name or ""),
+        ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),
+        ("tensor", _tensor(divergence)),
+        ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
+        ("origin", role_of(divergence)),
+        *(("source" if not index else "", line) for index, line in enumerate(divergence.source)),
+    ]
+    for name, fact in facts:
+        if fact:
+            _line(console, f"  {name:<8} {fact}")
+
+
+def _render_origins(verdict: Verdict, console: Console) -> None:
+    shown = verdict.origins[:MAX_ORIGINS]
+    more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
+    _heading(console, f"Origins (differing, though nothing they read differs{more})")
+    rows = [
+        (
+            origin.step,
+            origin.phase,
+            origin.module or "-",
+            f"{origin.op}#{origin.occurrence}",
+            origin.name or "-",
+            origin.kind,
+            origin.source[0] if origin.source else "-",
+        )
+        for origin in shown
+    ]
+    print_table(console, ("step", "phase", "module", "op", "name", "kind", "source"), rows, numbers="step")
+
+
+def _render_coverage(verdict: Verdict, console: Console) -> None:
+    counts, coverage = verdict.counts, verdict.coverage
+    _heading(console, "Compared")
+    span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
+    _line(
+        console,
+        f"  {count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
+        f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing",
+    )
+    skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
+    _line(
+        console,
+        f"  {count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested"
+        + (f"; skipped: {skipped}" if skipped else ""),
+    )
+    if coverage.opaque_regions:
+        _line(console, f"  seen only from outside: {', '.join(coverage.opaque_regions)}")
+
+
+def _render_environment(verdict: Verdict, console: Console) -> None:
+    if not verdict.environment:
+        return
+    _heading(console, "Environment differences")
+    rows = [
+        (
+            item.name,
+            item.reference,
+            item.current,
+            "machine" if item.is_machine else "choice",
+            "yes" if item.changes_bits else "no",
+        )
+        for item in verdict.environment
+    ]
+    print_table(console, ("name", "reference", "current", "kind", "can change bits"), rows)
+
+
+def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
+    _heading(console, "Next")
+    rank = f" --rank {first.rank}" if first.rank else ""
+    for path in (verdict.reference, verdict.current):
+        _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
+
+
+def _tensor(divergence: Divergence) -> str:
+    if divergence.shape is None:
+        return "" if divergence.dtype is None else divergence.dtype
+    return f"{divergence.dtype} {list(divergence.shape)}"
+
+
+def _heading(console: Console, text: str) -> None:
+    _line(console, "")
+    _line(console, text, "bold")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
