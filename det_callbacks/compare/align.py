@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from det_callbacks.compare.sequence import Budget, Gap, Pairs, gaps_between, match_longest, match_unique, trim
-from det_callbacks.compare.units import DIGEST, NUM_LEVELS, STRUCTURE, Interner, Units, group
+from det_callbacks.compare.units import DIGEST, NUM_LEVELS, OP, STRUCTURE, Interner, Units, are_compatible, group
 from det_callbacks.trace.program import Site, StepView
 
 
@@ -94,7 +94,18 @@ def _has_same_structure(reference: Units, current: Units, gap: Gap) -> bool:
 
     They then belong together one by one: a search that wants equal arguments would pair an op with its neighbour.
     """
-    return reference.keys[STRUCTURE][gap[0] : gap[1]] == current.keys[STRUCTURE][gap[2] : gap[3]]
+    left, right = range(gap[0], gap[1]), range(gap[2], gap[3])
+    if reference.keys[OP][gap[0] : gap[1]] != current.keys[OP][gap[2] : gap[3]]:
+        return False
+    return all(
+        reference.keys[STRUCTURE][one] == current.keys[STRUCTURE][other]
+        or _have_compatible_names(reference.names[one], current.names[other])
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+def _have_compatible_names(left: tuple[str | None, ...], right: tuple[str | None, ...]) -> bool:
+    return len(left) == len(right) and all(map(are_compatible, left, right))
 
 
 class _Rows:
@@ -162,15 +173,16 @@ class _Rows:
 
     def _pair_leads(self, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
         """Pair the input rows of two calls that belong together; return those that are left."""
-        if len(lefts) == len(rights) and all(
-            self._input_key(2, 0, left) == self._input_key(2, 1, right)
-            for left, right in zip(lefts, rights, strict=True)
-        ):
+        if len(lefts) == len(rights) and all(map(self._may_be_same, lefts, rights)):
             self._partners.update(zip(rights, lefts, strict=True))
             return [], []
-        for strictness in range(3):
+        for strictness in range(4):
             lefts, rights = self._pair_by(strictness, lefts, rights)
         return lefts, rights
+
+    def _may_be_same(self, left: int, right: int) -> bool:
+        one, other = self._site(0, left), self._site(1, right)
+        return one.role == other.role and are_compatible(one.name, other.name)
 
     def _pair_by(self, strictness: int, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
         places: defaultdict[Hashable, list[int]] = defaultdict(list)
@@ -188,21 +200,26 @@ class _Rows:
         return [place for place in lefts if place not in taken], over
 
     def _input_key(self, strictness: int, side: int, place: int) -> Hashable:
-        """Return what an input row is recognised by: name, layout and bits; without the bits; by its name alone."""
+        """Return what an input row is recognised by.
+
+        Args:
+            strictness: 0 for name, layout and bits; 1 without the bits; 2 by its name; 3 by layout and bits.
+            side: 0 for the reference, 1 for the current step.
+            place: of the row.
+        """
         site = self._site(side, place)
         if strictness == 2:
             return (site.role, site.name)
         entry = self._views[side].layout.entries[place]
-        bits = int(self._views[side].record.digests[place]) if strictness == 0 else 0
-        return (site.role, site.name, entry, bits)
+        bits = 0 if strictness == 1 else int(self._views[side].record.digests[place])
+        return (site.role, None if strictness == 3 else site.name, entry, bits)
 
     def _pair_outputs(self, left: int, right: int) -> Pairs:
         lefts, rights = self._body(0, left), self._body(1, right)
-        starts = self._units[0].starts[left], self._units[1].starts[right]
-        rows: Pairs = []
-        if starts[0] < lefts.start and starts[1] < rights.start:
-            rows.append(starts)
-        if self._units[0].keys[STRUCTURE][left] == self._units[1].keys[STRUCTURE][right]:
+        ours, theirs = self._units
+        starts = ours.starts[left], theirs.starts[right]
+        rows: Pairs = [starts] if starts[0] < lefts.start and starts[1] < rights.start else []
+        if _have_compatible_names(ours.names[left], theirs.names[right]):
             return rows + list(zip(lefts, rights, strict=True))
         outputs: defaultdict[Hashable, list[int]] = defaultdict(list)
         for place in reversed(lefts):

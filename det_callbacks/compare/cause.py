@@ -169,7 +169,8 @@ def _site(divergence: Divergence) -> str:
         return f"{divergence.name or 'a tensor'}{owner}{_source(divergence)}"
     number = f" (number {divergence.occurrence + 1} there)" if divergence.occurrence else ""
     output = f", output {divergence.output}," if divergence.output else ""
-    return f"{divergence.op}{number} in {_module(divergence.module)}{_source(divergence)}{output}"
+    name = f" on {divergence.name}" if divergence.name else ""
+    return f"{divergence.op}{number}{name} in {_module(divergence.module)}{_source(divergence)}{output}"
 
 
 def _source(divergence: Divergence) -> str:

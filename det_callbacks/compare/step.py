@@ -191,7 +191,7 @@ class _Description:
             op=site.op,
             occurrence=site.occurrence,
             output=site.output,
-            name=site.name,
+            name=site.name or (self._reference.program.sites[left].name if left >= 0 else None),
             kind=kind,
             source=site.source or (self._reference.program.sites[left].source if left >= 0 else ()),
             shape=layout.shape if layout is not None and is_tensor else None,

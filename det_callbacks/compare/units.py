@@ -12,7 +12,11 @@ from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.trace.program import Site, StepView
 
 DIGEST, ARGUMENTS, LAYOUT, STRUCTURE, OP = range(5)
-"""Levels of keys: same bits, arguments, layouts, outputs; op alone. Each demands what the next one does, and more."""
+"""Levels of keys: same bits, arguments, layouts, outputs and names; op alone.
+
+An op's outputs have names where the trace knew them, which it may not have on one side. So equal bits count whatever
+the names, then names count, and last the op counts alone.
+"""
 
 NUM_LEVELS = 5
 
@@ -27,12 +31,14 @@ class Units:
         leads: first row of each unit, input rows included.
         starts: first row that the op itself has.
         stops: one past the last row.
+        names: of the rows of each unit.
         keys: by level, one number a unit; equal numbers are equal keys, on both sides.
     """
 
     leads: list[int]
     starts: list[int]
     stops: list[int]
+    names: list[tuple[str | None, ...]]
     keys: tuple[list[int], ...]
 
     def __len__(self) -> int:
@@ -57,6 +63,7 @@ def group(view: StepView, interner: Interner) -> Units:
     digests = view.record.digests.tolist()
     reader = ArgumentReader(view)
     leads, starts, stops = _bounds(sites)
+    names: list[tuple[str | None, ...]] = []
     keys: tuple[list[int], ...] = ([], [], [], [], [])
     for start, stop in zip(starts, stops, strict=True):
         first = start + (sites[start].role == "argument" and stop > start + 1)
@@ -64,16 +71,25 @@ def group(view: StepView, interner: Interner) -> Units:
         head = rows[0]
         # By their names the rows of a state or a batch are what they are; an op is its name and place.
         op: Hashable = (head.phase, head.module, head.op) if head.op else _row_key(head)
-        number = interner.number((OP, op))
-        keys[OP].append(number)
-        number = interner.number((STRUCTURE, number, tuple((row.role, row.output, row.name) for row in rows)))
-        keys[STRUCTURE].append(number)
-        number = interner.number((LAYOUT, number, tuple(layouts.number(place) for place in range(first, stop))))
-        keys[LAYOUT].append(number)
-        number = interner.number((ARGUMENTS, number, reader.canonical(first) if head.op else None))
-        keys[ARGUMENTS].append(number)
-        keys[DIGEST].append(interner.number((DIGEST, number, tuple(digests[first:stop]))))
-    return Units(leads=leads, starts=starts, stops=stops, keys=keys)
+        kind = interner.number((OP, op))
+        outputs = tuple((row.role, row.output) for row in rows)
+        names.append(tuple(row.name for row in rows))
+        entries = tuple(layouts.number(place) for place in range(first, stop))
+        arguments = reader.canonical(first) if head.op else ""
+        bits = tuple(digests[first:stop])
+        structure = interner.number((STRUCTURE, kind, outputs, names[-1]))
+        layout = interner.number((LAYOUT, structure, entries))
+        keys[OP].append(kind)
+        keys[STRUCTURE].append(structure)
+        keys[LAYOUT].append(layout)
+        keys[ARGUMENTS].append(interner.number((ARGUMENTS, layout, arguments)))
+        keys[DIGEST].append(interner.number((DIGEST, kind, outputs, entries, arguments, bits)))
+    return Units(leads=leads, starts=starts, stops=stops, names=names, keys=keys)
+
+
+def are_compatible(left: str | None, right: str | None) -> bool:
+    """Return whether two names may be of the same tensor: one of them may be unknown."""
+    return left is None or right is None or left == right
 
 
 def _row_key(site: Site) -> Hashable:

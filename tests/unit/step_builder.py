@@ -51,6 +51,7 @@ class StepBuilder:
     def op(
         self,
         name: str,
+        /,
         *reads: int | str,
         module: str = "net",
         phase: str = "forward",

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import random
 
@@ -205,3 +206,45 @@ def test_every_row_is_aligned_exactly_once(seed, num_edits):
     alignment = align(reference.view(), current.view())
     assert sorted(alignment.reference[alignment.reference >= 0]) == list(range(len(reference.sites)))
     assert sorted(alignment.current[alignment.current >= 0]) == list(range(len(current.sites)))
+
+
+def test_names_that_one_side_does_not_know_change_nothing():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, name in ((reference, None), (current, "exp_avg of net.weight")):
+        value = step.named("batch[0]", 5, phase="data")
+        if step is current:
+            step.op("aten.sin.default", value)
+        value = step.op("aten.lerp_.Scalar", value, "?state", phase="optimizer", name=name)
+        step.op("aten.sqrt.default", value, phase="optimizer")
+    place = next(index for index, site in enumerate(current.sites) if site.role == "input")
+    current.sites[place] = dataclasses.replace(current.sites[place], name="exp_avg of net.weight")
+    assert one_sided(reference, current) == ([], [1])
+    assert one_sided(current, reference) == ([1], [])
+    for step in (reference, current):
+        step.digests = [digest + (step is current) for digest in step.digests]
+    assert one_sided(reference, current) == ([], [1])
+
+
+def test_ops_on_other_names_are_not_paired():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, names in ((reference, "abc"), (current, "bc")):
+        for name in names:
+            step.op("aten.mul_.Tensor", phase="optimizer", module="", name=name, noise=step is current)
+    assert one_sided(reference, current) == ([0], [])
+
+
+def test_unrelated_steps_of_one_module_are_aligned_within_bounds():
+    """No unique key, no anchor, and far more edits than the exact search may use."""
+    rng = random.Random(0)
+    steps = []
+    for _ in range(2):
+        step = StepBuilder()
+        value = step.named("batch[0]", 5, phase="data", module=str(len(steps)))
+        for _ in range(6_000):
+            value = step.op(f"aten.op{rng.randrange(20)}.default", value)
+        steps.append(step)
+    alignment = align(steps[0].view(), steps[1].view())
+    paired = (alignment.reference >= 0) & (alignment.current >= 0)
+    assert np.count_nonzero(paired) > 1000
+    assert np.all(np.diff(alignment.reference[paired]) > 0)
+    assert np.all(np.diff(alignment.current[paired]) > 0)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 from step_builder import StepBuilder, training_step
 
@@ -269,15 +268,16 @@ def test_step_whose_digests_do_not_fit_its_program_is_refused():
         compare_steps(good, bad.view())
 
 
-def test_hundred_thousand_sites_are_aligned():
+@pytest.mark.parametrize("num_sites", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_many_sites_are_aligned(num_sites):
     reference, current = StepBuilder(), StepBuilder()
     for step in (reference, current):
         value = step.named("batch[0]", 5, phase="data")
-        for index in range(100_000):
-            if step is current and index % 10_000 == 5:
+        for index in range(num_sites):
+            if step is current and index % 2_000 == 5:
                 value = step.op("aten.sin.default", value)
             value = step.op("aten.mul.Tensor", value, module=f"net.{index % 50}", arguments={"other": 2.0})
     difference = compare(reference, current)
     assert [item.kind for item in difference.divergences].count("extra") == 1
-    assert difference.num_differing == 100_000 - 5 + 10
-    assert np.count_nonzero([item.is_origin for item in difference.origins]) == 1
+    assert difference.num_differing == num_sites - 5 + num_sites // 2_000
+    assert [item.op for item in difference.origins] == ["aten.sin.default"]
