@@ -1,8 +1,6 @@
 """Building an event that no earlier step had: the cold path, where text is made."""
 
-import sys
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -130,16 +128,6 @@ def const_names(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             yield from (f"{name}[{index}]" for index, item in enumerate(value) if not isinstance(item, Tensor))
         else:
             yield name
-
-
-def forward_codes() -> frozenset[object]:
-    """Return the code objects of the running frames: tells which autograd Function's forward is running."""
-    codes: set[object] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(codes) < 64:
-        codes.add(frame.f_code)
-        frame = frame.f_back
-    return frozenset(codes)
 
 
 def light_event(parent: Event, func: Any, plan: OpPlan, phase: str, context: Context) -> Event:

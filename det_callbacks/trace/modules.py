@@ -12,9 +12,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from det_callbacks.trace.checkpoints import Checkpoints, running_region
+
 UNKNOWN_MODULE = "?"
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+
+
+_Call = tuple[nn.Module, str, int, bool]
+"""Module, name, backward pass, whether it is recomputed."""
 
 
 class ModuleStack:
@@ -25,20 +31,26 @@ class ModuleStack:
 
     Attributes:
         current: name of the innermost running module.
-        is_in_backward: whether that module was called during a backward pass (recomputation).
+        backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
+        is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
+        checkpoints: the regions under activation checkpointing.
+        on_enter: called before a module is entered.
         on_output: called as ``on_output(name, output)`` when a module returns outside a backward pass.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
+        self.on_enter: Callable[[], None] | None = None
         self.on_output: Callable[[str, Any], None] | None = None
+        self.checkpoints = Checkpoints()
         self._root = root
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
-        self._stack: list[tuple[nn.Module, str, bool]] = []
+        self._stack: list[_Call] = []
         self._handles: list[RemovableHandle] = []
         self._has_refreshed = False
         self.current = ""
-        self.is_in_backward = False
+        self.backward_pass = -1
+        self.is_recomputed = False
 
     def open(self) -> None:
         """Register the hooks and start with an empty stack."""
@@ -87,10 +99,26 @@ class ModuleStack:
                 return name
         return self.current  # not part of the model (a wrapper, a metric): its ops count as its caller's
 
+    def running(self) -> list[str]:
+        """Return the names of the modules called in the running backward pass, or outside any, innermost first."""
+        backward_pass = _graph_task_id()
+        names = []
+        for _, name, entered_in, _ in reversed(self._stack):
+            if entered_in != backward_pass:
+                break
+            names.append(name)
+        return names
+
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self._stack.append((module, self._name_of(module), _graph_task_id() != -1))
+        if self.on_enter is not None:
+            self.on_enter()
+        backward_pass = _graph_task_id()
+        is_recomputed = backward_pass != -1 and (
+            (self.is_recomputed and self.backward_pass == backward_pass) or running_region() is not None
+        )
+        self._stack.append((module, self._name_of(module), backward_pass, is_recomputed))
         self._set_current()
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -102,15 +130,16 @@ class ModuleStack:
             depth -= 1
         if not depth:
             return
-        _, name, in_backward = self._stack[depth - 1]
-        if self.on_output is not None and output is not None and not in_backward and id(module) in self._names:
+        _, name, backward_pass, _ = self._stack[depth - 1]
+        if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._names:
             self.on_output(name, output)
         del self._stack[depth - 1 :]
         self._set_current()
 
     def _set_current(self) -> None:
         if self._stack:
-            _, self.current, self.is_in_backward = self._stack[-1]
+            _, self.current, self.backward_pass, self.is_recomputed = self._stack[-1]
         else:
             self.current = ""
-            self.is_in_backward = False
+            self.backward_pass = -1
+            self.is_recomputed = False

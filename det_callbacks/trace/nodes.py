@@ -5,28 +5,52 @@ That alone is not enough, so a match is accepted only when the node's name fits 
 never a wrong one. ``tests/unit/test_attribution.py`` compares with anomaly mode.
 
 Private names of torch, looked at in 2.13: ``_current_autograd_node`` (the node that runs in this thread),
-``_get_sequence_nr`` (the number the next node will get), ``Node._sequence_nr``.
+``_get_sequence_nr`` (the number the next node will get), ``Node._sequence_nr``, and ``_forward_cls`` (on nodes of
+Python's autograd Functions).
 """
 
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import torch
 
-from det_callbacks.trace.modules import UNKNOWN_MODULE
-from det_callbacks.trace.source import is_recomputing
+from det_callbacks.trace.checkpoints import running_region, top_hooks
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
+from det_callbacks.trace.source import Entry, engine_entry, frames_above_engine
 from det_callbacks.trace.tree import Attribution, Event
 
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
-_is_grad_enabled = torch.is_grad_enabled
+
+_CALL_MODULE = torch.nn.Module._call_impl.__code__
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_REENTRANT = "CheckpointFunctionBackward"
+_COPY_SLICES = "torch::autograd::CopySlices"
+_MAX_BETWEEN = 6
+"""How many nodes an op may make before it runs, its own included."""
 
 UNKNOWN = Attribution(module=UNKNOWN_MODULE, source=())
+_HOOK = Attribution(module=UNKNOWN_MODULE, source=None)
+_ENGINE = Attribution(module=UNKNOWN_MODULE, source=("the autograd engine",))
+_UNSEEN = Event(None, None, "", UNKNOWN_MODULE, [], [], [], 0)
 
-_ENGINE_SUM = Attribution(module=UNKNOWN_MODULE, source=("sum of gradients in the autograd engine",))
+
+class _Nodes:
+    """The nodes made in one thread: by number, the first event after each.
+
+    Saved-tensor hooks may run ops between the making of a node and the op proper. While any are in force, ``later``
+    has all the events that carry a number.
+    """
+
+    __slots__ = ("first", "later")
+
+    def __init__(self) -> None:
+        self.first: dict[int, Event] = {}
+        self.later: dict[int, list[Event]] = {}
 
 
 class BackwardMap:
@@ -34,139 +58,226 @@ class BackwardMap:
 
     Args:
         parameter_names: ``id`` of a parameter -> its qualified name; kept current by its owner.
+        modules: the running modules.
     """
 
-    def __init__(self, parameter_names: Mapping[int, str]) -> None:
+    def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names
-        self._threads: dict[int, dict[int, Event]] = {}
+        self._modules = modules
+        self._checkpoints = modules.checkpoints
+        modules.on_enter = self._note_region
+        self._threads: dict[int, _Nodes] = {}
         self._specials: dict[tuple[object, ...], Attribution] = {}
-        self._recomputed: dict[tuple[str, str], Attribution] = {}
+        self._recomputed: dict[str, Attribution] = {}
 
     def clear(self) -> None:
-        """Forget the nodes of the last step."""
+        """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
         self._threads.clear()
+        self.note_unseen()
         if len(self._specials) + len(self._recomputed) > 100_000:
             self._specials.clear()
             self._recomputed.clear()
 
     def register(self, event: Event) -> None:
         """Note that the running op is this event; the first op after a node was made is the one that made it."""
-        by_number = self._threads.get(get_ident())
-        if by_number is None:
-            by_number = self._threads[get_ident()] = {}
+        nodes = self._threads.get(get_ident())
+        if nodes is None:
+            nodes = self._threads[get_ident()] = _Nodes()
         number = _next_sequence_number() - 1
-        if number not in by_number:
-            by_number[number] = event
+        if number not in nodes.first:
+            nodes.first[number] = event
+        elif event.is_in_place and number - 1 not in nodes.first and nodes.first[number].op_base == "aten.clone":
+            nodes.first[number - 1] = event  # it made its node first, then a clone of what it is about to overwrite
+        hooks = top_hooks(True)
+        if hooks is not None:
+            self._checkpoints.note(hooks, event.module)
+            nodes.later.setdefault(number, []).append(event)
 
-    def attribute(self, func: Any, last: Event) -> Attribution:
+    def note_unseen(self) -> None:
+        """Note that the last node of this thread, if nobody claimed it, was made by something that is no op."""
+        nodes = self._threads.setdefault(get_ident(), _Nodes())
+        nodes.first.setdefault(_next_sequence_number() - 1, _UNSEEN)
+
+    def is_unclaimed(self) -> bool:
+        """Return whether the last node of this thread was made by the running op."""
+        nodes = self._threads.get(get_ident())
+        return nodes is None or _next_sequence_number() - 1 not in nodes.first
+
+    def attribute(self) -> Attribution:
         """Return where the running op of a backward pass belongs.
 
-        Args:
-            func: the overload that runs.
-            last: the event before it, from which the step's forward events can be walked.
+        An op of a hook belongs with the node that the hook runs at, and has a source of its own.
         """
+        entry = engine_entry()
         node = _current_node()
         if node is None:
-            return _ENGINE_SUM
+            return _ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            return self._accumulation(node)
-        event, in_passing = self._find(node._sequence_nr(), name)
-        if _is_grad_enabled() and is_recomputing():
-            asking = UNKNOWN_MODULE if event is None else self._belonging(event, node, name, in_passing).module
-            return self._recomputation(func, asking, last)
-        if event is None:
-            return UNKNOWN
-        return self._belonging(event, node, name, in_passing)
+        if top_hooks(True) is not None or name == _REENTRANT:
+            region = running_region()
+            if region is not None:
+                return self._recomputation(self._module_of_region(region))
+        found = self._accumulation(node) if name == _ACCUMULATE else self._made(node, name)
+        return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
 
-    def in_module(self, module: str) -> Attribution:
+    def in_module(self, module: str, *, recomputed: bool) -> Attribution:
         """Return the attribution of an op inside a module that is called during a backward pass."""
-        recomputed = is_recomputing()
-        key = (module, recomputed)
-        known = self._specials.get(key)
+        if recomputed:
+            return self._recomputation(module)
+        known = self._specials.get((module,))
         if known is None:
-            known = self._specials[key] = Attribution(module=module, source=None, recomputed=recomputed)
+            known = self._specials[(module,)] = Attribution(module=module, source=None)
+        return known
+
+    def note_functions(self, event: Event) -> None:
+        """Note in a new event which code runs, innermost first, and the module that each piece of it runs in.
+
+        It tells which autograd Function's forward the op may be part of, and from which module that was called: the
+        modules called since are those whose calls lie further in. Forwards run with gradients switched off.
+        """
+        is_forward = event.phase != "optimizer" if isinstance(event.context, str) else event.context.recomputed
+        if not is_forward or torch.is_grad_enabled():
+            return
+        frames = list(frames_above_engine())
+        modules = [*self._modules.running(), self._outside_modules()]
+        codes: list[tuple[object, str]] = []
+        depth = 0
+        for frame in frames:
+            codes.append((frame.f_code, modules[min(depth, len(modules) - 1)]))
+            depth += frame.f_code is _CALL_MODULE
+        event.functions = tuple(codes)
+
+    def _caller(self) -> str:
+        """Return the module that code running here belongs to, before any module that it is about to call."""
+        running = self._modules.running()
+        return running[0] if running else self._outside_modules()
+
+    def _note_region(self) -> None:
+        hooks = top_hooks(True)
+        if hooks is not None and self._checkpoints.is_new(hooks):
+            self._checkpoints.note(hooks, self._caller())
+
+    def _outside_modules(self) -> str:
+        if torch._C._current_graph_task_id() == -1:
+            return ""
+        region = running_region()
+        return UNKNOWN_MODULE if region is None else self._module_of_region(region)
+
+    def _module_of_region(self, region: Any) -> str:
+        """Return the module that called a checkpointed region, whose ops outside any module call are that module's."""
+        code = _forward_code(region)
+        if code is None:
+            return self._checkpoints.caller_of(region, UNKNOWN_MODULE)
+        return self._made(region, region.name()).module
+
+    def _recomputation(self, module: str) -> Attribution:
+        known = self._recomputed.get(module)
+        if known is None:
+            known = self._recomputed[module] = Attribution(module=module, source=None, recomputed=True)
         return known
 
     def _accumulation(self, node: Any) -> Attribution:
         name = self._parameter_names.get(id(node.variable))
-        known = self._specials.get((name,))
+        known = self._specials.get(("", name))
         if known is None:
             module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
-            known = self._specials[(name,)] = Attribution(module=module, source=(), name=name)
+            known = self._specials[("", name)] = Attribution(module=module, source=(), name=name)
         return known
 
-    def _find(self, number: int, name: str) -> tuple[Event | None, bool]:
-        """Return the event that made a node, and whether it only made it in passing (see ``_find_in``)."""
-        if len(self._threads) == 1:
-            (by_number,) = self._threads.values()
-            return _find_in(by_number, number, name)
+    def _made(self, node: Any, name: str) -> Attribution:
+        """Return the attribution of a node by the forward op that made it; all threads that know one must agree."""
+        number = node._sequence_nr()
+        code = _forward_code(node)
         found = [
-            (event, in_passing)
-            for event, in_passing in (_find_in(by_number, number, name) for by_number in self._threads.values())
-            if event is not None and (in_passing or _fits(event, name, None))
+            attribution
+            for nodes in self._threads.values()
+            if (attribution := _find_in(nodes, number, name, code)) is not UNKNOWN
         ]
-        return found[0] if len({event.module for event, _ in found}) == 1 else (None, False)
-
-    @staticmethod
-    def _belonging(event: Event, node: Any, name: str, in_passing: bool) -> Attribution:
-        known = event.attributions.get(name)
-        if known is None:
-            if event.module == UNKNOWN_MODULE or not (in_passing or _fits(event, name, node)):
-                known = UNKNOWN
-            else:
-                known = Attribution(module=event.module, source=event.source)
-            event.attributions[name] = known
-        return known
-
-    def _recomputation(self, func: Any, asking: str, last: Event) -> Attribution:
-        """Attribute an op that a checkpointed function repeats outside any module call.
-
-        It is a forward op of this step again: the one with the same op whose module holds the module ``asking``,
-        whose node wanted the recomputation. More than one such module: unknown.
-        """
-        key = (asking, str(func))
-        known = self._recomputed.get(key)
-        if known is not None:
-            return known
-        modules = set()
-        walker: Event | None = last
-        while walker is not None:
-            if walker.func is func and walker.phase == "forward" and _holds(walker.module, asking):
-                modules.add(walker.module)
-            walker = walker.parent
-        module = modules.pop() if len(modules) == 1 else UNKNOWN_MODULE
-        known = self._recomputed[key] = Attribution(module=module, source=None, recomputed=True)
-        return known
+        if len(found) == 1 or len({attribution.module for attribution in found}) == 1:
+            return found[0]
+        return UNKNOWN
 
 
-def _find_in(by_number: Mapping[int, Event], number: int, name: str) -> tuple[Event | None, bool]:
-    """Return the event that made a node, and whether the node was made in passing, under a number of no op.
+def _forward_code(node: Any) -> CodeType | None:
+    """Return the code of the forward of a Python autograd Function; None for nodes of torch's own."""
+    forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
+    return getattr(forward, "__code__", None)
 
-    Two kinds are: CopySlices, right after the node of the op that wrote into a view; and AsStrided, for a view whose
-    base was written, when the next op reads the view.
+
+def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Attribution:
+    """Return the attribution of the node of a number, UNKNOWN when no event can be told to have made it.
+
+    An op's own node comes first; then, still before the op, the nodes of what it does first: a clone of what it will
+    overwrite, AsStrided for each view among its inputs whose base was written since. So the op may carry a higher
+    number than its node, with no event in between. An autograd Function that begins with the forward of another
+    carries no event either. Right after an op that wrote into a view comes CopySlices.
     """
-    if name == "CopySlices":
-        event = by_number.get(number - 1)
-        return (event, True) if event is not None and event.is_in_place else (None, False)
-    event = by_number.get(number)
-    if event is None and name.startswith("AsStrided"):
-        return by_number.get(number + 1), True
-    return event, False
+    if name == _COPY_SLICES:
+        event = nodes.first.get(number - 1)
+        if event is not None and event.op_base == "aten.clone":
+            event = nodes.first.get(number - 2)
+        return _belonging(event) if event is not None and event.is_in_place else UNKNOWN
+    for num_between in range(_MAX_BETWEEN):
+        event = nodes.first.get(number + num_between)
+        if event is not None:
+            break
+    else:
+        return UNKNOWN
+    if code is not None:
+        found = _belonging_function(event, code, num_between)
+        if found is not UNKNOWN or num_between:
+            return found
+    if _fits(event, name):
+        return _belonging(event)
+    if name.startswith("AsStrided"):
+        return _belonging(event) if _is_in_passing(nodes, number, event) else UNKNOWN
+    for later in nodes.later.get(number, ()):  # what saved-tensor hooks did came first
+        if _fits(later, name):
+            return _belonging(later)
+    return UNKNOWN
 
 
-def _holds(outer: str, inner: str) -> bool:
-    return outer in ("", inner) or inner.startswith(outer + ".")
+def _is_in_passing(nodes: _Nodes, number: int, event: Event) -> bool:
+    """Return whether an AsStrided of this number was made by the event, whose own node then has a lower number.
+
+    It may also have been made by whoever asked for the view's ``grad_fn``. Then the number below is no other node's,
+    except CopySlices: it is only told apart when both sides are of one module.
+    """
+    if number - 1 in nodes.first:
+        return False
+    before = nodes.first.get(number - 2)
+    return before is None or not before.is_in_place or before.module == event.module
 
 
-def _fits(event: Event, name: str, node: Any) -> bool:
+def _belonging(event: Event) -> Attribution:
+    known = event.attributions.get("")
+    if known is None:
+        known = event.attributions[""] = (
+            UNKNOWN if event.module == UNKNOWN_MODULE else Attribution(module=event.module, source=event.source)
+        )
+    return known
+
+
+def _belonging_function(event: Event, code: CodeType, num_inner: int) -> Attribution:
+    key = (code, num_inner)
+    known = event.attributions.get(key)
+    if known is None:
+        modules = [module for running, module in event.functions if running is code]
+        if len(set(modules)) > 1:
+            modules = modules[num_inner : num_inner + 1]  # nested calls of one Function: the innermost comes first
+        if not modules or modules[0] == UNKNOWN_MODULE:
+            known = UNKNOWN
+        else:
+            known = Attribution(module=modules[0], source=event.source)
+        event.attributions[key] = known
+    return known
+
+
+def _fits(event: Event, name: str) -> bool:
     """Return whether a node of this name can have been made by the event's op."""
     base = _node_base(name)
     op = _op_base(event.op_base)
-    if base == op or base.startswith(f"generatedbackwardfor{op}"):
-        return True
-    forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
-    return getattr(forward, "__code__", None) in event.frame_codes
+    return base == op or base.startswith(f"generatedbackwardfor{op}")
 
 
 @lru_cache(maxsize=4096)

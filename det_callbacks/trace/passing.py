@@ -48,7 +48,7 @@ class Passing:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
         if plan.kind is OpKind.VIEW:
             self.num_views += 1
-            if _is_grad_enabled():
+            if _is_grad_enabled() or self._recorder.backward.is_unclaimed():
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
         self.skipped[plan.kind.value] += 1
@@ -58,6 +58,7 @@ class Passing:
                 self._recorder.ledger.born(out)
         elif plan.kind is OpKind.OPAQUE:
             self.opaque.add(plan.name)
+            self._recorder.backward.note_unseen()
         elif plan.kind is not OpKind.IGNORED:
             self._forget(args, kwargs)
         return out
@@ -73,7 +74,7 @@ class Passing:
     ) -> Any:
         """Run an op outside the selection: what it writes is unknown from here on."""
         self.skipped["unselected"] += 1
-        if _is_grad_enabled() or phase == "forward":
+        if phase != "optimizer" and (_is_grad_enabled() or self._recorder.backward.is_unclaimed()):
             self._touch(func, plan)
         out = func(*args, **kwargs)
         for tensor in written_arguments(plan, args, kwargs):
@@ -88,7 +89,7 @@ class Passing:
             context: Context = recorder.modules.current
         else:
             phase = "backward"
-            context = recorder.backward_context(func)
+            context = recorder.backward_context()
         event = recorder.at.likely
         if event is None or not event.fits(func, phase, context, [], [], [], 0):
             event = next(
@@ -96,6 +97,7 @@ class Passing:
             )
             if event is None:
                 event = light_event(recorder.at, func, plan, phase, context)
+                recorder.backward.note_functions(event)
                 recorder.tree.add(event)
             recorder.at.likely = event
         recorder.at = event

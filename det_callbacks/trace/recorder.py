@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from det_callbacks.digest import digest_memory, digest_output
-from det_callbacks.trace.building import build_op_event, forward_codes
+from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.generators import GeneratorName, GeneratorTrail
@@ -63,9 +63,9 @@ class Recorder:
         self.tree = ProgramTree()
         self.layouts = LayoutTable()
         self.ledger = StorageLedger()
-        self.backward = BackwardMap(self.parameter_names)
         self.generators = GeneratorTrail()
         self.modules = ModuleStack(root)
+        self.backward = BackwardMap(self.parameter_names, self.modules)
         self.reads = Reads(self)
         self.passing = Passing(self)
         self.witness = Witness(self)
@@ -143,7 +143,7 @@ class Recorder:
             context: Context = self.modules.current
         else:
             phase = "backward"
-            context = self.backward_context(func)
+            context = self.backward_context()
         if not self._selects_all and not self.selects(phase, context):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
         if types and any(issubclass(kind, _NO_DATA) for kind in types):
@@ -213,7 +213,7 @@ class Recorder:
         if marks:
             self.reads.row_edges.clear()
         self._num_digested += 1
-        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled()):
+        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
             self.backward.register(event)
         indices = self.layout_indices
         if event.varying:
@@ -317,8 +317,7 @@ class Recorder:
                 return child
         event = Event(parent, func, phase, context, consts, reads, names, len(outputs))
         event.marks = marks
-        if phase == "forward" and not _is_grad_enabled():
-            event.frame_codes = forward_codes()
+        self.backward.note_functions(event)
         is_named = not plan.is_functional
         output_names = [
             self.name_at(output.data_ptr())
@@ -340,11 +339,12 @@ class Recorder:
         parent.likely = event
         return event
 
-    def backward_context(self, func: Any) -> Context:
-        """Return where an op of a backward pass belongs."""
-        if self.modules.is_in_backward:
-            return self.backward.in_module(self.modules.current)
-        return self.backward.attribute(func, self.at)
+    def backward_context(self) -> Context:
+        """Return where the running op of a backward pass belongs."""
+        modules = self.modules
+        if modules.backward_pass == _graph_task_id():
+            return self.backward.in_module(modules.current, recomputed=modules.is_recomputed)
+        return self.backward.attribute()
 
     def selects(self, phase: str, context: Context) -> bool:
         """Return whether ops at this place are digested."""

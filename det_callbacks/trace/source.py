@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,8 +15,9 @@ MAX_FRAMES = 200
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
-_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # torch 2.13: every backward pass from Python
+_APPLY_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+_WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))
 _FOREIGN = ("lightning", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
 
 
@@ -43,19 +46,38 @@ def capture_source() -> tuple[str, ...]:
     return tuple(lines)
 
 
-def is_recomputing() -> bool:
-    """Return whether the running op recomputes a checkpointed region inside a backward pass."""
+class Entry(Enum):
+    """Through what the autograd engine came to the running op."""
+
+    ENGINE = "engine"
+    """Through nothing: a formula of torch's own, or the engine itself."""
+    FUNCTION = "function"
+    """Through the backward of a Python autograd Function."""
+    HOOK = "hook"
+    """Through some other Python code: a hook on a tensor or a node, or on saved tensors."""
+
+
+def frames_above_engine() -> Iterator[FrameType]:
+    """Yield the running frames, innermost first, up to the call of the innermost running backward pass."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return False
-        filename = frame.f_code.co_filename
-        if filename == _CHECKPOINT:
-            return True
-        if filename == _ENGINE:
-            return False
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        yield frame
         frame = frame.f_back
-    return False
+
+
+def engine_entry() -> Entry:
+    """Return through what the autograd engine came to the running op; costs 1 microsecond when through nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    assert frame is not None
+    code = frame.f_code
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        code = frame.f_code
+        frame = frame.f_back
+    if code is _APPLY_FUNCTION:
+        return Entry.FUNCTION
+    # a mode that is open above ours comes first; it may be wrapped
+    is_mode = code.co_name == "__torch_dispatch__" or code.co_filename.endswith(_WRAPPERS)
+    return Entry.ENGINE if is_mode else Entry.HOOK
 
 
 @lru_cache(maxsize=8192)

@@ -71,8 +71,8 @@ class Event:
         "context",
         "depth",
         "exact",
-        "frame_codes",
         "func",
+        "functions",
         "is_in_place",
         "likely",
         "marks",
@@ -115,8 +115,8 @@ class Event:
         self.source: tuple[str, ...] = ()
         self.op_base = ""
         self.is_in_place = False
-        self.frame_codes: frozenset[object] = frozenset()
-        self.attributions: dict[str, Attribution] = {}
+        self.functions: tuple[tuple[object, str], ...] = ()
+        self.attributions: dict[object, Attribution] = {}
         self.children: list[Event] = []
         self.likely: Event | None = None
         self.program: Program | None = None
