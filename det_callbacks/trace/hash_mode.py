@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
     _FrameAction,
     _FrameExecStrategy,
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # looked at in torch 2.13
 
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
@@ -122,7 +121,7 @@ class HashMode:
         self.recorder = Recorder(selection, model)
         self._phases = OptimizerPhases(self.recorder, base_phase)
         self._outputs = ModuleOutputs(self.recorder)
-        self.recorder.list_names = self._names_by_address
+        self.recorder.names.list_state = self._state
         self._interceptor: _Interceptor | None = None
         self.is_open = False
 
@@ -226,16 +225,7 @@ class HashMode:
         return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
 
     def _name_parameters(self) -> None:
-        names = self.recorder.parameter_names
-        names.clear()
-        if self._walker is not None:
-            names.update((id(value), name) for name, value in self._walker.parameters())
-
-    def _names_by_address(self) -> dict[int, str]:
-        names = {
-            value.data_ptr(): name
-            for name, value in reversed(self._state())
-            if isinstance(value, Tensor) and not has_parts(value)
-        }
-        names.pop(0, None)  # empty tensors
-        return names
+        parameters = [] if self._walker is None else self._walker.parameters()
+        self.recorder.parameter_names.clear()
+        self.recorder.parameter_names.update((id(value), name) for name, value in parameters)
+        self.recorder.names.begin(parameters)

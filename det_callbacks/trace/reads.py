@@ -27,11 +27,11 @@ class Reads:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []
 
-    def read(self, tensor: Tensor, reads: list[int], marks: list[Any]) -> None:
+    def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
         if has_parts(tensor):
             for part in parts_of(tensor):
-                self.read(part, reads, marks)
+                self.read(part, reads, names)
             return
         recorder = self._recorder
         ledger = recorder.ledger
@@ -50,7 +50,7 @@ class Reads:
             if known.is_born or known.covers(low, high):
                 return
         position = len(recorder.digests)
-        marks.append(tensor.data_ptr())
+        names.append(recorder.names.of(tensor))
         self.row_edges.append(edges)
         slot = recorder.append(tensor)
         reads.append(position)
@@ -59,14 +59,14 @@ class Reads:
         else:
             ledger.write(tensor, position, is_dense=slot.is_dense)
 
-    def gather(self, value: Any, consts: list[Any], reads: list[int], marks: list[Any]) -> None:
+    def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[str | None]) -> None:
         """Collect one argument of any kind."""
         if isinstance(value, Tensor):
-            self.read(value, reads, marks)
+            self.read(value, reads, names)
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             for item in value:
                 if isinstance(item, Tensor):
-                    self.read(item, reads, marks)
+                    self.read(item, reads, names)
                 else:
                     consts.append(item)
         else:
@@ -79,19 +79,21 @@ class Reads:
         kwargs: dict[str, Any],
         consts: list[Any],
         reads: list[int],
-        marks: list[Any],
+        names: list[str | None],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
         written = {write.name for write in plan.writes}
         for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
             if name not in written:
-                self.gather(value, consts, reads, marks)
+                self.gather(value, consts, reads, names)
 
-    def read_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], marks: list[Any]) -> None:
+    def read_generator(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
+    ) -> None:
         """Make a site of the state of the generator that a call draws from."""
         name, generator = generator_of(args, kwargs)
         position = len(self._recorder.digests)
-        marks.append(name)
+        names.append(name)
         self.row_edges.append(self._recorder.generators.read(name, position))
         self._recorder.append_bits(digest_generator(generator), self._recorder.layouts.none)
         reads.append(position)

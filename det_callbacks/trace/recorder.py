@@ -5,7 +5,7 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.generators import GeneratorName, GeneratorTrail
+from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
+from det_callbacks.trace.names import NameTable
 from det_callbacks.trace.nodes import BackwardMap
 from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
@@ -49,15 +50,13 @@ class Recorder:
 
     Attributes:
         phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
-        list_names: returns address of the first element -> qualified name, for parameters, buffers and optimizer
-            state; called at most once a step, when a name is needed.
+        names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
-        self.list_names: Callable[[], dict[int, str]] = dict
-        self._names: dict[int, str] | None = None
+        self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
         self.phase = "other"
         self.tree = ProgramTree()
@@ -77,7 +76,6 @@ class Recorder:
         self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
         self._num_digested = 0
-        self._names = None
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step.
@@ -97,7 +95,6 @@ class Recorder:
         self._expected = expected
         self.passing.clear()
         self._num_digested = 0
-        self._names = None
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
@@ -153,7 +150,7 @@ class Recorder:
         mark = len(digests)
         consts: list[Any] = []
         reads: list[int] = []
-        marks: list[Any] = []
+        names: list[str | None] = []
         ledger = self.ledger
         writers = ledger.writers
         is_functional = plan.is_functional
@@ -161,7 +158,7 @@ class Recorder:
         was_changed = False
         try:
             if plan.is_overwrite:
-                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, marks)
+                self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     kind = value.__class__
@@ -171,13 +168,13 @@ class Recorder:
                         if writer.__class__ is int:
                             reads.append(writer)  # type: ignore[arg-type]
                         else:
-                            self.reads.read(value, reads, marks)
+                            self.reads.read(value, reads, names)
                     elif kind in _SCALARS:
                         consts.append(value)
                     else:
-                        self.reads.gather(value, consts, reads, marks)
+                        self.reads.gather(value, consts, reads, names)
             if plan.draws_random:
-                self.reads.read_generator(args, kwargs, reads, marks)
+                self.reads.read_generator(args, kwargs, reads, names)
             if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
                 was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
             out = plan.call(*args, **kwargs)
@@ -195,6 +192,9 @@ class Recorder:
                 outputs = ()
             else:
                 outputs = written_by_call(plan, out, args, kwargs)
+                for index in plan.opaque_outputs:
+                    if index < len(out) and isinstance(out[index], Tensor):
+                        self.ledger.born(out[index])
 
         event = self.at.likely
         if (
@@ -204,13 +204,13 @@ class Recorder:
             or event.consts != consts
             or event.context is not context
             or event.phase is not phase
-            or event.marks != marks
+            or event.names != names
             or event.num_outputs != len(outputs)
             or (event.exact is not None and event.exact != repr(consts))
         ):
-            event = self._other_event(func, phase, context, consts, reads, marks, outputs, plan, args, kwargs)
+            event = self._other_event(func, phase, context, consts, reads, names, outputs, plan, args, kwargs)
         self.at = event
-        if marks:
+        if names:
             self.reads.row_edges.clear()
         self._num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
@@ -249,12 +249,6 @@ class Recorder:
         if expected is not None:
             self.witness.compare(expected, first, plan, args, kwargs, was_changed)
         return out
-
-    def name_at(self, address: int) -> str | None:
-        """Return the name of the parameter, buffer or optimizer state whose first element is at an address."""
-        if self._names is None:
-            self._names = self.list_names()
-        return self._names.get(address)
 
     def append(self, tensor: Tensor) -> LayoutSlot:
         """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
@@ -301,7 +295,7 @@ class Recorder:
         context: Context,
         consts: list[Any],
         reads: list[int],
-        marks: list[Any],
+        names: list[str | None],
         outputs: Sequence[Any],
         plan: OpPlan,
         args: tuple[Any, ...],
@@ -309,20 +303,15 @@ class Recorder:
     ) -> Event:
         """Return the event of a call that is not the likely one: a sibling, or a new one."""
         parent = self.at
-        names = [mark if isinstance(mark, GeneratorName) else self.name_at(mark) for mark in marks]
         for child in parent.children[: -_MAX_SIBLINGS - 1 : -1]:
             if child.fits(func, phase, context, consts, reads, names, len(outputs)):
                 parent.likely = child
-                child.marks = marks
                 return child
         event = Event(parent, func, phase, context, consts, reads, names, len(outputs))
-        event.marks = marks
         self.backward.note_functions(event)
         is_named = not plan.is_functional
         output_names = [
-            self.name_at(output.data_ptr())
-            if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED
-            else None
+            self.names.of(output) if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED else None
             for output in outputs
         ]
         build_op_event(

@@ -59,8 +59,7 @@ class Event:
     """One op call, or one group of named tensors, at one place of the tree.
 
     ``depth`` is the number of events before it in its step. ``consts`` are the arguments that are no tensors, in order;
-    ``reads`` the positions read; ``names`` the names of the input sites made for it and
-    ``marks`` the addresses that these names were last found by; ``exact`` is the text form of
+    ``reads`` the positions read; ``names`` the names of the input sites made for it; ``exact`` is the text form of
     ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
     """
 
@@ -75,7 +74,6 @@ class Event:
         "functions",
         "is_in_place",
         "likely",
-        "marks",
         "names",
         "num_outputs",
         "op_base",
@@ -107,7 +105,6 @@ class Event:
         self.consts = consts
         self.reads = reads
         self.names = names
-        self.marks: list[Any] = []
         self.num_outputs = num_outputs
         self.exact: str | None = None
         self.varying: tuple[int, ...] = ()

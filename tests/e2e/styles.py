@@ -1,0 +1,307 @@
+"""Small LightningModules, one for each style of training, and a function that trains one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+FEATURES = 12
+CLASSES = 3
+
+
+class Samples(Dataset[Any]):
+    """32 random samples that are the same at every call."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any] = lambda x, y: (x, y)) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(32, FEATURES, generator=generator)
+        self.labels = torch.randint(CLASSES, (32,), generator=generator)
+        self.make = make
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self.inputs[index], self.labels[index])
+
+
+class Classifier(pl.LightningModule):
+    """The plainest style; the others change one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.drop(torch.relu(self.norm(self.first(inputs)))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        return cross_entropy(self(inputs), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Foreach(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+
+
+class Fused(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Lbfgs(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+class Manual(Classifier):
+    """Manual optimization with two optimizers and two backward passes through one graph."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, labels = batch
+        body, head = self.optimizers()
+        logits = self(inputs)
+        loss = cross_entropy(logits, labels)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(logits.square().mean() * 0.1)
+        body.step()
+        if batch_idx % 2:
+            head.step()
+        body.zero_grad()
+        head.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        body = torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2)
+        return body, torch.optim.SGD(self.last.parameters(), lr=1e-2)
+
+
+class GradientPenalty(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        inputs = inputs.clone().requires_grad_()
+        loss = cross_entropy(self(inputs), labels)
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class TensorHooks(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        hidden = torch.relu(self.norm(self.first(inputs)))
+        hidden.register_hook(lambda gradient: gradient * 0.5 + 0.0)
+        return cross_entropy(self.last(hidden), labels)
+
+
+class Checkpointed(Classifier):
+    use_reentrant = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(inputs))
+        hidden = checkpoint(lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=self.use_reentrant)
+        return checkpoint(self.last, hidden, use_reentrant=self.use_reentrant)
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+class Tied(Classifier):
+    """An autoencoder head with tied weights, and a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.shared.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(inputs))
+        return self.last(self.again(torch.relu(self.shared(torch.relu(self.shared(hidden))))))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class CustomFunction(Classifier):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(Double.apply(torch.relu(self.first(inputs))))
+
+
+class Recurrent(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 16, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.lstm(inputs.view(-1, 3, 4))[0][:, -1])
+
+
+class Attention(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.out = nn.Linear(12, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.layer(inputs.view(-1, 3, 4)).flatten(1))
+
+
+class InPlace(Classifier):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).relu_().clone()
+        left, right = hidden[:, :8], hidden[:, 8:]
+        left.mul_(2)
+        right[:, 0] += 1
+        return self.last(torch.cat([left, hidden[:, 8:]], 1))
+
+
+class Skipping(Classifier):
+    """Ends each epoch after two batches by returning -1."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 2 else None
+
+
+class Validated(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, labels = batch
+        self.log("loss", cross_entropy(self(inputs), labels))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(), batch_size=16)
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Boxed:
+    """A batch that is a dataclass; ``collate`` makes it of samples."""
+
+    inputs: dict[str, Tensor]
+    rest: tuple[Pair, list[float]]
+
+
+def box(samples: list[Any]) -> Boxed:
+    inputs, labels = default_collate(samples)
+    return Boxed(inputs={"x": inputs}, rest=(Pair(inputs, labels), [1.0]))
+
+
+class Nested(Classifier):
+    collate = staticmethod(box)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch.inputs["x"]), batch.rest[0].labels)
+
+
+def cut(samples: list[Any]) -> Any:
+    inputs, labels = default_collate(samples)
+    return inputs[: 2 + int(labels.sum()) % 5], labels[: 2 + int(labels.sum()) % 5]
+
+
+class VaryingLength(Classifier):
+    collate = staticmethod(cut)
+
+
+class Sparse(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 16, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.table(inputs.abs().long() % 20).mean(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "foreach": (Foreach, {}),
+    "fused": (Fused, {}),
+    "scheduler": (Scheduled, {}),
+    "lbfgs": (Lbfgs, {}),
+    "manual": (Manual, {}),
+    "gradient_penalty": (GradientPenalty, {}),
+    "tensor_hooks": (TensorHooks, {}),
+    "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
+    "clipping": (Classifier, {"gradient_clip_val": 0.1}),
+    "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
+    "checkpoint": (Checkpointed, {}),
+    "checkpoint_reentrant": (CheckpointedReentrant, {}),
+    "tied": (Tied, {}),
+    "custom_function": (CustomFunction, {}),
+    "recurrent": (Recurrent, {}),
+    "attention": (Attention, {}),
+    "in_place": (InPlace, {}),
+    "skipping": (Skipping, {}),
+    "validated": (Validated, {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2}),
+    "nested_batch": (Nested, {}),
+    "varying_length": (VaryingLength, {}),
+    "sparse": (Sparse, {}),
+}
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else None
+        self.values.append(None if loss is None else loss.detach().clone())
+
+
+def train(
+    module: Callable[[], pl.LightningModule], *callbacks: pl.Callback, epochs: int = 2, **options: Any
+) -> tuple[pl.LightningModule, list[Any], dict[str, Any]]:
+    """Train from fixed seeds; return the module, its losses and the generator states afterwards."""
+    torch.manual_seed(11)
+    np.random.seed(11)
+    model = module()
+    losses = Losses()
+    loader = DataLoader(Samples(), batch_size=8, shuffle=True, collate_fn=getattr(model, "collate", None))
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses, *callbacks],
+        **options,
+    )
+    trainer.fit(model, loader)
+    states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()[1].tolist()}
+    return model, losses.values, states
