@@ -174,7 +174,7 @@ class _Comparison:
     def _num_equal(self, rank: int, segment: int, ours: np.ndarray, theirs: np.ndarray) -> int:
         """Return how many steps from the first on are equal, by their chains."""
         num_common = min(len(ours), len(theirs))
-        if not num_common or self._current.keeps != "all":
+        if not num_common:
             return 0
         num_same = int(np.argmin(np.append(ours[:num_common] == theirs[:num_common], False)))
         left, right = self._reference.rank(rank), self._current.rank(rank)

@@ -3,6 +3,7 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import StepBuilder, training_step
@@ -131,16 +132,21 @@ def test_source_lines_do_not_matter():
     assert one_sided(reference, current) == ([], [])
 
 
-def test_input_row_that_another_op_makes_now_stays_one_row():
+@pytest.mark.parametrize(("name", "other_bits"), [("net.weight", False), ("net.weight", True), ("?unnamed", False)])
+def test_input_row_that_another_op_makes_now_stays_one_row(name, other_bits):
     reference, current = StepBuilder(), StepBuilder()
     for step in (reference, current):
+        weights = {name: 7 + (other_bits and step is current)}
         value = step.named("batch[0]", 5, phase="data")
         if step is current:
-            value = step.op("aten.mul.Tensor", value, "net.weight", module="net.extra")
-        step.op("aten.mm.default", value, "net.weight", module="net.linear")
+            value = step.op("aten.mul.Tensor", value, name, module="net.extra", weights=weights)
+        step.op("aten.mm.default", value, name, module="net.linear", weights=weights)
     missing, extra = one_sided(reference, current)
     assert missing == []
     assert [current.sites[position].op for position in extra] == ["aten.mul.Tensor"]
+    missing, extra = one_sided(current, reference)
+    assert extra == []
+    assert [current.sites[position].op for position in missing] == ["aten.mul.Tensor"]
 
 
 def test_rows_of_varying_arguments_are_no_insertions():

@@ -193,9 +193,9 @@ def test_first_divergence_is_the_least_by_step_position_and_rank():
 
 def test_earlier_fit_comes_before_an_earlier_step_of_a_later_one():
     builder = VerdictBuilder("a", "b")
-    for segment, step in ((0, 9), (1, 2)):
-        view = training_step(noise_at=2).view(step=step, segment=segment)
-        builder.add_step(training_step().view(step=step, segment=segment), view)
+    for rank, segment, step in ((0, 1, 2), (1, 0, 9)):
+        view = training_step(noise_at=2).view(rank=rank, step=step, segment=segment)
+        builder.add_step(training_step().view(rank=rank, step=step, segment=segment), view)
     assert builder.finish().first_divergence.step == 9
 
 

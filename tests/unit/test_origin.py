@@ -1,8 +1,11 @@
+import json
+
 import pytest
 from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.trace.program import TensorLayout
+from det_callbacks.trace.tree import plain_value
 
 
 def compare(reference, current, **options):
@@ -97,6 +100,20 @@ def test_argument_of_another_type_or_sign_is_seen(kind, ours, theirs):
         step.op("aten.add.Tensor", **{kind: {"alpha": value}})
     difference = compare(reference, current)
     assert [item.kind for item in difference.divergences] == ["argument"]
+    shown = difference.findings[0].arguments.values["alpha"]
+    assert shown == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
+
+
+def test_other_argument_is_reported_at_the_first_output_and_at_those_that_differ():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, eps in ((reference, 1e-5), (current, 1e-6)):
+        value = step.op("aten.native_layer_norm.default", "?x", arguments={"eps": eps}, outputs=3)
+        step.digests[value + 1] = 5
+    difference = compare(reference, current)
+    assert [(item.output, item.kind, item.is_origin) for item in difference.divergences] == [
+        (0, "argument", True),
+        (2, "argument", True),
+    ]
 
 
 def test_digest_of_several_arguments_is_compared_with_constants():
