@@ -1,0 +1,52 @@
+# Needs Python 3.11 (or newer) and make; everything else goes into the virtual environment.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+
+BIN := $(abspath $(VENV))/bin
+INSTALLED := $(VENV)/.installed
+TRAIN := $(BIN)/python recipes/digits/train.py
+DEMO := demo-run
+CODE := det_callbacks recipes tests
+
+.PHONY: demo test test-slow lint format clean
+
+# Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
+demo: $(INSTALLED)
+	rm -rf $(DEMO)
+	$(TRAIN) +determinism=record determinism.reference=$(DEMO)/reference hydra.run.dir=$(DEMO)/record
+	$(TRAIN) +determinism=verify determinism.reference=$(DEMO)/reference hydra.run.dir=$(DEMO)/verify
+	@status=0; set -x; \
+	$(TRAIN) +determinism=verify determinism.reference=$(DEMO)/reference hydra.run.dir=$(DEMO)/planted \
+	    model.perturb=net.conv2 || status=$$?; \
+	{ set +x; } 2>/dev/null; \
+	if [ $$status -ne 1 ]; then \
+	    echo "demo: the planted fault must end with exit status 1 (diverged), and this was $$status" >&2; exit 1; \
+	fi; \
+	echo "demo: the planted fault was found (exit status 1); the runs are in $(DEMO)/"
+
+# The everyday tier: under 8 minutes on two cores.
+test: lint
+	$(BIN)/python -m pytest
+
+# Kill storms, soaks and other long tests.
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+# Leaves the virtual environment where it is.
+clean:
+	rm -rf build dist $(DEMO) outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,recipes]'
+	touch $@
