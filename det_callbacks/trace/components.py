@@ -4,10 +4,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch  # looked at in torch 2.13
 from torch.distributed.tensor import DTensor
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor inside the wrappers that ``torch.func`` puts around it, or the tensor itself."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def has_parts(tensor: Tensor) -> bool:

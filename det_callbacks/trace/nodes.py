@@ -12,6 +12,7 @@ Python's autograd Functions).
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -26,6 +27,7 @@ from det_callbacks.trace.tree import Attribution, Event
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
@@ -42,8 +44,8 @@ _UNSEEN = Event(None, None, "", UNKNOWN_MODULE, [], [], [], 0)
 class _Nodes:
     """The nodes made in one thread: by number, the first event after each.
 
-    Saved-tensor hooks may run ops between the making of a node and the op proper. While any are in force, ``later``
-    has all the events that carry a number.
+    Saved-tensor hooks, and clones of inputs with the conjugate bit, may run ops between the making of a node and the
+    op proper; then ``later`` has the other events that carry the number.
     """
 
     __slots__ = ("first", "later")
@@ -84,14 +86,14 @@ class BackwardMap:
         if nodes is None:
             nodes = self._threads[get_ident()] = _Nodes()
         number = _next_sequence_number() - 1
-        if number not in nodes.first:
-            nodes.first[number] = event
-        elif event.is_in_place and number - 1 not in nodes.first and nodes.first[number].op_base == "aten.clone":
-            nodes.first[number - 1] = event  # it made its node first, then a clone of what it is about to overwrite
+        first = nodes.first.setdefault(number, event)
         hooks = top_hooks(True)
         if hooks is not None:
             self._checkpoints.note(hooks, event.module)
+        if first is not event and (hooks is not None or first.op_base == "aten.clone"):
             nodes.later.setdefault(number, []).append(event)
+            if event.is_in_place and first.op_base == "aten.clone":
+                nodes.first.setdefault(number - 1, event)  # its node, then a clone of what it is about to overwrite
 
     def note_unseen(self) -> None:
         """Note that the last node of this thread, if nobody claimed it, was made by something that is no op."""
@@ -130,22 +132,21 @@ class BackwardMap:
         return known
 
     def note_functions(self, event: Event) -> None:
-        """Note in a new event which code runs, innermost first, and the module that each piece of it runs in.
+        """Note in a new event which autograd Functions' forwards run, innermost first, and what module called each.
 
-        It tells which autograd Function's forward the op may be part of, and from which module that was called: the
-        modules called since are those whose calls lie further in. Forwards run with gradients switched off.
+        The modules called since are those whose calls lie further in on the stack.
         """
-        is_forward = event.phase != "optimizer" if isinstance(event.context, str) else event.context.recomputed
-        if not is_forward or torch.is_grad_enabled():
+        # codes, not frames: a list of frames holds its own, and so every tensor on the stack until it is collected
+        codes = [frame.f_code for frame in frames_above_engine()]
+        found = [index for index, (_, outer) in enumerate(pairwise(codes)) if outer is _APPLY]
+        if not found:
             return
-        frames = list(frames_above_engine())
         modules = [*self._modules.running(), self._outside_modules()]
-        codes: list[tuple[object, str]] = []
-        depth = 0
-        for frame in frames:
-            codes.append((frame.f_code, modules[min(depth, len(modules) - 1)]))
-            depth += frame.f_code is _CALL_MODULE
-        event.functions = tuple(codes)
+        functions = []
+        for index in found:
+            num_calls = sum(code is _CALL_MODULE for code in codes[:index])
+            functions.append((codes[index], modules[min(num_calls, len(modules) - 1)]))
+        event.functions = tuple(functions)
 
     def _caller(self) -> str:
         """Return the module that code running here belongs to, before any module that it is about to call."""
@@ -231,7 +232,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> At
         return _belonging(event)
     if name.startswith("AsStrided"):
         return _belonging(event) if _is_in_passing(nodes, number, event) else UNKNOWN
-    for later in nodes.later.get(number, ()):  # what saved-tensor hooks did came first
+    for later in nodes.later.get(number, ()):
         if _fits(later, name):
             return _belonging(later)
     return UNKNOWN
@@ -259,7 +260,7 @@ def _belonging(event: Event) -> Attribution:
 
 
 def _belonging_function(event: Event, code: CodeType, num_inner: int) -> Attribution:
-    key = (code, num_inner)
+    key = (id(code), num_inner)  # equal code is not the same Function
     known = event.attributions.get(key)
     if known is None:
         modules = [module for running, module in event.functions if running is code]
@@ -282,7 +283,8 @@ def _fits(event: Event, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _node_base(name: str) -> str:
-    return re.sub(r"Backwards?\d*$", "", name.rpartition("::")[2]).replace("_", "").lower()
+    """Return "nllloss" for "NllLossBackward0", "expandcopy" for "ExpandBackward0_copy"."""
+    return re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
 
 
 @lru_cache(maxsize=4096)

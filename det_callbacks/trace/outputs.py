@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.components import has_parts, unwrapped
 from det_callbacks.trace.named import flatten, record_outputs
 from det_callbacks.trace.recorder import Recorder
 
@@ -40,11 +40,11 @@ class ModuleOutputs:
             tensors = [("output", output)]
         else:
             tensors = [(name, value) for name, value in flatten(output, "output") if isinstance(value, Tensor)]
-        record_outputs(recorder, recorder.phase, module, tensors)
+        record_outputs(recorder, recorder.phase, module, [(name, unwrapped(value)) for name, value in tensors])
         if "backward" not in selection.phases or not torch.is_grad_enabled():
             return
         for name, tensor in tensors:
-            if tensor.requires_grad and not has_parts(tensor):
+            if tensor.requires_grad and unwrapped(tensor) is tensor and not has_parts(tensor):
                 tensor.register_hook(_GradientHook(self, self._step, module, name))
 
     def record_gradient(self, step: object, module: str, name: str, gradient: Tensor) -> None:

@@ -1,0 +1,409 @@
+"""Models whose backward passes are hard to attribute: one a difficulty, each with a step to run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attribution_networks import Attending, Gpt, Recurrent, ResNet
+from module_oracle import name_frames, standing_in
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+
+class Gate(nn.Module):
+    """Writes into views: chunks, rows, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) * 1.0
+        left, right = y[:, :3], y[:, 3:]
+        left.mul_(2)
+        right.neg_()
+        y[:, 0] += y[:, 1].detach()
+        y[0].add_(1.0)
+        y[:, 2:4][1:] = 0.5
+        return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate1, self.gate2 = Gate(), Gate()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate1(x)
+        rows = y.reshape(-1, 6).clone()
+        head = rows[:, :2]
+        rows.add_(1)
+        z = self.gate2(rows)
+        z.mul_(3)
+        return self.last(z.reshape(-1, 6)) * head
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class Turn(torch.autograd.Function):
+    """Its forward makes views only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.transpose(-1, -2).flip(0).transpose(0, 1) if x.dim() == 1 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.0
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].exp()
+
+
+class SetUp(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x.mul(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+class Through(torch.autograd.Function):
+    """Calls a module in forward, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        (result,) = torch.autograd.grad(out, x, grad)
+        return result * 1.0, None
+
+
+class Customs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
+        return Once.apply(SetUp.apply(y, self.one(y))) * Scale.apply(Turn.apply(y), 0.5)
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Turn.apply(Scale.apply(Turn.apply(x @ self.weight), 3.0))
+
+
+@torch.library.custom_op("attribution::soften", mutates_args=())
+def soften(x: Tensor, strength: float) -> Tensor:
+    return torch.tanh(x * strength)
+
+
+def _soften_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad * (1 - ctx.saved_tensors[0] ** 2) * ctx.strength, None
+
+
+def _soften_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.strength = inputs[1]
+    ctx.save_for_backward(output)
+
+
+soften.register_autograd(_soften_backward, setup_context=_soften_setup)
+
+
+class Softened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return soften(self.two(soften(self.one(x), 0.5)), 2.0)
+
+
+class Shared(nn.Module):
+    """One module called twice, a parameter of its own, and tensor hooks that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.shared(self.norm(self.shared(x)) * self.scale)
+        y.register_hook(lambda grad: grad.clamp(-1, 1) * 0.5)
+        return y + self.scale.sum()
+
+
+class Inner(nn.Module):
+    """Checkpoints a lambda with ops outside any module call, and modules that lie elsewhere in the tree."""
+
+    def __init__(self, name: str, elsewhere: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.name, self.reentrant = name, reentrant
+        self.own = nn.Linear(4, 4)
+        self.elsewhere = elsewhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        def nested(y: Tensor) -> Tensor:
+            return (Scale.apply(self.elsewhere(y) * 2, 0.5) + y).tanh()
+
+        def closure(y: Tensor) -> Tensor:
+            first = self.own(self.elsewhere(y))
+            second = checkpoint(standing_in(self.name, nested), first, use_reentrant=self.reentrant)
+            return Scale.apply(self.own(second) * 3, 2.0).sin() + torch.ops.aten.relu(second) * 1.5
+
+        return checkpoint(standing_in(self.name, closure), x, use_reentrant=self.reentrant) + 1
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.aaa = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
+        self.inner = nn.ModuleList(Inner(f"inner.{i}", self.aaa, reentrant=reentrant) for i in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.aaa(x) * 3
+        for module in self.inner:
+            x = checkpoint(module, x, use_reentrant=self.reentrant)
+        at_once = checkpoint(standing_in("", lambda y: y.exp().sin() * y), x, use_reentrant=self.reentrant)
+        return at_once + checkpoint(self.aaa, x, use_reentrant=self.reentrant).cos()
+
+
+Step = Callable[[], None]
+
+
+def _plain(model: nn.Module, make_input: Callable[[], Tensor]) -> tuple[nn.Module, Step]:
+    name_frames(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(make_input()).float().square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def _penalised() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Functional4(8), nn.LayerNorm(8), nn.Softplus(), nn.Linear(8, 1))
+    name_frames(model)
+
+    def step() -> None:
+        x = torch.randn(5, 4, requires_grad=True)
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.mean() + (grad.norm(dim=1) - 1).square().mean()).backward()
+
+    return model, step
+
+
+class Functional4(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(x + self.bias, 2.0) ** 2
+
+
+def _penalised_inside() -> tuple[nn.Module, Step]:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return grad.square().sum() * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.penalty = nn.Linear(4, 4), Penalty()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
+
+    return _plain(Outer(), lambda: torch.randn(3, 4))
+
+
+def _retained() -> tuple[nn.Module, Step]:
+    model = Shared()
+    name_frames(model)
+
+    def step() -> None:
+        out = model(torch.randn(3, 4))
+        (out * 2).sum().backward(retain_graph=True)
+        out.square().mean().backward()
+
+    return model, step
+
+
+def _lbfgs() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    name_frames(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step() -> None:
+        x = torch.randn(5, 4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return model, step
+
+
+class Enabled(torch.autograd.Function):
+    """Builds a graph of its own in forward and walks it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.out = module(ctx.x)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.autograd.grad(ctx.out, ctx.x, grad)[0].mul(2), None
+
+
+def _halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class Hooked(nn.Module):
+    """Every kind of hook that runs ops in a backward pass, one of them a module call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.two.register_full_backward_hook(lambda _module, grads, _outputs: (grads[0] * 2,))
+        self.one.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+        self.one.bias.register_post_accumulate_grad_hook(_halve)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed / 2):
+            y = Enabled.apply(self.two(self.one(x)).exp(), self.three)
+        y.register_hook(lambda grad: self.three(grad))
+        return y.sin()
+
+
+def _stepped_in_backward() -> tuple[nn.Module, Step]:
+    model = Hooked()
+    name_frames(model)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step() and None)
+
+    def step() -> None:
+        model(_rows().requires_grad_()).sum().backward()
+        model.zero_grad()
+
+    return model, step
+
+
+def _retained_checkpoint() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(*(Inner("unused", nn.Linear(4, 4), reentrant=False) for _ in range(2)))
+    for name, module in model.named_children():
+        module.name = name
+    name_frames(model)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16), torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            loss = model(_rows().requires_grad_()).float().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    return model, step
+
+
+def _functional() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    name_frames(model)
+
+    def step() -> None:
+        x = _rows()
+        slope = torch.func.grad(lambda y: torch.func.functional_call(model, dict(model.named_parameters()), y).sum())
+        (model(x).sum() + slope(x).square().sum() + torch.func.vmap(lambda row: model(row))(x).sum()).backward()
+
+    return model, step
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 11, (2, 6))
+
+
+def _rows() -> Tensor:
+    return torch.randn(3, 4)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "mlp": lambda: _plain(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), _rows),
+    "gpt": lambda: _plain(Gpt(), _tokens),
+    "gpt, checkpointed": lambda: _plain(Gpt(reentrant=False), _tokens),
+    "gpt, checkpointed reentrantly": lambda: _plain(Gpt(reentrant=True), _tokens),
+    "resnet": lambda: _plain(ResNet(), lambda: torch.randn(4, 3, 8, 8)),
+    "recurrent": lambda: _plain(Recurrent(), lambda: torch.randn(5, 3, 4)),
+    "attention": lambda: _plain(Attending(), lambda: torch.randn(2, 5, 8)),
+    "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
+    "functions": lambda: _plain(Customs(), _rows),
+    "custom op": lambda: _plain(Softened(), _rows),
+    "shared": lambda: _plain(Shared(), _rows),
+    "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
+    "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
+    "gradient penalty": _penalised,
+    "gradient penalty inside": _penalised_inside,
+    "retained graph": _retained,
+    "lbfgs": _lbfgs,
+    "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
+    "optimizer steps in the backward pass": _stepped_in_backward,
+    "checkpoints, retained, whole, autocast": _retained_checkpoint,
+    "torch.func": _functional,
+}
