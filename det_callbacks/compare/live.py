@@ -55,9 +55,9 @@ class Verification:
             current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
         )
         (current / VERDICT_FILE).unlink(missing_ok=True)
+        self._view: StepView | None = None
         self._num_kept = 0
         self.num_steps = 0
-        self.num_sites = 0
 
     @property
     def has_divergence(self) -> bool:
@@ -81,7 +81,8 @@ class Verification:
         """Return what the reference had in a step, None when it has no such step."""
         if step not in self._known[segment]:
             return None
-        return Expectation.of(self._ranks.read(segment, step).digests)
+        self._view = self.reference.view(self._rank, segment, step)
+        return Expectation.of(self._view.record.digests)
 
     def add(self, trace: StepTrace, *, segment: int, step: int, epoch: int) -> bool:
         """Compare a step; return whether it differs."""
@@ -92,21 +93,19 @@ class Verification:
             self._builder.add_extra_step(self._rank, step, segment)
             self._keep(trace, step, epoch)
             return True
-        record = self._ranks.read(segment, step)
+        reference = self._view
+        if reference is None or (reference.record.segment, reference.record.step) != (segment, step):
+            reference = self.reference.view(self._rank, segment, step)
+        record = reference.record
         self.num_steps += 1
-        self.num_sites += len(trace.digests)
         if (
             record.program_id == trace.program.id
             and record.layout_id == trace.layout_id
             and np.array_equal(record.digests, trace.digests)
         ):
-            self._builder.add_equal_step(
-                StepView(rank=self._rank, record=record, program=trace.program, layout=trace.layout)
-            )
+            self._builder.add_equal_step(reference)
             return False
-        reference = self.reference.view(self._rank, segment, step)
-        current = trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment)
-        self._builder.add_step(reference, current)
+        self._builder.add_step(reference, trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment))
         self._keep(trace, step, epoch)
         return True
 
