@@ -27,7 +27,7 @@ from det_callbacks.errors import (
 from det_callbacks.report import print_closing_line, recorded_line, verdict_lines, verified_line
 from det_callbacks.settings import DeterminismSettings, check_settings, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.selection import PHASES, Selection
+from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.store import Run, RunWriter
 from det_callbacks.verdict import Verdict
 
@@ -111,7 +111,12 @@ class DeterminismCallback(Callback):
         self.reference = Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)
-        self.selection = Selection(level=level, modules=modules, phases=phases, every_n_steps=every_n_steps)
+        self.selection = Selection(
+            level=level,
+            modules=as_names("modules", modules),
+            phases=as_names("phases", phases),
+            every_n_steps=every_n_steps,
+        )
         self.steps = steps
         if settings is not None and not isinstance(settings, DeterminismSettings):
             settings = DeterminismSettings.from_mapping(settings)

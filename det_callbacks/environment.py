@@ -210,7 +210,7 @@ def _torch_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "torch.git_version", torch.version.git_version, True
     yield "torch.cuda", torch.version.cuda, True
     yield "torch.hip", torch.version.hip, True
-    yield "torch.cudnn", cudnn.version() if cudnn.is_available() else None, True  # type: ignore[no-untyped-call]
+    yield "torch.cudnn", cudnn.version() if cudnn.is_available() else None, True
     yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build), True
     yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build), True
     yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build), True
@@ -228,7 +228,7 @@ def _torch_facts() -> Iterator[tuple[str, Any, bool]]:
 
 def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
     # Properties can only be asked through a CUDA context, and creating one would be an observer effect.
-    initialized = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
     yield "gpu.count", count, False
@@ -236,7 +236,7 @@ def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "gpu.capabilities", sorted({f"{device.major}.{device.minor}" for device in devices}), True
     yield "gpu.multiprocessors", sorted({device.multi_processor_count for device in devices}), True
     yield "gpu.driver", _gpu_driver() if initialized else None, True
-    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None  # type: ignore[no-untyped-call]
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None
     yield "gpu.nccl", nccl, True
 
 

@@ -312,7 +312,7 @@ class _ProcessState:
 
 
 def _has_cuda_context() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def _algorithms_in_force() -> str:

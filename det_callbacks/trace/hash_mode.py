@@ -37,7 +37,7 @@ class _Interceptor(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder: Recorder | None = recorder
         set_code_exec_strategy(
             type(self).__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
@@ -174,7 +174,7 @@ class HashMode:
             self._outputs.open()
         if self.selection.level == "op":
             self._interceptor = _Interceptor(recorder)
-            self._interceptor.__enter__()
+            self._interceptor.__enter__()  # type: ignore[no-untyped-call]
 
     def finish(self) -> StepTrace | None:
         """End the step and return what it did; None when the trace had to be turned off."""
@@ -208,7 +208,7 @@ class HashMode:
         if interceptor is None:
             return
         if _get_current_dispatch_mode() is interceptor:
-            interceptor.__exit__(None, None, None)
+            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             return
         interceptor.recorder = None  # leaving would pop whatever is on top, and that is not ours
         self.is_off = True

@@ -55,7 +55,7 @@ class NameTable:
         self._names.clear()
         self._num_unnamed = 0
         for pin in self._pins:
-            _free_weak_ref(pin)
+            _free_weak_ref(pin)  # type: ignore[no-untyped-call]
         self._pins.clear()
 
     def __del__(self) -> None:

@@ -166,7 +166,7 @@ class Recorder:
                     if kind in _PLAIN and value.layout is _STRIDED:
                         writer = writers.get(value.untyped_storage()._cdata)
                         if writer.__class__ is int:
-                            reads.append(writer)  # type: ignore[arg-type]
+                            reads.append(writer)
                         else:
                             self.reads.read(value, reads, names)
                     elif kind in _SCALARS:

@@ -37,8 +37,8 @@ class Selection:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise SelectionError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}.")
-        object.__setattr__(self, "modules", _names("modules", self.modules))
-        object.__setattr__(self, "phases", _names("phases", self.phases))
+        object.__setattr__(self, "modules", as_names("modules", self.modules))
+        object.__setattr__(self, "phases", as_names("phases", self.phases))
         if not self.modules:
             raise SelectionError('modules must hold at least one pattern; ("*",) selects everything.')
         unknown = [phase for phase in self.phases if phase not in PHASES]
@@ -90,7 +90,8 @@ class Selection:
             raise SelectionError(f"The selection {form!r} is not one that a run holds ({error}).") from error
 
 
-def _names(argument: str, value: object) -> tuple[str, ...]:
+def as_names(argument: str, value: object) -> tuple[str, ...]:
+    """Return a list of strings as a tuple; raise ``SelectionError`` for anything else, a lone string included."""
     if isinstance(value, str):
         raise SelectionError(f"{argument} must be a list of strings; got the string {value!r}: write [{value!r}].")
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):

@@ -105,7 +105,7 @@ class StorageLedger:
         """Drop everything known and let the addresses go."""
         self.writers.clear()
         for address in self.pins:
-            _free_weak_ref(address)
+            _free_weak_ref(address)  # type: ignore[no-untyped-call]
         self.pins.clear()
 
 
