@@ -1,0 +1,27 @@
+"""Every test starts from the same seeds and leaves the process, and the repository's root, as it found them."""
+
+import random
+from collections.abc import Iterator
+
+import guards
+import numpy as np
+import pytest
+import torch
+
+# What torch.use_deterministic_algorithms imports when it is first called; the import sets TORCHINDUCTOR_CACHE_DIR and a
+# warning filter of sympy, which would otherwise be charged to whichever test calls it first.
+import torch._inductor.config
+
+_THINGS = guards.watched_things()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = guards.read_all(_THINGS)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    leaks = guards.put_back_leaks(_THINGS, before)
+    if leaks:
+        pytest.fail("the test left behind\n" + "\n".join(leaks), pytrace=False)

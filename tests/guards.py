@@ -1,0 +1,146 @@
+"""What a test has to leave as it found it: read, compared and put back by the fixture in conftest.py.
+
+The process is asked, never det_callbacks: a setting that the package forgets to put back is a leak all the same.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config  # first use of deterministic algorithms imports it, which sets a variable and a filter
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.overrides import _get_current_function_mode_stack  # looked at in torch 2.13
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # looked at in torch 2.13
+
+ROOT = Path(__file__).parents[1]
+
+# Written by pytest, its plugins and the tools, not by a test.
+_FOREIGN_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
+_FOREIGN_FILES = frozenset({".git", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"})
+
+_MODULE_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """One thing of the process: how to read it, and how to make it again what was read."""
+
+    read: Callable[[], Any]
+    put_back: Callable[[Any], object]
+
+
+def watched_things(root: Path = ROOT) -> dict[str, Watched]:
+    """Return all that is watched, by name."""
+    cudnn: Any = torch.backends.cudnn
+    deterministic: Any = torch.utils.deterministic
+    return {
+        "dispatch modes": _modes(_get_current_dispatch_mode_stack),
+        "function modes": _modes(_get_current_function_mode_stack),
+        "module hooks": _dictionaries(module_hooks, _MODULE_HOOKS),
+        "optimizer hooks": _dictionaries(optimizer_hooks, _OPTIMIZER_HOOKS),
+        "deterministic algorithms": Watched(
+            read=lambda: torch.get_deterministic_debug_mode(), put_back=torch.set_deterministic_debug_mode
+        ),
+        "fill_uninitialized_memory": _attribute(deterministic, "fill_uninitialized_memory"),
+        "cudnn.enabled": _attribute(cudnn, "enabled"),
+        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
+        "cudnn.deterministic": _attribute(cudnn, "deterministic"),
+        "matmul precision": Watched(
+            read=torch.get_float32_matmul_precision, put_back=torch.set_float32_matmul_precision
+        ),
+        "default dtype": Watched(read=torch.get_default_dtype, put_back=torch.set_default_dtype),
+        "number of threads": Watched(read=torch.get_num_threads, put_back=torch.set_num_threads),
+        "grad mode": Watched(read=torch.is_grad_enabled, put_back=torch.set_grad_enabled),
+        "anomaly mode": Watched(read=torch.is_anomaly_enabled, put_back=torch.autograd.set_detect_anomaly),
+        "process group": Watched(
+            read=torch.distributed.is_initialized, put_back=lambda _: torch.distributed.destroy_process_group()
+        ),
+        "environment variables": Watched(read=_variables, put_back=_put_variables_back),
+        "warning filters": Watched(read=lambda: list(warnings.filters), put_back=_put_filters_back),
+        "working directory": Watched(read=lambda: str(Path.cwd()), put_back=os.chdir),
+        "files in the root": Watched(
+            # Not deleted: what came into the root at that moment may be someone's work.
+            read=lambda: frozenset(os.listdir(root)) - _FOREIGN_FILES,
+            put_back=lambda _: None,
+        ),
+    }
+
+
+def read_all(things: Mapping[str, Watched]) -> dict[str, Any]:
+    """Return what each thing is now."""
+    return {name: thing.read() for name, thing in things.items()}
+
+
+def put_back_leaks(things: Mapping[str, Watched], before: Mapping[str, Any]) -> list[str]:
+    """Make everything again what it was, so that one leak fails one test; return a line for each that was not."""
+    leaks = []
+    for name, thing in things.items():
+        now = thing.read()
+        if now != before[name]:
+            thing.put_back(before[name])
+            leaks.append(f"{name}: {_shown(before[name], now)}")
+    return leaks
+
+
+def _shown(before: Any, now: Any) -> str:
+    if isinstance(before, dict):
+        changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+        return "; ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in changed)
+    if isinstance(before, list | frozenset):
+        gone, new = [item for item in before if item not in now], [item for item in now if item not in before]
+        return f"new {new!r}, gone {gone!r}"
+    return f"was {before!r} and is {now!r}"
+
+
+def _attribute(owner: Any, name: str) -> Watched:
+    return Watched(read=lambda: getattr(owner, name), put_back=lambda value: setattr(owner, name, value))
+
+
+def _modes(stack: Callable[[], list[AbstractContextManager[Any]]]) -> Watched:
+    def pop_new(before: list[AbstractContextManager[Any]]) -> None:
+        while len(stack()) > len(before):
+            stack()[-1].__exit__(None, None, None)
+
+    return Watched(read=lambda: list(stack()), put_back=pop_new)
+
+
+def _dictionaries(owner: Any, names: tuple[str, ...]) -> Watched:
+    def put_back(before: dict[str, dict[Any, Any]]) -> None:
+        for name in names:
+            hooks = getattr(owner, name)
+            hooks.clear()
+            hooks.update(before[name])
+
+    return Watched(read=lambda: {name: dict(getattr(owner, name)) for name in names}, put_back=put_back)
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _FOREIGN_VARIABLES}
+
+
+def _put_variables_back(before: dict[str, str]) -> None:
+    for name in set(_variables()) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _put_filters_back(before: list[Any]) -> None:
+    warnings.filters[:] = before  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]  # what catch_warnings does on leaving (Python 3.11)
