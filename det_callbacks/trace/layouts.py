@@ -137,6 +137,11 @@ class LayoutTable:
 
 def digest_as_laid_out(tensor: Tensor, slot: LayoutSlot) -> int:
     """Return the digest of a tensor in memory order where it is dense, else in row-major order."""
-    if slot.is_raw and tensor.is_cpu and not tensor.is_neg() and (address := tensor.data_ptr()):
-        return digest_memory(address, slot.num_bytes)
+    if slot.is_raw and is_readable(tensor, slot):
+        return digest_memory(tensor.data_ptr(), slot.num_bytes)
     return digest_output(tensor)
+
+
+def is_readable(tensor: Tensor, slot: LayoutSlot) -> bool:
+    """Return whether the bytes at ``data_ptr`` are a strided tensor's elements, and are still there."""
+    return tensor.is_cpu and not tensor.is_neg() and tensor.untyped_storage().nbytes() >= slot.num_bytes

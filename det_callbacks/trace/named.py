@@ -20,7 +20,7 @@ from det_callbacks.trace.generators import (
     digest_numpy_generator,
     digest_python_generator,
 )
-from det_callbacks.trace.layouts import LayoutSlot
+from det_callbacks.trace.layouts import LayoutSlot, is_readable
 from det_callbacks.trace.program import Role, Site
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.storages import PartialWrites, byte_extent
@@ -98,15 +98,15 @@ def record_group(
             continue
         slot = layouts.of(value)
         slots.append(slot)
-        if slot.is_row_major and value.is_cpu and not value.is_neg() and (address := value.data_ptr()):
-            spans.append((address, slot.num_bytes))
+        if slot.is_row_major and is_readable(value, slot):
+            spans.append((value.data_ptr(), slot.num_bytes))
     known = digest_spans(spans)
     is_all = len(known) == len(entries)
     following = iter(known)
     for position, ((_, value), slot) in enumerate(zip(entries, slots, strict=True), start=first):
         if not isinstance(value, Tensor):
             bits = scalar_bits(value)[0]
-        elif is_all or (slot.is_row_major and value.is_cpu and not value.is_neg() and value.data_ptr()):
+        elif is_all or (slot.is_row_major and is_readable(value, slot)):
             bits = next(following)
         else:
             bits = digest_tensor(value)
