@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.compare.live import Verification
-from det_callbacks.environment import capture_environment
+from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import (
     DetCallbacksError,
     DivergenceError,
@@ -21,11 +21,10 @@ from det_callbacks.errors import (
     NothingComparedError,
     ReferenceFormatError,
     SelectionError,
-    SettingsError,
     TraceError,
 )
 from det_callbacks.report import print_closing_line, recorded_line, verdict_lines, verified_line
-from det_callbacks.settings import DeterminismSettings, check_settings, settings_in_force
+from det_callbacks.settings import DeterminismSettings, require_in_force, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.store import Run, RunWriter
@@ -147,7 +146,7 @@ class DeterminismCallback(Callback):
                 'Use devices=1, or mode="disabled".'
             )
         if self.settings is not None:
-            _require_in_force(self.settings)
+            require_in_force(self.settings)
         if self.mode == "verify" and self._verification is None:
             self._open_reference()
 
@@ -177,7 +176,7 @@ class DeterminismCallback(Callback):
         manifest = {
             "selection": self.selection.to_dict(),
             "settings": settings_in_force(),
-            "environment": capture_environment(choices=_choices(trainer, pl_module)).to_dict(),
+            "environment": capture_environment(choices=trainer_choices(trainer, pl_module)).to_dict(),
         }
         if self.mode == "record":
             if self._writer is None:
@@ -383,24 +382,6 @@ class DeterminismCallback(Callback):
             restore()
 
 
-def _choices(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-    """Return what was chosen for this run beside the settings: it never excuses a divergence."""
-    return {
-        "trainer": {
-            "precision": str(trainer.precision),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": None
-            if trainer.gradient_clip_algorithm is None
-            else str(trainer.gradient_clip_algorithm),
-            "strategy": type(trainer.strategy).__name__,
-            "accelerator": type(trainer.accelerator).__name__,
-            "world_size": trainer.world_size,
-        },
-        "hparams": dict(pl_module.hparams),
-    }
-
-
 def _free_folder(trainer: pl.Trainer) -> Path:
     """Return a new folder below the Trainer's log directory."""
     root = Path(trainer.log_dir or trainer.default_root_dir) / "determinism"
@@ -408,16 +389,6 @@ def _free_folder(trainer: pl.Trainer) -> Path:
     while (root / f"verify-{number:03d}").exists():
         number += 1
     return root / f"verify-{number:03d}"
-
-
-def _require_in_force(settings: DeterminismSettings) -> None:
-    problems = check_settings(settings)
-    if problems:
-        shown = "; ".join(f"{item.name} should be {item.wanted!r} and is {item.in_force!r}" for item in problems)
-        raise SettingsError(
-            f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
-            "the model is built, or use the Hydra preset, which does."
-        )
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

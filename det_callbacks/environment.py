@@ -157,6 +157,28 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
     return Environment(entries=MappingProxyType(entries))
 
 
+def trainer_choices(trainer: Any, module: Any) -> dict[str, Any]:
+    """Return what a Lightning Trainer and its module say was chosen for a run, for ``capture_environment``.
+
+    Args:
+        trainer: a ``lightning.pytorch.Trainer``; this module does not import Lightning.
+        module: its LightningModule.
+    """
+    algorithm = trainer.gradient_clip_algorithm
+    return {
+        "trainer": {
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
+            "strategy": type(trainer.strategy).__name__,
+            "accelerator": type(trainer.accelerator).__name__,
+            "world_size": trainer.world_size,
+        },
+        "hparams": dict(module.hparams),
+    }
+
+
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
     """Return the entries that differ, sorted by name.
 

@@ -161,6 +161,17 @@ def check_settings(settings: DeterminismSettings) -> tuple[SettingProblem, ...]:
     return tuple(problems)
 
 
+def require_in_force(settings: DeterminismSettings) -> None:
+    """Raise ``SettingsError`` that names what is asked for and not in force."""
+    problems = check_settings(settings)
+    if problems:
+        shown = "; ".join(f"{item.name} should be {item.wanted!r} and is {item.in_force!r}" for item in problems)
+        raise SettingsError(
+            f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
+            "the model is built, or use the Hydra preset, which does."
+        )
+
+
 class EnforcedDeterminism:
     """Settings that were applied, and the way back; made by :func:`enforce_determinism`.
 

@@ -7,6 +7,8 @@ content: programs and layouts against their ids, which are their names; run.json
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.digest import DIGEST_VERSION, digest_bytes, format_digest
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
 from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
 
 FORMAT_VERSION = 1
@@ -208,6 +210,36 @@ def read_layout(folder: Path, identity: int) -> Layout:
     if not is_whole:
         raise damaged(path, "its content is not what its name says")
     return layout
+
+
+def make_room(path: Path, *, overwrite: bool) -> None:
+    """See to it that no run is in a folder; with ``overwrite`` delete one that is, and nothing else.
+
+    Raises:
+        RunExistsError: there is a run, or something else under our names, or a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise RunExistsError(f"{path} is a file; a run is a folder. Name another place to record to.", str(path))
+    if not path.is_dir():
+        return
+    ours = [
+        child
+        for child in path.iterdir()
+        if child.name in (MANIFEST, PROGRAMS, LAYOUTS, "verdict.json") or re.fullmatch(r"rank-\d{5}", child.name)
+    ]
+    if not ours:
+        return
+    if not overwrite:
+        raise RunExistsError(
+            f"{path} holds a run already ({', '.join(sorted(child.name for child in ours)[:4])}). Nothing was changed. "
+            'Record to another folder, replace the run with overwrite=True, or compare with it with mode="verify".',
+            str(path),
+        )
+    for child in ours:
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
 
 
 def program_path(folder: Path, identity: int) -> Path:

@@ -12,7 +12,6 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.digest import DIGEST_VERSION
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.trace.program import Layout, Program, StepRecord, StepView, chain_digest
 from det_callbacks.trace.run_files import (
     FORMAT_VERSION,
@@ -32,6 +31,7 @@ from det_callbacks.trace.run_files import (
     PROGRAMS,
     damaged,
     layout_path,
+    make_room,
     program_path,
     read_layout,
     read_manifest,
@@ -93,7 +93,7 @@ class RunWriter:
             RunExistsError: there is a run, or something else under our names, or a file.
         """
         path = Path(path)
-        _make_room(path, overwrite=overwrite)
+        make_room(path, overwrite=overwrite)
         path.mkdir(parents=True, exist_ok=True)
         content = {
             "det_callbacks_version": version("det_callbacks"),
@@ -378,28 +378,3 @@ class Run:
 
 def _rank_folder(rank: int) -> str:
     return f"rank-{rank:05d}"
-
-
-def _make_room(path: Path, *, overwrite: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise RunExistsError(f"{path} is a file; a run is a folder. Name another place to record to.", str(path))
-    if not path.is_dir():
-        return
-    ours = [
-        child
-        for child in path.iterdir()
-        if child.name in (MANIFEST, PROGRAMS, LAYOUTS, "verdict.json") or re.fullmatch(r"rank-\d{5}", child.name)
-    ]
-    if not ours:
-        return
-    if not overwrite:
-        raise RunExistsError(
-            f"{path} holds a run already ({', '.join(sorted(child.name for child in ours)[:4])}). Nothing was changed. "
-            'Record to another folder, replace the run with overwrite=True, or compare with it with mode="verify".',
-            str(path),
-        )
-    for child in ours:
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
