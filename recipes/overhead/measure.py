@@ -1,179 +1,172 @@
-"""What does recording cost? Run ``python recipes/overhead/measure.py --help``."""
+"""Time, memory and disk of training steps: plain, and with something that watches every op."""
 
-import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.tensor  # DebugMode imports it; here, so that every process has it and memory can be compared
 from models import Workload, make_workload
-from torch.utils._debug_mode import DebugMode
+from ours import Ours
+from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from det_callbacks import HashMode
-from det_callbacks.trace.store import RunWriter
-
-WORKLOADS = ("mlp", "transformer", "resnet", "transformer-random-length")
-VARIANTS = ("plain", "empty mode", "state", "module", "op", "DebugMode hash_tensor", "DebugMode norm")
-OPTIMIZERS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-STEPS = {"mlp": 30, "transformer": 1, "resnet": 2, "transformer-random-length": 1}
+LEVELS = ("state", "module", "op")
+VARIANTS = ("plain", "empty mode", *LEVELS, "DebugMode hash_tensor", "DebugMode norm")
+OPTIMIZERS = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class EmptyMode(TorchDispatchMode):
+    """Does nothing: what it costs is what any dispatch mode in Python costs."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class Recording:
-    """Records steps with HashMode and writes them to a run folder, as the callback does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds a step of one variant, one entry a round, and those of plain steps in the same rounds."""
 
-    def __init__(self, workload: Workload, level: str, folder: Path) -> None:
-        self.mode = HashMode(workload.model, level=level)
-        self.writer = RunWriter.create(folder, manifest={"selection": {"level": level}})
-        self.step = 0
+    seconds: list[float]
+    plain: list[float]
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self.mode:
-            yield
-        trace = self.mode.trace
-        self.writer.put_program(trace.program)
-        if not self.writer.has_layout(trace.layout_id):
-            self.writer.put_layout(trace.layout)
-        self.writer.append(self.step, 0, trace.program.id, trace.layout_id, trace.digests)
-        self.step += 1
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds of the ratio to plain: a noisy moment hits both sides of it."""
+        return statistics.median(ours / plain for ours, plain in zip(self.seconds, self.plain, strict=True))
 
 
-def make_step(name: str, variant: str, optimizer: str, folder: Path) -> tuple[Callable[[], None], Recording | None]:
-    """Return a function that trains one step under a variant, with its own network."""
-    workload = make_workload(name)
+def debug_mode(digest: str) -> AbstractContextManager[Any]:
+    """Return a DebugMode that digests outputs; a new one a step, as it keeps all that it has seen."""
+    stack = ExitStack()
+    stack.enter_context(DebugMode())
+    stack.enter_context(DebugMode.log_tensor_hashes(hash_fn=digest))
+    return stack
+
+
+def make_steps(
+    workload: Workload, optimizer: str, variants: Sequence[str], root: Path
+) -> tuple[dict[str, Callable[[int], None]], dict[str, Ours]]:
+    """Return for each variant a function that trains the step of a number, and what records the levels.
+
+    All variants train the same network: none of them changes a bit of it.
+    """
     update = torch.optim.AdamW(workload.model.parameters(), lr=1e-4, **OPTIMIZERS[optimizer])
-
-    def plain() -> None:
-        update.zero_grad()
-        workload.loss().backward()
-        update.step()
-
-    if variant == "plain":
-        return plain, None
-    recording = None
-    if variant in ("state", "module", "op"):
-        recording = Recording(workload, variant, folder)
-        enclose: Callable[[], Any] = recording
-    elif variant == "empty mode":
-        enclose = EmptyMode
-    else:
-
-        @contextmanager
-        def enclose() -> Iterator[None]:
-            with DebugMode(), DebugMode.log_tensor_hashes(hash_fn=variant.split()[-1]):
-                yield
-
-    def step() -> None:
-        with enclose():
-            plain()
-
-    return step, recording
-
-
-def measure_time(name: str, optimizer: str, rounds: int, variants: list[str]) -> dict[str, dict[str, float]]:
-    """Return seconds a step for each variant, measured in turns so that a noisy moment hits all alike."""
-    with tempfile.TemporaryDirectory() as root:
-        steps = {
-            variant: make_step(name, variant, optimizer, Path(root) / str(index))[0]
-            for index, variant in enumerate(variants)
-        }
-        for step in steps.values():
-            for _ in range(4):  # the optimizer's state and every program are there from the third step on
-                step()
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        for turn in range(rounds):
-            order = variants[turn % len(variants) :] + variants[: turn % len(variants)]
-            for variant in order:
-                start = time.perf_counter()
-                for _ in range(STEPS[name]):
-                    steps[variant]()
-                seconds[variant].append((time.perf_counter() - start) / STEPS[name])
-    plain = seconds["plain"]
-    return {
-        variant: {
-            "seconds": statistics.median(taken),
-            "ratio": statistics.median(one / other for one, other in zip(taken, plain, strict=True)),
-        }
-        for variant, taken in seconds.items()
+    recorders = {variant: Ours(workload, update, variant, root / variant) for variant in variants if variant in LEVELS}
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "plain": nullcontext,
+        "empty mode": EmptyMode,
+        "DebugMode hash_tensor": lambda: debug_mode("hash_tensor"),
+        "DebugMode norm": lambda: debug_mode("norm"),
     }
 
+    def watched(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[int], None]:
+        def step(number: int) -> None:
+            batch = workload.batch(number)
+            with context():
+                update.zero_grad()
+                workload.loss(batch).backward()
+                update.step()
 
-def measure_memory(name: str, variant: str, optimizer: str, steps: int) -> dict[str, float]:
-    """Return the peak of resident memory and the bytes on disk of a process that trains this variant only."""
+        return step
+
+    def recorded(ours: Ours) -> Callable[[int], None]:
+        def step(number: int) -> None:
+            batch = workload.batch(number)
+            ours.start_step(batch)
+            update.zero_grad()
+            loss = workload.loss(batch)
+            ours.note_loss(loss)
+            loss.backward()
+            update.step()
+            ours.end_step()
+
+        return step
+
+    steps = {
+        variant: recorded(recorders[variant]) if variant in LEVELS else watched(contexts[variant])
+        for variant in variants
+    }
+    return steps, recorders
+
+
+def measure_time(
+    network: str, optimizer: str, variants: Sequence[str], *, rounds: int, num_steps: int, warm_up: int = 3
+) -> dict[str, Times]:
+    """Return the times of each variant, measured in turns.
+
+    In each round every variant trains the same steps, one variant after the other, and the next round begins with
+    the next variant. The ``warm_up`` steps of each variant come first and do not count: the optimizer makes its state
+    in the first of them, and a recording finds its program in the second.
+    """
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as root:
-        folder = Path(root) / "run"
-        step, recording = make_step(name, variant, optimizer, folder)
-        for _ in range(steps):
-            step()
-        result: dict[str, float] = {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        if recording is not None:
-            assert recording.mode.trace is not None
-            stream = sum(file.stat().st_size for file in folder.glob("rank-*/*"))
-            once = sum(file.stat().st_size for file in folder.glob("*/*.parquet"))
-            result |= {
-                "sites": len(recording.mode.trace.program),
-                "ops": recording.mode.trace.program.ops_seen,
-                "bytes_a_step": stream / steps,
-                "program_and_layout_bytes": once,
-                "programs": len(list(folder.glob("programs/*"))),
-            }
+        steps, recorders = make_steps(make_workload(network), optimizer, variants, Path(root))
+        for step in steps.values():
+            for number in range(warm_up):
+                step(number)
+        for turn in range(rounds):
+            first = warm_up + turn * num_steps
+            shift = turn % len(variants)
+            for variant in (*variants[shift:], *variants[:shift]):
+                step = steps[variant]
+                start = time.perf_counter()
+                for number in range(first, first + num_steps):
+                    step(number)
+                seconds[variant].append((time.perf_counter() - start) / num_steps)
+        for ours in recorders.values():
+            ours.close()
+    return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
+
+
+def measure_memory(network: str, optimizer: str, variant: str, num_steps: int) -> dict[str, float]:
+    """Return what a process that trains this variant alone takes in memory and on disk.
+
+    ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with the network made
+    and no step trained.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        steps, recorders = make_steps(make_workload(network), optimizer, [variant], Path(root))
+        before = _resident_mib("VmRSS")
+        for number in range(num_steps):
+            steps[variant](number)
+        result = {"peak_growth_mib": _resident_mib("VmHWM") - before}
+        for ours in recorders.values():
+            ours.close()
+            result |= ours.figures()
     return result
 
 
-def in_process(name: str, variant: str, optimizer: str, steps: int) -> dict[str, float]:
-    """Measure memory in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, variant, optimizer, str(steps)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+def measure_memory_apart(network: str, optimizer: str, variant: str, num_steps: int) -> dict[str, float]:
+    """Return ``measure_memory`` of a new process."""
+    command = [sys.executable, __file__, network, optimizer, variant, str(num_steps)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workloads", nargs="+", default=["mlp", "transformer", "resnet"], choices=WORKLOADS)
-    parser.add_argument("--optimizer", default="plain", choices=OPTIMIZERS)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of all variants (default 7)")
-    parser.add_argument("--memory-steps", type=int, default=5, help="steps for memory and disk; 0 leaves them out")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, variant, optimizer, steps = options.child
-        print(json.dumps(measure_memory(name, variant, optimizer, int(steps))))
-        return
-    variants = ["plain", *(variant for variant in options.variants if variant != "plain")]
-    figures: dict[str, Any] = {}
-    for name in options.workloads:
-        figures[name] = measure_time(name, options.optimizer, options.rounds, variants)
-        print(f"\n{name}, AdamW {options.optimizer}, {torch.get_num_threads()} threads, {options.rounds} rounds")
-        print(f"{'':24}{'ms a step':>12}{'ratio':>9}{'MB over plain':>15}{'bytes a step':>14}{'sites':>8}")
-        base = 0.0
-        for variant in variants:
-            figure = figures[name][variant]
-            if options.memory_steps:
-                figure |= in_process(name, variant, options.optimizer, options.memory_steps)
-                base = base or figure["peak_mb"]
-            print(
-                f"{variant:24}{figure['seconds'] * 1e3:12.2f}{figure['ratio']:9.3f}"
-                f"{figure.get('peak_mb', base) - base:15.0f}"
-                f"{figure.get('bytes_a_step', 0):14,.0f}{figure.get('sites', 0):8,}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+def _resident_mib(name: str) -> float:
+    """Read VmRSS (now) or VmHWM (peak) of this process.
+
+    Not ``getrusage``: the peak it gives begins with that of the process that started this one.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"/proc/self/status has no {name}; measure memory on Linux, or leave it out with --memory-steps 0")
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure_memory(*sys.argv[1:4], int(sys.argv[4]))))

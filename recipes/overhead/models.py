@@ -1,4 +1,4 @@
-"""The three networks that the overhead is measured on, each with a batch of the size given in the README."""
+"""The networks that the cost is measured on, each with batches of the size given in the README."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,34 +97,45 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A network, and a function that draws a batch for a step and returns its loss."""
+    """A network and its training: ``batch(step)`` is the same in every variant, ``loss(batch)`` the forward pass."""
 
     model: nn.Module
-    loss: Callable[[], Tensor]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[[tuple[Tensor, Tensor]], Tensor]
 
 
 def make_workload(name: str) -> Workload:
-    """Return one of: mlp, transformer, transformer-random-length, resnet."""
-    generator = torch.Generator().manual_seed(0)
+    """Return one of NETWORKS, with weights and data from fixed seeds."""
     torch.manual_seed(0)
+    model = _CLASSES[name]()
     if name == "mlp":
-        model: nn.Module = MLP()
-        inputs, labels = torch.randn(64, 64), torch.randint(10, (64,))
-        return Workload(model, lambda: cross_entropy(model(inputs), labels))
-    if name == "resnet":
-        model = ResNet()
-        inputs, labels = torch.randn(16, 3, 96, 96), torch.randint(1000, (16,))
-        return Workload(model, lambda: cross_entropy(model(inputs), labels))
-    model = Transformer()
-    tokens = torch.randint(VOCABULARY, (8, SEQUENCE + 1))
+        examples = torch.randn(64, 64), torch.randint(10, (64,))
+    elif name == "resnet":
+        examples = torch.randn(16, 3, 96, 96), torch.randint(1000, (16,))
+    else:
+        tokens = torch.randint(VOCABULARY, (8, SEQUENCE + 1))
+        examples = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    lengths = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (4096,)).tolist()
 
-    def loss() -> Tensor:
-        length = SEQUENCE
-        if name == "transformer-random-length":
-            length = int(torch.randint(SEQUENCE // 2, SEQUENCE + 1, (), generator=generator))
-        logits = model(tokens[:, :length])
-        return cross_entropy(logits.flatten(0, 1), tokens[:, 1 : length + 1].flatten())
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        if name != "transformer-random-length":
+            return examples
+        length = lengths[step % len(lengths)]
+        return examples[0][:, :length].contiguous(), examples[1][:, :length].contiguous()
 
-    return Workload(model, loss)
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        return cross_entropy(outputs.flatten(0, -2), batch[1].flatten())
+
+    return Workload(model=model, batch=batch, loss=loss)
+
+
+_CLASSES: dict[str, Callable[[], nn.Module]] = {
+    "mlp": MLP,
+    "transformer": Transformer,
+    "resnet": ResNet,
+    "transformer-random-length": Transformer,
+}
+NETWORKS = tuple(_CLASSES)

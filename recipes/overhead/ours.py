@@ -1,0 +1,61 @@
+"""What det_callbacks does in a training step, without a Trainer: a trace opened and closed, and written to a folder."""
+
+from pathlib import Path
+
+import torch
+from models import Workload
+
+from det_callbacks import HashMode
+from det_callbacks.trace.store import RunWriter
+
+
+class Ours:
+    """Records the steps between ``start_step`` and ``end_step``, as the callback does.
+
+    Args:
+        workload: what is trained.
+        optimizer: whose state is recorded.
+        level: "state", "module" or "op".
+        folder: where the run is written.
+    """
+
+    def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path) -> None:
+        self.folder = folder
+        self.num_steps = 0
+        self._bytes_of_step = 0
+        self._mode = HashMode(workload.model, level=level)
+        self._mode.optimizers = [optimizer]
+        self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}})
+
+    def start_step(self, batch: object) -> None:
+        self._mode.begin(batch=batch)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        self._mode.record_values("forward", loss, "loss")
+
+    def end_step(self) -> None:
+        trace = self._mode.finish()
+        assert trace is not None, "another dispatch mode was left open in the step"
+        self._writer.put_program(trace.program)
+        if not self._writer.has_layout(trace.layout_id):
+            self._writer.put_layout(trace.layout)
+        before = self._writer.bytes_written
+        self._writer.append(self.num_steps, 0, trace.program.id, trace.layout_id, trace.digests)
+        self.num_steps += 1
+        self._bytes_of_step = self._writer.bytes_written - before
+
+    def close(self) -> None:
+        self._writer.close(complete=True)
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last step consisted of, and what all of them take on disk."""
+        trace = self._mode.trace
+        assert trace is not None
+        return {
+            "ops": trace.program.ops_seen,
+            "sites": len(trace.digests),
+            "bytes_a_step": self._bytes_of_step,
+            "num_programs": len(list(self.folder.glob("programs/*.parquet"))),
+            "num_layouts": len(list(self.folder.glob("layouts/*.parquet"))),
+            "bytes_of_programs_and_layouts": sum(file.stat().st_size for file in self.folder.glob("*/*.parquet")),
+        }

@@ -1,0 +1,196 @@
+"""House rules that no tool checks: words, broad excepts, what is printed, and what recipes may use."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "det_callbacks"
+
+# Words that another one stands for everywhere: reference and current, origin, digest.
+BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals", "gold"})
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+# Handlers of everything that do not end in raise, by file and function: each says why nothing is lost by it.
+BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
+    (
+        "det_callbacks/digest/host.py",
+        "run",
+    ): "the thread that waits for this one raises the error it keeps",
+}
+
+# Recipes use public names; who measures or shows the engine itself says so here.
+PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
+    ("recipes/overhead/ours.py", "det_callbacks.trace.store"): "measures what a step leaves on disk, without a Trainer",
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Return the Python files of folders of the repository."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def shown(path: Path) -> str:
+    """Return a path as the tables above write it."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+# words
+
+
+def banned_words(source: str) -> list[str]:
+    """Return the identifiers of a source that hold a banned word."""
+    names = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == 1]
+    return [name for name in names if BANNED_WORDS & {word.lower() for word in _WORD.findall(name)}]
+
+
+def test_one_idea_has_one_word() -> None:
+    found = {shown(path): banned_words(path.read_text()) for path in python_files("det_callbacks", "recipes", "tests")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_banned_word_is_found() -> None:
+    source = "def read_snapshot(self, GoldenRun, *, num_actual):\n    'A snapshot.'\n    return actually, XMLBaseline\n"
+    assert banned_words(source) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]
+
+
+# broad excepts
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(_is_broad(item) for item in kind.elts)
+    return kind is None or ast.unparse(kind).rpartition(".")[2] in ("Exception", "BaseException")
+
+
+def _goes_on(body: list[ast.stmt]) -> bool:
+    last = body[-1]
+    if isinstance(last, ast.If):
+        return not last.orelse or _goes_on(last.body) or _goes_on(last.orelse)
+    return not isinstance(last, ast.Raise)
+
+
+def silent_handlers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield function and line of each handler of every exception that does not end in raise."""
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, int]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and _goes_on(node.body):
+            yield function, node.lineno
+        if isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                call = item.context_expr
+                is_suppress = isinstance(call, ast.Call) and ast.unparse(call.func).endswith("suppress")
+                if is_suppress and any(_is_broad(argument) for argument in call.args):
+                    yield function, node.lineno
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    yield from visit(tree, "")
+
+
+def test_nothing_catches_everything_and_goes_on() -> None:
+    found = {
+        (shown(path), function): line
+        for path in python_files("det_callbacks", "recipes")
+        for function, line in silent_handlers(ast.parse(path.read_text()))
+    }
+    assert set(found) == set(BROAD_HANDLERS), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    log()",
+        "try:\n    f()\nexcept (ValueError, BaseException) as error:\n    return_value = error",
+        "try:\n    f()\nexcept builtins.Exception:\n    if g():\n        raise",
+        "with contextlib.suppress(Exception):\n    f()",
+    ],
+)
+def test_a_silent_handler_is_found(source: str) -> None:
+    assert len(list(silent_handlers(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    f()\nexcept BaseException:\n    undo()\n    raise",
+        "try:\n    f()\nexcept Exception as error:\n    raise SystemExit(2) from error",
+        "try:\n    f()\nexcept Exception:\n    if g():\n        raise\n    else:\n        raise OSError from None",
+        "try:\n    f()\nexcept ValueError:\n    pass",
+        "with suppress(ValueError):\n    f()",
+    ],
+)
+def test_an_honest_handler_is_left_alone(source: str) -> None:
+    assert list(silent_handlers(ast.parse(source))) == []
+
+
+# printing
+
+_STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
+# Hydra has no console of ours: its job callback writes the error that ends the process.
+MAY_WRITE = ("det_callbacks/report/", "det_callbacks/cli.py", "det_callbacks/hydra.py")
+
+
+def writes(tree: ast.Module) -> list[str]:
+    """Return what a module prints, or writes to the process's own streams."""
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    streams = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [name for name in calls if name in ("print", "rich.print")] + [name for name in streams if name in _STREAMS]
+
+
+def test_nothing_prints_but_the_reports() -> None:
+    found = {shown(path): writes(ast.parse(path.read_text())) for path in python_files("det_callbacks")}
+    assert {path for path, names in found.items() if "print" in names} == set()
+    assert [path for path, names in found.items() if names and not path.startswith(MAY_WRITE)] == []
+
+
+@pytest.mark.parametrize("source", ["print('x')", "def f():\n    print(1, file=g)", "sys.stderr.write('x')"])
+def test_a_print_is_found(source: str) -> None:
+    assert writes(ast.parse(source)) != []
+
+
+# what is left to do, and whom recipes know
+
+
+def unfinished(source: str) -> list[str]:
+    """Return the comments that put something off, or that draw a line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [text for text in comments if re.search(r"\b(TODO|FIXME|XXX|HACK)\b|[-=#*]{4}", text)]
+
+
+def test_nothing_is_put_off_and_nothing_shouts() -> None:
+    found = {shown(path): unfinished(path.read_text()) for path in python_files("det_callbacks", "recipes", "tests")}
+    assert {path: comments for path, comments in found.items() if comments} == {}
+
+
+@pytest.mark.parametrize("comment", ["# TODO later", "x = 1  # FIXME", "# ---- part two ----", "##########"])
+def test_a_postponement_is_found(comment: str) -> None:
+    assert unfinished(f"{comment}\n") != []
+
+
+def private_imports(tree: ast.Module) -> list[str]:
+    """Return the modules of det_callbacks that are imported other than through its public names."""
+    names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return [name for name in names if name.startswith("det_callbacks.")]
+
+
+def test_recipes_use_public_names() -> None:
+    found = {
+        (shown(path), name) for path in python_files("recipes") for name in private_imports(ast.parse(path.read_text()))
+    }
+    assert found == set(PRIVATE_IN_RECIPES)
+
+
+def test_a_private_import_is_found() -> None:
+    source = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
+    assert private_imports(ast.parse(source)) == ["det_callbacks.digest", "det_callbacks.trace"]

@@ -1,0 +1,225 @@
+"""The package's layers: imports go downwards only, and each heavy dependency has its few places."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "det_callbacks"
+MAX_LINES = 400
+
+# Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "verdict"),
+    ("digest", "environment", "settings"),
+    ("trace",),
+    ("observe", "replay", "equivalence", "numerics", "compare"),
+    ("report", "checkpoint", "ranks"),
+    ("callback", "hydra", "cli"),
+    ("__init__", "__main__"),
+)
+
+# Who may import a dependency, by the first part of its name.
+ONLY_IN: Mapping[str, tuple[str, ...]] = {
+    "lightning": ("callback", "checkpoint", "ranks"),
+    "pytorch_lightning": (),
+    "hydra": ("hydra",),
+    "rich": ("report", "cli"),
+}
+
+BANNED_FILES = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
+
+# (module, imported module) -> why it is not imported at the top.
+INNER_IMPORTS: Mapping[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One import statement's target, absolute, and where it stands."""
+
+    importer: str
+    target: str
+    line: int
+    is_inner: bool
+    is_for_types: bool
+
+
+def modules(folder: Path) -> dict[str, ast.Module]:
+    """Return the modules of a package folder by dotted name; a package goes by its own name."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts.pop()
+        found[".".join(parts)] = ast.parse(path.read_text(), filename=str(path))
+    return found
+
+
+def imports(name: str, tree: ast.Module) -> Iterator[Import]:
+    """Yield what a module imports, wherever in it."""
+
+    def visit(node: ast.AST, *, is_inner: bool, is_for_types: bool) -> Iterator[Import]:
+        targets: Sequence[str] = ()
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            targets = [node.module or ""] if not node.level else [f"{'.' * node.level}{node.module or ''}"]
+        for target in targets:
+            yield Import(importer=name, target=target, line=node.lineno, is_inner=is_inner, is_for_types=is_for_types)
+        is_inner |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            is_guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
+            yield from visit(child, is_inner=is_inner, is_for_types=is_for_types or is_guarded)
+
+    yield from visit(tree, is_inner=False, is_for_types=False)
+
+
+def unit(module: str) -> str:
+    """Return the part of the package that a module belongs to: the name that LAYERS uses."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def violations(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return a line for each import that the layers forbid, and for each cycle."""
+    level = {name: index for index, layer in enumerate(LAYERS) for name in layer}
+    found = [f"{name}: {unit(name)} is in no layer" for name in trees if unit(name) not in level]
+    edges: dict[str, set[str]] = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for item in imports(name, tree):
+            where = f"{name}:{item.line} imports {item.target}"
+            top = item.target.split(".")[0]
+            if item.target.startswith("."):
+                found.append(f"{where}: relative")
+            elif top in ONLY_IN and unit(name) not in ONLY_IN[top]:
+                found.append(f"{where}: only {', '.join(ONLY_IN[top]) or 'nobody'} may")
+            if item.is_inner and (name, item.target) not in INNER_IMPORTS:
+                found.append(f"{where}: inside a function")
+            if top != PACKAGE or item.is_for_types:
+                continue
+            if level.get(unit(item.target), -1) > level.get(unit(name), -1):
+                found.append(f"{where}: upwards")
+            edges[name].add(item.target)
+    return found + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(edges)]
+
+
+def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Yield a cycle for each import that closes one."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> Iterator[list[str]]:
+        if name in path:
+            yield [*path[path.index(name) :], name]
+            return
+        if name in done:
+            return
+        for target in sorted(edges.get(name, ())):
+            yield from visit(target, [*path, name])
+        done.add(name)
+
+    for name in sorted(edges):
+        yield from visit(name, [])
+
+
+def test_imports_go_downwards_only() -> None:
+    trees = modules(ROOT / PACKAGE)
+    assert len(trees) > 20
+    assert violations(trees) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("trace.store", "from det_callbacks.compare.align import align", "upwards"),
+        ("digest.host", "import det_callbacks.trace.program", "upwards"),
+        ("report", "from det_callbacks import cli\nfrom det_callbacks.cli import main", "upwards"),
+        ("trace.store", "import lightning.pytorch as pl", "only callback, checkpoint, ranks may"),
+        ("callback", "from hydra.utils import instantiate", "only hydra may"),
+        ("callback", "import pytorch_lightning", "only nobody may"),
+        ("trace.store", "from rich.console import Console", "only report, cli may"),
+        ("trace.store", "from .program import Site", "relative"),
+        ("trace.store", "def read():\n    import json", "inside a function"),
+        ("trace.store", "class Run:\n    async def read(self):\n        import json", "inside a function"),
+        ("trace.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
+        ("helper.things", "", "in no layer"),
+    ],
+)
+def test_the_rule_can_fail(module: str, source: str, complaint: str) -> None:
+    found = violations({f"{PACKAGE}.{module}": ast.parse(source)})
+    assert found
+    assert all(complaint in line for line in found)
+
+
+def test_a_cycle_is_found() -> None:
+    sources = {"a": "from det_callbacks.trace.b import x", "b": "import det_callbacks.trace.c", "c": "", "d": ""}
+    trees = {f"{PACKAGE}.trace.{name}": ast.parse(source) for name, source in sources.items()}
+    assert violations(trees) == []
+    trees[f"{PACKAGE}.trace.c"] = ast.parse("from det_callbacks.trace.a import y")
+    (found,) = violations(trees)
+    assert found.startswith("cycle: det_callbacks.trace.a -> ")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trace.reads", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from det_callbacks.cli import main"),
+        ("hydra", "from det_callbacks.callback import DeterminismCallback\nimport hydra"),
+        ("report.tables", "from rich.table import Table\nfrom det_callbacks.verdict import Verdict"),
+    ],
+)
+def test_the_rule_can_pass(module: str, source: str) -> None:
+    assert violations({f"{PACKAGE}.{module}": ast.parse(source)}) == []
+
+
+def test_what_is_only_for_types_is_not_for_the_else() -> None:
+    source = "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main"
+    (found,) = violations({f"{PACKAGE}.trace.reads": ast.parse(source)})
+    assert "upwards" in found
+
+
+def test_every_inner_import_that_is_excused_is_there() -> None:
+    there = {
+        (item.importer, item.target)
+        for name, tree in modules(ROOT / PACKAGE).items()
+        for item in imports(name, tree)
+        if item.is_inner
+    }
+    assert set(INNER_IMPORTS) <= there
+
+
+def too_long(root: Path) -> list[str]:
+    """Return the Python files with more lines than the house allows."""
+    return [
+        f"{path.relative_to(root)}: {num_lines} lines"
+        for folder in (PACKAGE, "recipes", "tests")
+        for path in sorted((root / folder).rglob("*.py"))
+        if (num_lines := len(path.read_text().splitlines())) > MAX_LINES
+    ]
+
+
+def badly_named(root: Path) -> list[str]:
+    """Return the Python files whose name says that they hold no concept."""
+    return [
+        str(path.relative_to(root))
+        for folder in (PACKAGE, "recipes", "tests")
+        for path in sorted((root / folder).rglob("*.py"))
+        if path.stem.strip("_") in BANNED_FILES
+    ]
+
+
+def test_no_file_is_too_long() -> None:
+    assert too_long(ROOT) == []
+
+
+def test_no_file_is_a_drawer() -> None:
+    assert badly_named(ROOT) == []
+
+
+def test_a_long_file_and_a_drawer_are_found(tmp_path: Path) -> None:
+    (tmp_path / PACKAGE / "trace").mkdir(parents=True)
+    (tmp_path / PACKAGE / "trace" / "fine.py").write_text("x = 1\n" * MAX_LINES)
+    (tmp_path / PACKAGE / "trace" / "_utils.py").write_text("x = 1\n" * (MAX_LINES + 1))
+    assert too_long(tmp_path) == [f"{PACKAGE}/trace/_utils.py: {MAX_LINES + 1} lines"]
+    assert badly_named(tmp_path) == [f"{PACKAGE}/trace/_utils.py"]
