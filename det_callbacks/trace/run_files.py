@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -54,6 +55,8 @@ LAYOUT_SCHEMA = pa.schema(
     ]
 )
 
+_OUR_NAME = re.compile(rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|rank-\d{{5}}|\.(run|verdict)\.json\.\d+\.tmp")
+
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, UnicodeError)
 
 
@@ -79,6 +82,8 @@ def replace_atomically(path: Path, content: bytes) -> None:
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write run.json with the versions and a digest of its content."""
     content = {"format_version": FORMAT_VERSION, "digest_version": DIGEST_VERSION, **manifest}
+    # as a reader will see it: keys that are numbers become text, which sorts otherwise
+    content = json.loads(json.dumps(content, allow_nan=False))
     content["digest"] = _manifest_digest(content)
     replace_atomically(folder / MANIFEST, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
 
@@ -96,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         content = json.loads(raw)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, "it is empty" if path.stat().st_size == 0 else f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or "format_version" not in content:
         raise damaged(path, "it is not the run.json of a recorded run")
@@ -147,7 +152,7 @@ def read_program(folder: Path, identity: int) -> Program:
     path = program_path(folder, identity)
     table = _read_table(path, PROGRAM_SCHEMA)
     try:
-        metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+        metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
         counts = json.loads(metadata["counts"])
         rows = table.drop_columns(["position"]).to_pylist()
         for row in rows:
@@ -213,29 +218,28 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
 
 def make_room(path: Path, *, overwrite: bool) -> None:
-    """See to it that no run is in a folder; with ``overwrite`` delete one that is, and nothing else.
+    """Make a folder and see to it that no run is in it; with ``overwrite`` delete one that is, and nothing else.
 
     Raises:
         RunExistsError: there is a run, or something else under our names, or a file.
     """
-    if path.exists() and not path.is_dir():
-        raise RunExistsError(f"{path} is a file; a run is a folder. Name another place to record to.", str(path))
-    if not path.is_dir():
-        return
-    ours = [
-        child
-        for child in path.iterdir()
-        if child.name in (MANIFEST, PROGRAMS, LAYOUTS, "verdict.json") or re.fullmatch(r"rank-\d{5}", child.name)
-    ]
-    if not ours:
-        return
-    if not overwrite:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
         raise RunExistsError(
-            f"{path} holds a run already ({', '.join(sorted(child.name for child in ours)[:4])}). Nothing was changed. "
+            f"{path} is a file, or one of the folders above it is; a run is a folder. Nothing was changed. Name "
+            "another place to record to.",
+            str(path),
+        ) from error
+    ours = sorted(child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name))
+    if ours and not overwrite:
+        raise RunExistsError(
+            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
             'Record to another folder, replace the run with overwrite=True, or compare with it with mode="verify".',
             str(path),
         )
-    for child in ours:
+    # run.json first: what a kill leaves of the others is no run
+    for child in sorted(ours, key=lambda child: child.name != MANIFEST):
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child)
         else:
@@ -252,6 +256,12 @@ def layout_path(folder: Path, identity: int) -> Path:
     return folder / LAYOUTS / f"{format_digest(identity)}.parquet"
 
 
+def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
+    """Return where the steps of a process lie; ``number`` counts the fits of that attempt."""
+    segment = f".segment-{number:03d}" if number else ""
+    return folder / f"rank-{rank:05d}" / f"attempt-{attempt:03d}{segment}.arrows"
+
+
 def _write_table(path: Path, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
@@ -261,6 +271,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
     try:
         table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
+        table.validate(full=True)
     except FileNotFoundError as error:
         raise damaged(path, "it is missing") from error
     except _READ_ERRORS as error:
@@ -270,6 +281,8 @@ def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise damaged(path, f"it has format version {version!r} instead of {FORMAT_VERSION}")
     if not table.schema.equals(schema):
         raise damaged(path, "its columns are others than a run's")
+    if not np.array_equal(table.column("position"), np.arange(len(table))):
+        raise damaged(path, "its rows are not in order")
     return table
 
 
