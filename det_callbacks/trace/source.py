@@ -13,8 +13,9 @@ import torch
 MAX_LINES = 4
 MAX_FRAMES = 200
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+# Unresolved, as frames have it: an environment may be reached through a symbolic link.
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # torch 2.13: every backward pass from Python
 _APPLY_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))

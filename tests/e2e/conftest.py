@@ -1,0 +1,23 @@
+"""References that many tests compare with, recorded once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Deep, Training
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Record a training once for all tests that compare with it."""
+    folders: dict[Any, Path] = {}
+
+    def record(model: Any = Deep, **options: Any) -> Path:
+        key = (model, *options.items())
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("reference") / "run"
+            folders[key] = Training(model=model).record(folder, **options)
+        return folders[key]
+
+    return record

@@ -1,0 +1,311 @@
+"""A network of more than fifty modules, and ways of planting one fault in a training of it.
+
+A fault "below the trace" is a dispatch mode that is open around the whole fit: to the trace, it is the op itself that
+returned other bits.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from det_callbacks import DeterminismCallback
+
+WIDTH = 16
+BLOCKS = 10
+CLASSES = 3
+STEPS = 4
+BATCH = 8
+FACTORS = tuple(1 + index / 1024 for index in range(1, 21))
+
+Around = Callable[[pl.LightningModule], AbstractContextManager[object]]
+
+
+class Block(nn.Module):
+    def __init__(self, *, eps: float = 1e-5, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, eps=eps)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.ReLU()
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.drop(self.act(self.up(self.norm(inputs))))
+
+
+class Ladder(nn.Module):
+    """Twenty multiplications, one like the other."""
+
+    def __init__(self, factors: Sequence[float] = FACTORS) -> None:
+        super().__init__()
+        self.factors = list(factors)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for factor in self.factors:
+            inputs = inputs * factor
+        return inputs
+
+
+WRONG_KERNEL_CALLS: set[int] = set()
+"""Calls of the kernel below, counted from 0 since the fit began, whose result is one ULP off in one element."""
+
+_num_kernel_calls = 0
+
+
+@torch.library.custom_op("planted_faults::double", mutates_args=())
+def double(values: Tensor) -> Tensor:
+    """A kernel of one's own, which torch sees as one op."""
+    global _num_kernel_calls
+    result = values.numpy() * 2
+    if _num_kernel_calls in WRONG_KERNEL_CALLS:
+        result.flat[0] = np.nextafter(result.flat[0], np.float32(np.inf))
+    _num_kernel_calls += 1
+    return torch.from_numpy(result)
+
+
+@contextmanager
+def wrong_kernel(*, call: int) -> Iterator[None]:
+    """Let one call of the kernel above go wrong."""
+    global _num_kernel_calls
+    _num_kernel_calls = 0
+    WRONG_KERNEL_CALLS.add(call)
+    try:
+        yield
+    finally:
+        WRONG_KERNEL_CALLS.clear()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return double(gradient)
+
+
+class Custom(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Doubled.apply(inputs)
+
+
+class Deep(pl.LightningModule):
+    """Ten blocks, a ladder, a custom Function and whatever a test puts in the middle."""
+
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-5,
+        dropout: float = 0.1,
+        factors: Sequence[float] = FACTORS,
+        middle: Callable[[], nn.Module] = nn.Identity,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        **optimizer_options: Any,
+    ) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(Block(eps=eps if index == 4 else 1e-5, dropout=dropout if index == 4 else 0.1) for index in range(BLOCKS))
+        )
+        self.ladder = Ladder(factors)
+        self.custom = Custom()
+        self.middle = middle()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.make_optimizer = partial(optimizer, **{"lr": 0.01, **optimizer_options})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.middle(self.custom(self.ladder(self.net(inputs)))))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return cross_entropy(self(inputs), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+class Below(TorchDispatchMode):
+    """Makes one element of what one op returns one ULP larger; open below the trace.
+
+    Args:
+        model: whose training it disturbs.
+        op: overload packet name, "aten.mm".
+        step: at which it strikes.
+        module: in whose forward pass; None for a backward.
+        call: which of the calls there, from 0.
+        is_gross: adds one to every element instead, so that all that follows differs.
+    """
+
+    def __init__(
+        self,
+        model: pl.LightningModule,
+        *,
+        op: str,
+        step: int,
+        module: str | None = None,
+        call: int = 0,
+        is_gross: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.op = op
+        self.step = step
+        self.call = call
+        self.is_gross = is_gross
+        self.is_backward = module is None
+        self.is_inside = False
+        self.num_calls = 0
+        self.num_struck = 0
+        if module is not None:
+            owner = model.get_submodule(module)
+            owner.register_forward_pre_hook(lambda *_: setattr(self, "is_inside", True))
+            owner.register_forward_hook(lambda *_: setattr(self, "is_inside", False))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        is_here = torch._C._current_graph_task_id() != -1 if self.is_backward else self.is_inside
+        if is_here and self.model.global_step == self.step and str(func).startswith(f"{self.op}."):
+            if self.num_calls == self.call:
+                self.num_struck += 1
+                result = output[0] if isinstance(output, tuple) else output
+                result.add_(1) if self.is_gross else add_ulp(result)
+            self.num_calls += 1
+        return output
+
+
+def add_ulp(tensor: Tensor) -> None:
+    with torch.no_grad():
+        first = tensor.as_strided((1,), (1,))
+        first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
+
+
+def below(**place: Any) -> Around:
+    """Plant a fault below the trace; see ``Below``."""
+
+    @contextmanager
+    def around(model: pl.LightningModule) -> Iterator[None]:
+        with Below(model, **place) as mode:
+            yield
+            assert mode.num_struck == 1, f"the fault was planted {mode.num_struck} times"
+
+    return around
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(STEPS * BATCH, WIDTH, generator=generator)
+    return inputs, torch.randint(CLASSES, (STEPS * BATCH,), generator=generator)
+
+
+def swap_rows() -> tuple[Tensor, Tensor]:
+    order = torch.arange(32)
+    order[[9, 12]] = order[[12, 9]]
+    inputs, labels = samples()
+    return inputs[order], labels[order]
+
+
+def other_content() -> tuple[Tensor, Tensor]:
+    inputs, labels = samples()
+    add_ulp(inputs[17])
+    return inputs, labels
+
+
+def draw_before_step(model: Any) -> None:
+    """Draw from the generator after step 1, outside the trace."""
+    model.on_train_batch_end = lambda outputs, batch, batch_idx: torch.rand(1) if batch_idx == 1 else None
+
+
+class Cast(nn.Module):
+    """Computes in another dtype, and gives back float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype).tanh().float()
+
+
+class TypedLinear(nn.Linear):
+    """A linear layer that takes inputs of any dtype."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to(self.weight.dtype)).float()
+
+
+def make_head_double(model: Any) -> None:
+    model.head.__class__ = TypedLinear
+    model.head.double()
+
+
+class TwiceBySum(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + inputs
+
+
+class TwiceByProduct(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One training, with or without a fault.
+
+    Attributes:
+        model: makes the model, after the seed was set.
+        around: opened around the fit.
+        change: changes the model before the fit.
+        data: inputs and labels, four batches of eight in order.
+        callbacks: before ours.
+        options: of the Trainer.
+        seed: of the initial weights and of dropout.
+    """
+
+    model: Callable[[], pl.LightningModule] = Deep
+    around: Around = lambda model: nullcontext()
+    change: Callable[[Any], object] = lambda model: None
+    data: Callable[[], tuple[Tensor, Tensor]] = samples
+    callbacks: tuple[pl.Callback, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 11
+
+    def fit(self, callback: DeterminismCallback | None = None) -> pl.LightningModule:
+        torch.manual_seed(self.seed)
+        model = self.model()
+        torch.manual_seed(self.seed)
+        self.change(model)
+        trainer = quiet_trainer(*self.callbacks, *([] if callback is None else [callback]), **self.options)
+        loader = DataLoader(TensorDataset(*self.data()), batch_size=BATCH)
+        with self.around(model):
+            trainer.fit(model, loader)
+        return model
+
+    def record(self, folder: Path, **options: Any) -> Path:
+        self.fit(DeterminismCallback(folder, mode="record", **options))
+        return folder
+
+
+def quiet_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        **{
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+        },
+        callbacks=list(callbacks),
+    )

@@ -1,0 +1,55 @@
+"""Finding a planted fault: while it trains, in what the verification kept, and in a second recording."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Training
+
+from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, cli, compare_runs
+from det_callbacks.trace.store import Run
+
+
+def verify(reference: Path, training: Training, current: Path, **options: Any) -> Verdict:
+    """Verify a training that must be found to diverge; check what is on disk afterwards."""
+    callback = DeterminismCallback(reference, current=current, **options)
+    with pytest.raises(DivergenceError) as caught:
+        training.fit(callback)
+    verdict = callback.verdict
+    assert verdict is not None
+    assert caught.value.verdict is verdict
+    assert caught.value.exit_code == verdict.exit_code == 1
+    assert verdict.explanation in str(caught.value)
+    assert json.loads((current / "verdict.json").read_text()) == verdict.to_dict()
+    assert verdict.first_divergence is not None
+    assert Run.open(current).rank(0).steps(0).tolist() == [verdict.first_divergence.step]
+    return verdict
+
+
+def find(
+    reference: Path, training: Training, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any
+) -> Verdict:
+    """Find a fault while it trains, in what the verification kept, and in a second recording: all say the same."""
+    live = verify(reference, training, folder / "current", **options)
+    capsys.readouterr()
+    assert cli.main(["diff", str(reference), str(folder / "current"), "--json"]) == 1
+    kept = json.loads(capsys.readouterr().out)
+    assert (kept["first_divergence"], kept["origins"], kept["cause"]) == tuple(
+        live.to_dict()[name] for name in ("first_divergence", "origins", "cause")
+    )
+    offline = compare_runs(reference, training.record(folder / "second", **options))
+    assert (offline.verdict, offline.first_divergence, offline.origins, offline.cause) == (
+        live.verdict,
+        live.first_divergence,
+        live.origins,
+        live.cause,
+    )
+    assert offline.explanation == live.explanation
+    assert offline.exit_code == 1
+    return live
+
+
+def first_of(verdict: Verdict) -> Divergence:
+    assert verdict.first_divergence is not None
+    return verdict.first_divergence

@@ -1,0 +1,393 @@
+"""One fault planted in a training of a network of more than fifty modules: the culprit is named, and nobody else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import (
+    FACTORS,
+    Cast,
+    Deep,
+    Training,
+    TwiceByProduct,
+    TwiceBySum,
+    add_ulp,
+    below,
+    draw_before_step,
+    make_head_double,
+    other_content,
+    swap_rows,
+    wrong_kernel,
+)
+from finding import find, first_of
+
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
+)
+
+ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01)
+
+
+HALF = partial(Deep, middle=partial(Cast, torch.float16))
+TWICE = partial(Deep, middle=TwiceByProduct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """What must be said of the first divergence."""
+
+    step: int
+    phase: str
+    module: str
+    op: str
+    kind: str
+    cause: str
+    is_origin: bool = True
+    name: str | None = None
+    says: tuple[str, ...] = ()
+    num_origins: int | None = 1
+    model: Any = Deep
+    """Of the reference."""
+
+
+FAULTS: dict[str, tuple[Training, Culprit]] = {
+    "one ULP in the forward pass": (
+        Training(around=below(op="aten.addmm", step=2, module="net.5.up")),
+        Culprit(
+            step=2,
+            phase="forward",
+            module="net.5.up",
+            op="aten.addmm.default",
+            kind="content",
+            cause="forward",
+            says=(
+                "Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py",
+                "gave other bits",
+                "inputs agree",
+            ),
+        ),
+    ),
+    "a gross error in the forward pass": (
+        Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True)),
+        Culprit(step=2, phase="forward", module="net.5.up", op="aten.addmm.default", kind="content", cause="forward"),
+    ),
+    "one ULP in the backward pass": (
+        Training(around=below(op="aten.native_layer_norm_backward", step=1, call=3)),
+        Culprit(
+            step=1,
+            phase="backward",
+            module="net.6.norm",
+            op="aten.native_layer_norm_backward.default",
+            kind="content",
+            cause="backward",
+            says=("Step 1, backward: aten.native_layer_norm_backward.default in net.6.norm", "gave other bits"),
+        ),
+    ),
+    "one ULP in the backward of a custom Function": (
+        Training(around=lambda model: wrong_kernel(call=2)),
+        Culprit(
+            step=2,
+            phase="backward",
+            module="custom",
+            op="planted_faults.double.default",
+            kind="content",
+            cause="backward",
+            says=("Step 2, backward: planted_faults.double.default in custom",),
+        ),
+    ),
+    "two rows of a batch exchanged": (
+        Training(data=swap_rows),
+        Culprit(
+            step=1,
+            phase="data",
+            module="",
+            op="",
+            kind="content",
+            cause="data_order",
+            is_origin=False,
+            name="batch[0]",
+            says=("batch[0], batch[1]", "same samples in another order", "no op is to blame"),
+            num_origins=0,
+        ),
+    ),
+    "other content in a batch": (
+        Training(data=other_content),
+        Culprit(
+            step=2,
+            phase="data",
+            module="",
+            op="",
+            kind="content",
+            cause="data_content",
+            is_origin=False,
+            name="batch[0]",
+            says=("batch[0] differs", "no op is to blame"),
+            num_origins=0,
+        ),
+    ),
+    "learning rate of SGD": (
+        Training(model=partial(Deep, lr=0.02)),
+        Culprit(
+            step=0,
+            phase="optimizer",
+            module="",
+            op="aten.add_.Tensor",
+            kind="argument",
+            cause="optimizer",
+            name="net.0.norm.weight",
+            says=("called with other arguments (alpha: -0.01 -> -0.02)",),
+            num_origins=None,
+        ),
+    ),
+    "learning rate of AdamW": (
+        Training(model=partial(ADAMW, lr=0.02)),
+        Culprit(
+            step=0,
+            phase="optimizer",
+            module="",
+            op="aten.mul_.Tensor",
+            kind="argument",
+            cause="optimizer",
+            name="net.0.norm.weight",
+            says=("called with other arguments (other: 0.9999 -> 0.9998)",),
+            num_origins=None,
+            model=ADAMW,
+        ),
+    ),
+    "betas of AdamW": (
+        Training(model=partial(ADAMW, betas=(0.8, 0.999))),
+        Culprit(
+            step=0,
+            phase="optimizer",
+            module="",
+            op="aten.lerp_.Scalar",
+            kind="argument",
+            cause="optimizer",
+            says=("called with other arguments (weight: 0.09999999999999998 -> 0.19999999999999996)",),
+            num_origins=None,
+            model=ADAMW,
+        ),
+    ),
+    "weight decay of AdamW": (
+        Training(model=partial(ADAMW, weight_decay=0.05)),
+        Culprit(
+            step=0,
+            phase="optimizer",
+            module="",
+            op="aten.mul_.Tensor",
+            kind="argument",
+            cause="optimizer",
+            name="net.0.norm.weight",
+            says=("called with other arguments (other: 0.9999 -> 0.9995)",),
+            num_origins=None,
+            model=ADAMW,
+        ),
+    ),
+    "eps of a layer norm": (
+        Training(model=partial(Deep, eps=1e-4)),
+        Culprit(
+            step=0,
+            phase="forward",
+            module="net.4.norm",
+            op="aten.native_layer_norm.default",
+            kind="argument",
+            cause="forward",
+            says=("called with other arguments (eps: 1e-05 -> 0.0001)",),
+            num_origins=None,
+        ),
+    ),
+    "p of a dropout": (
+        Training(model=partial(Deep, dropout=0.2)),
+        Culprit(
+            step=0,
+            phase="forward",
+            module="net.4.drop",
+            op="aten.bernoulli_.float",
+            kind="argument",
+            cause="forward",
+            says=("called with other arguments (p: 0.9 -> 0.8)",),
+            num_origins=None,
+        ),
+    ),
+    "one weight initialised differently": (
+        Training(change=lambda model: add_ulp(model.net[3].up.weight)),
+        Culprit(
+            step=0,
+            phase="state",
+            module="net.3.up",
+            op="",
+            kind="content",
+            cause="initial_weights",
+            is_origin=False,
+            name="net.3.up.weight",
+            says=("the initial state net.3.up.weight differs", "no op is to blame"),
+            num_origins=0,
+        ),
+    ),
+    "another seed": (
+        Training(seed=12),
+        Culprit(
+            step=0,
+            phase="state",
+            module="net.0.up",
+            op="",
+            kind="content",
+            cause="initial_weights",
+            is_origin=False,
+            name="net.0.up.weight",
+            says=("net.0.up.weight, net.0.up.bias", "19 more", "so does the state of the generator", "seed: 11"),
+            num_origins=0,
+        ),
+    ),
+    "a generator consumed before the step": (
+        Training(change=draw_before_step),
+        Culprit(
+            step=2,
+            phase="rng",
+            module="",
+            op="",
+            kind="content",
+            cause="rng",
+            is_origin=False,
+            name="torch.cpu",
+            says=("the state of the generator torch.cpu differs",),
+            num_origins=0,
+        ),
+    ),
+    "another precision": (
+        Training(options={"precision": "bf16-mixed"}),
+        Culprit(
+            step=0,
+            phase="forward",
+            module="net.0.up",
+            op="aten._to_copy.default",
+            kind="extra",
+            cause="forward",
+            says=("Choices differ: trainer.precision: 32-true in the reference, bf16-mixed now",),
+            num_origins=None,
+        ),
+    ),
+    "another dtype of an op": (
+        Training(model=partial(Deep, middle=partial(Cast, torch.bfloat16))),
+        Culprit(
+            step=0,
+            phase="forward",
+            module="middle",
+            op="aten._to_copy.default",
+            kind="argument",
+            cause="forward",
+            says=("(dtype:", "float16", "bfloat16", "gave float16 [8, 16] in the reference, bfloat16 [8, 16] now"),
+            num_origins=None,
+            model=HALF,
+        ),
+    ),
+    "another dtype of a layer": (
+        Training(change=make_head_double),
+        Culprit(
+            step=0,
+            phase="state",
+            module="head",
+            op="",
+            kind="structure",
+            cause="initial_weights",
+            is_origin=False,
+            name="head.weight",
+            says=(
+                "head.weight, head.bias has another structure: float32 [3, 16] in the reference, float64 [3, 16] now",
+            ),
+            num_origins=None,
+        ),
+    ),
+    "an op replaced by an equivalent one": (
+        Training(model=partial(Deep, middle=TwiceBySum)),
+        Culprit(
+            step=0,
+            phase="forward",
+            module="middle",
+            op="aten.mul.Tensor",
+            kind="missing",
+            cause="structure",
+            says=("aten.mul.Tensor in middle", "is only in the reference"),
+            num_origins=None,
+            model=TWICE,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_culprit_is_named(
+    fault: str, tmp_path: Path, references: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    training, culprit = FAULTS[fault]
+    verdict = find(references(culprit.model), training, tmp_path, capsys)
+    first = first_of(verdict)
+    place = (first.step, first.phase, first.module, first.op, first.name)
+    assert place == (culprit.step, culprit.phase, culprit.module, culprit.op, culprit.name)
+    assert (first.kind, first.is_origin, verdict.cause) == (culprit.kind, culprit.is_origin, culprit.cause)
+    assert verdict.verdict == "diverged"
+    for text in culprit.says:
+        assert text in verdict.explanation
+    if culprit.num_origins is not None:
+        assert len(verdict.origins) == culprit.num_origins
+    if culprit.is_origin:
+        assert verdict.origins[0] == first
+
+
+def test_the_network_is_large_enough() -> None:
+    assert len(list(Deep().named_modules())) >= 50
+
+
+def differences_in_forward(reference: Path, current: Path) -> dict[str, list[tuple[str, str, int]]]:
+    """Return the divergences of the forward pass of step 0 by kind: module, op and occurrence."""
+    ours, theirs = (Run.open(folder).view(0, 0, 0) for folder in (reference, current))
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for item in compare_steps(ours, theirs, limit=10_000).divergences:
+        if item.phase == "forward":
+            found.setdefault(item.kind, []).append((item.module, item.op, item.occurrence))
+    return found
+
+
+LONGER = {
+    "of no effect": (partial(Deep, factors=(*FACTORS[:7], 1.0, *FACTORS[7:])), 7, True),
+    "that changes values": (partial(Deep, factors=(*FACTORS[:7], 1.5, *FACTORS[7:])), 7, False),
+    "that changes values, in front": (partial(Deep, factors=(1.5, *FACTORS)), 0, False),
+    "that changes values, at the end": (partial(Deep, factors=(*FACTORS, 1.5)), 20, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("of no effect", "extra"),
+        ("of no effect", "missing"),
+        ("that changes values", "extra"),
+        ("that changes values", "missing"),
+        ("that changes values, in front", "extra"),
+        ("that changes values, at the end", "missing"),
+    ],
+)
+def test_one_op_among_twenty_like_it_is_one_difference(
+    case: str, kind: str, tmp_path: Path, references: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer, place, has_no_effect = LONGER[case]
+    before, after = (Deep, longer) if kind == "extra" else (longer, Deep)
+    reference = references(before)
+    verdict = find(reference, Training(model=after), tmp_path, capsys)
+    first = first_of(verdict)
+    assert (first.step, first.phase, first.module, first.op) == (0, "forward", "ladder", "aten.mul.Tensor")
+    assert (first.kind, first.occurrence, first.is_origin) == (kind, place, True)
+    assert verdict.cause == ("structure" if has_no_effect else "forward")
+    assert f"is only in the {'current run' if kind == 'extra' else 'reference'}" in verdict.explanation
+    found = differences_in_forward(reference, tmp_path / "second")
+    assert found.pop(kind) == [("ladder", "aten.mul.Tensor", place)]
+    assert set(found) == (set() if has_no_effect else {"content"})
+    assert not any(origin.phase == "forward" for origin in verdict.origins[1:])
