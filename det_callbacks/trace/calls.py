@@ -10,10 +10,11 @@ from det_callbacks.trace.overloads import OpPlan
 
 def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that a call writes, in the order of the schema."""
-    if plan.is_hidden_write and not _is_training(plan, args, kwargs):
-        return []
     written: list[Tensor] = []
+    untouched = plan.hidden_writes if plan.hidden_writes and not _is_training(plan, args, kwargs) else ()
     for write in plan.writes:
+        if write.name in untouched:
+            continue
         if write.name == plan.declared_only and kwargs.get("grad_scale") is None:
             continue
         value = args[write.index] if write.index < len(args) else kwargs.get(write.name)

@@ -25,20 +25,25 @@ OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     "aten._flash_attention_forward": frozenset({2, 3, 4}),
     "aten._scaled_dot_product_efficient_attention": frozenset({1, 2, 3}),
     "aten._efficient_attention_forward": frozenset({1, 2, 3}),
+    # log_alpha: only the part that the lengths reach is written
+    "aten._ctc_loss": frozenset({1}),
 }
 """Op -> indices of returned tensors that are not digested (log-sum-exp of the memory-efficient kernels is padded with
 memory that nobody wrote; seeds and offsets of attention kernels are empty unless dropout is on)."""
 
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
-    # the running statistics, in training only
+    # the running statistics; where there is an argument "training", only when it is true
     "aten.native_batch_norm": ("running_mean", "running_var"),
     "aten.cudnn_batch_norm": ("running_mean", "running_var"),
     "aten.miopen_batch_norm": ("running_mean", "running_var"),
-    "aten._batch_norm_impl_index": ("running_mean", "running_var"),
-    # the observer's ranges and quantisation parameters
-    "aten.fused_moving_avg_obs_fake_quant": ("running_min", "running_max", "scale", "zero_point"),
+    "aten.batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
 """Op -> arguments it writes although its schema does not say so."""
+
+OPAQUE_WRITES: Mapping[str, frozenset[str]] = {"aten.mkldnn_rnn_layer_backward": frozenset({"workspace"})}
+"""Op -> arguments it uses as scratch memory: opaque outputs of another op, so nothing that is digested changes."""
 
 DECLARED_ONLY: Mapping[str, str] = {
     "aten._fused_adam_": "grads",
@@ -64,7 +69,7 @@ UNINITIALISED = frozenset(
 )
 """Ops whose outputs hold whatever the memory held."""
 
-UNDECLARED_VIEWS = frozenset({"aten._unsafe_view"})
+UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes"})
 """Ops that return their input's bytes without saying so in the schema."""
 
 OVERWRITES = frozenset(
@@ -81,7 +86,6 @@ OVERWRITES = frozenset(
         "geometric_",
         "cauchy_",
         "log_normal_",
-        "eye_",
         "_foreach_copy_",
         "_foreach_zero_",
     )
@@ -134,7 +138,8 @@ class OpPlan:
         sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
         fresh_returns: indices of the returns that alias no argument.
         returns_one: the op has one return, which may itself be a list of tensors.
-        is_hidden_write: whether ``writes`` happen only when the argument ``training`` (or the like) is true.
+        hidden_writes: names among ``writes`` that the schema does not declare; where there is an argument
+            ``training``, they are written only when it is true.
         is_overwrite: the written argument is not read.
         is_plain: a tensor that it returns is digested as it is.
         opaque_outputs: indices of returned tensors that are not digested.
@@ -155,7 +160,7 @@ class OpPlan:
     sole_write: int
     fresh_returns: tuple[int, ...]
     returns_one: bool
-    is_hidden_write: bool
+    hidden_writes: tuple[str, ...]
     is_overwrite: bool
     is_plain: bool
     opaque_outputs: frozenset[int]
@@ -170,18 +175,12 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         return _opaque_plan(f"higher_order.{func}", func)
     schema = func._schema
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
+    hidden = HIDDEN_WRITES.get(base, ())
     written = [
         ArgumentWrite(index=index, name=argument.name)
         for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name in hidden or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
-    hidden = HIDDEN_WRITES.get(base, ())
-    if hidden:
-        written = [
-            ArgumentWrite(index=index, name=argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if argument.name in hidden
-        ]
     is_view = (
         not written
         and bool(schema.returns)
@@ -206,7 +205,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
         returns_one=len(schema.returns) == 1,
-        is_hidden_write=bool(hidden),
+        hidden_writes=hidden,
         is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),
@@ -240,7 +239,7 @@ def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
         sole_write=-1,
         fresh_returns=(),
         returns_one=False,
-        is_hidden_write=False,
+        hidden_writes=(),
         is_overwrite=False,
         is_plain=False,
         opaque_outputs=frozenset(),

@@ -1,0 +1,342 @@
+"""Small programs that between them run most CPU ops of a training step, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def total_of(outputs: Any) -> Tensor | None:
+    """Return a number to differentiate: the sum of all elements that have a gradient, None when there are none."""
+    tensors = [out for out in tree_leaves(outputs) if isinstance(out, Tensor) and out.requires_grad]
+    return sum((out.abs().sum() for out in tensors[1:]), tensors[0].abs().sum()) if tensors else None
+
+
+def back(function: Callable[..., Any], *inputs: Tensor) -> None:
+    """Run a function and the backward pass of the sum of what it returns."""
+    leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in inputs]
+    total = total_of(function(*leaves))
+    if total is not None:
+        total.backward()
+
+
+def module(layer: nn.Module, *inputs: Tensor) -> None:
+    """Run a layer in training, forward and backward, and once without."""
+    back(layer, *inputs)
+    with torch.no_grad():
+        layer.eval()(*inputs)
+
+
+def pointwise() -> None:
+    x, y = torch.rand(4, 5) * 0.8 + 0.1, torch.rand(4, 5) + 0.5
+    for name in (
+        *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma"),
+        *("erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2"),
+        *("logit", "neg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt"),
+        *("square", "tan", "tanh", "trunc", "i0", "positive", "nan_to_num", "isnan", "signbit", "logical_not"),
+    ):
+        back(getattr(torch, name), x + 1 if name == "acosh" else x)
+    for name in (
+        *("add", "sub", "mul", "div", "pow", "atan2", "fmod", "remainder", "maximum", "minimum", "fmax", "fmin"),
+        *("hypot", "logaddexp", "logaddexp2", "xlogy", "copysign", "eq", "ge", "lt", "ne", "true_divide", "nextafter"),
+    ):
+        back(getattr(torch, name), x, y)
+    back(torch.lerp, x, y, torch.rand(4, 5))
+    back(lambda a, b: torch.addcmul(a, a, b) + torch.addcdiv(a, b, b), x, y)
+    back(lambda a: a.clamp(0.2, 0.6) + a.clamp_min(0.3) + a.polygamma(1) + a.mvlgamma(1), x + 1)
+    back(lambda a, b: torch.where(a > 0.5, a, b).masked_fill(a < 0.3, 0.0), x, y)
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "gcd", "floor_divide", "__lshift__"):
+        getattr(torch.arange(1, 7), name)(torch.arange(1, 7))
+
+
+def activations() -> None:
+    x = torch.randn(3, 6)
+    for function in (
+        *(F.relu, F.relu6, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh),
+        *(F.leaky_relu, F.logsigmoid, F.softplus, F.softsign, F.softshrink, F.hardshrink, F.tanhshrink, F.glu),
+        *(F.log_softmax, F.softmax, F.softmin, F.normalize, F.rrelu, F.gumbel_softmax),
+    ):
+        back(lambda a, function=function: function(a, -1) if "soft" in function.__name__[-7:] else function(a), x)
+    module(nn.PReLU(), x)
+    module(nn.RReLU(), x)
+    for layer in (nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)):
+        module(layer, x)
+    module(nn.Dropout2d(0.5), torch.randn(2, 3, 4, 4))
+
+
+def reductions() -> None:
+    x = torch.rand(4, 5) + 0.1
+    for name in (
+        *("sum", "mean", "prod", "std", "var", "norm", "amax", "amin", "max", "min", "median", "nanmedian", "nansum"),
+        *("nanmean", "logcumsumexp", "cumsum", "cumprod", "argmax", "argmin", "all", "any", "count_nonzero", "mode"),
+        *("aminmax", "std_mean", "var_mean", "logsumexp", "cummax", "cummin"),
+    ):
+        function = getattr(torch, name)
+        needs_dim = name.startswith(("log", "cum")) or name in ("mode", "aminmax")
+        if needs_dim:
+            back(lambda a, function=function: function(a, dim=-1), x)
+        else:
+            back(function, x)
+    back(lambda a: a.sum(0) + a.mean(0) + a.amax(0) + a.prod(0) + a.norm(dim=0) + a.quantile(0.3, 0), x)
+    back(lambda a: torch.cdist(a, a + 1) + torch.cov(a) + F.cosine_similarity(a, a + 1).sum(), x)
+    back(lambda a: a.trace() + a.diff().sum() + torch.trapezoid(a).sum() + a.renorm(2, 0, 0.5).sum(), x)
+    torch.linalg.ldl_factor(torch.eye(3)), torch.unique_consecutive(x)
+    torch.histc(x), torch.bincount(torch.tensor([1, 2, 2])), torch.histogram(x, 4), torch.bucketize(x, x[0].sort()[0])
+
+
+def sorting_and_indexing() -> None:
+    x, index = torch.randn(5, 6), torch.tensor([0, 2, 2, 4])
+    rows = index[:, None].expand(4, 6)
+    for function in (
+        lambda a: (a.sort()[0], a.topk(2)[0], a.kthvalue(2)[0], a.argsort(), a.msort()),
+        lambda a: (a.gather(0, rows), a.index_select(0, index), a.take(index), a[index], a[:, index], a[a > 0]),
+        lambda a: (a.scatter(0, rows, 0.5), a.scatter_add(0, rows, a[:4]), a.index_add(0, index, a[:4])),
+        lambda a: (a.scatter_reduce(0, rows, a[:4], "amax"), a.scatter_reduce(0, rows, a[:4], "mean")),
+        lambda a: (a.index_copy(0, index[:2], a[:2]), a.index_fill(0, index, 0.0), a.index_put((index[:2],), a[:2])),
+        lambda a: (a.index_reduce(0, index, a[:4], "prod"), a.masked_select(a > 0), a.masked_scatter(a > 0, a.exp())),
+        lambda a: (a.flip(0), a.roll(1), a.rot90(), a.tril(), a.triu(), a.diag(), a.diagonal(), a.diag_embed()),
+        lambda a: (torch.cat([a, a]), torch.stack([a, a]), a.repeat(2, 1), a.repeat_interleave(2), a.tile(2)),
+        lambda a: (a.split(2), a.chunk(2), a.unbind(), a.unfold(0, 2, 1), a.as_strided((2, 2), (1, 2)), a.t()),
+        lambda a: (F.pad(a, (1, 1)), F.pad(a[None], (1, 1), "reflect"), F.pad(a[None], (1, 1), "replicate")),
+        lambda a: (F.pad(a[None], (1, 1), "circular"), a.slice_scatter(a[:2], 0, 1, 3), a.select_scatter(a[0], 0, 1)),
+        lambda a: (a.clone(), a.contiguous(), a.double(), a.bfloat16(), a.to(torch.complex64), a.new_tensor(1.0)),
+        lambda a: (torch.take_along_dim(a, rows, 0), torch.searchsorted(a.sort()[0], a), a.movedim(0, 1).expand(6, 5)),
+    ):
+        back(function, x)
+    torch.unique(index), torch.unique(index, return_inverse=True, return_counts=True), index.nonzero()
+    torch.unique(x, dim=0), torch.isin(index, index[:2]), torch.tril_indices(3, 3), F.one_hot(index)
+    torch.combinations(index), torch.cartesian_prod(index, index), torch.ones(3).multinomial(2), torch.isclose(x, x)
+
+
+def in_place() -> None:
+    x, index = torch.rand(4, 5), torch.tensor([0, 2])
+    x.add_(1).mul_(2).sub_(0.5).div_(3).exp_().log_().sqrt_().neg_().abs_().clamp_(0, 1).pow_(2).sigmoid_().tanh_()
+    x.copy_(torch.rand(4, 5)).fill_(0.5).zero_().uniform_().normal_().bernoulli_(0.5).exponential_().cauchy_()
+    x.log_normal_().geometric_(0.5).random_(5).masked_fill_(x > 2, 1.0).index_fill_(0, index, 0.5).squeeze_().t_()
+    x.t_().index_add_(0, index, x[:2].clone()).index_copy_(0, index, x[:2].clone()).index_put_((index,), x[:2].clone())
+    x.scatter_(0, index[:, None], 1.0).addcmul_(x, x).addcdiv_(x, x + 1).lerp_(x + 1, 0.5).tril_().fill_diagonal_(1.0)
+    x[:, 1] = 2
+    x[1:3] += 1
+    out = torch.empty(4, 4)
+    torch.mm(x, x.t(), out=out)
+    torch.add(out, 1, out=out)
+    torch.cat([x, x], out=torch.empty(8, 5))
+    torch.eye(3), torch.arange(5), torch.linspace(0, 1, 4), torch.logspace(0, 1, 4), torch.full((2,), 1.0)
+    torch.randperm(5), torch.randint(5, (3,)), torch.randn(3), torch.rand(3), torch.normal(x.abs(), x.abs() + 1)
+    torch.poisson(torch.rand(3)), torch.binomial(torch.ones(3), torch.rand(3)), torch._sample_dirichlet(torch.ones(3))
+    torch.distributions.Gamma(torch.ones(3, requires_grad=True), 1.0).rsample().sum().backward()
+
+
+def products() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    back(lambda x, y: (x @ y, torch.einsum("ij,jk->ik", x, y), torch.mv(x, y[:, 0]), torch.outer(x[0], y[:, 0])), a, b)
+    back(lambda x, y: torch.bmm(x.expand(2, 3, 4), y.expand(2, 4, 5)), a, b)
+    back(lambda x, y, z: torch.addmm(z, x, y) + torch.addmv(z[:, 0], x, y[:, 0])[:, None], a, b, torch.randn(3, 5))
+    back(lambda x, y, z: torch.baddbmm(z, x[None], y[None]) + torch.addbmm(z, x[None], y[None]), a, b, torch.rand(3, 5))
+    back(lambda x, y: torch.kron(x, y) + torch.tensordot(x, y, 1).sum(), a, b)
+    back(F.bilinear, a, a, torch.randn(2, 4, 4))
+    square = torch.randn(4, 4) + 4 * torch.eye(4)
+    for function in (
+        *(torch.linalg.inv, torch.linalg.det, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.eigvals),
+        *(torch.linalg.svdvals, torch.linalg.pinv, torch.matrix_exp, torch.linalg.lu, torch.linalg.matrix_norm),
+        lambda x: torch.linalg.cholesky(x @ x.mT),
+        lambda x: torch.linalg.eigh(x @ x.mT)[0],
+        lambda x: torch.linalg.svd(x)[1],
+        lambda x: torch.linalg.solve(x, x[:, :2]),
+        lambda x: torch.linalg.lstsq(x, x[:, :2]).solution,
+        lambda x: torch.linalg.solve_triangular(x.triu(), x, upper=True),
+        lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(x @ x.mT)),
+        lambda x: torch.linalg.householder_product(x, x[0]),
+        lambda x: torch.linalg.matrix_power(x, 3) + torch.linalg.cross(x[:, :3], x[:, 1:]).sum(),
+    ):
+        back(function, square)
+
+
+def convolutions() -> None:
+    image = torch.randn(2, 4, 8, 8)
+    for layer in (
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.Conv2d(4, 4, 3, groups=4, bias=False),
+        nn.Conv2d(4, 6, 3, stride=2, dilation=2),
+        nn.ConvTranspose2d(4, 6, 3, stride=2),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        *(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), nn.AdaptiveMaxPool2d(3), nn.LPPool2d(2, 2)),
+        *(nn.FractionalMaxPool2d(2, output_size=3), nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2)),
+        *(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.Unfold(2), nn.LocalResponseNorm(2)),
+        *(nn.Upsample(scale_factor=2, mode=mode) for mode in ("nearest", "bilinear", "bicubic", "nearest-exact")),
+    ):
+        module(layer, image)
+        module(layer.train(), image.contiguous(memory_format=torch.channels_last))
+    with torch.autocast("cpu", torch.bfloat16):
+        module(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(216, 3)), image)
+    with torch.backends.mkldnn.flags(enabled=False):
+        module(nn.Conv2d(4, 6, 3), image)
+    for layer in (nn.Conv1d(4, 6, 3), nn.ConvTranspose1d(4, 6, 3), nn.MaxPool1d(2), nn.AvgPool1d(2)):
+        module(layer, image[:, :, 0])
+    for layer in (
+        nn.Conv3d(4, 6, 3),
+        nn.MaxPool3d(2),
+        nn.AvgPool3d(2),
+        nn.AdaptiveAvgPool3d(2),
+        nn.AdaptiveMaxPool3d(2),
+    ):
+        module(layer, torch.randn(2, 4, 4, 4, 4))
+    back(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), image)
+    back(lambda x, theta: F.grid_sample(x, F.affine_grid(theta, (2, 4, 5, 5))), image, torch.randn(2, 2, 3))
+    back(lambda x: F.fold(F.unfold(x, 2), (8, 8), 2) + F.interpolate(x, 8, mode="bilinear", antialias=True), image)
+    back(lambda x: F.interpolate(x[:, :, 0], 5, mode="linear"), image)
+
+
+def normalisations() -> None:
+    image = torch.randn(4, 6, 5, 5)
+    for layer in (
+        *(nn.BatchNorm2d(6), nn.BatchNorm2d(6, track_running_stats=False), nn.BatchNorm2d(6, affine=False)),
+        *(nn.InstanceNorm2d(6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True), nn.GroupNorm(2, 6)),
+        *(nn.LayerNorm(5), nn.RMSNorm(5), nn.LayerNorm((5, 5), elementwise_affine=False)),
+    ):
+        module(layer, image)
+        module(layer.train(), image.contiguous(memory_format=torch.channels_last))
+    module(nn.BatchNorm1d(6), image[:, :, 0, 0])
+    module(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)), image)
+    module(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), image)
+    torch.batch_norm_update_stats(image, torch.zeros(6), torch.ones(6), 0.1)
+    stats = torch.zeros(6), torch.ones(6)
+    torch.ops.aten._native_batch_norm_legit(image, None, None, *stats, True, 0.1, 1e-5)
+    torch.ops.aten._batch_norm_with_update(image, None, None, *stats, 0.1, 1e-5)
+    out = [torch.empty(0) for _ in range(3)]
+    torch.ops.aten.native_batch_norm.out(
+        image, None, None, *stats, True, 0.1, 1e-5, out=out[0], save_mean=out[1], save_invstd=out[2]
+    )
+
+
+def recurrences() -> None:
+    x = torch.randn(5, 3, 4)
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        module(kind(4, 6, num_layers=2, dropout=0.3, bidirectional=True), x)
+    module(nn.LSTM(4, 6, proj_size=2), x)
+    module(nn.RNN(4, 6, nonlinearity="relu", bias=False), x)
+    for cell in (nn.LSTMCell(4, 6), nn.GRUCell(4, 6), nn.RNNCell(4, 6)):
+        module(cell, x[0])
+    packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3, 2])
+    nn.utils.rnn.pad_packed_sequence(nn.LSTM(4, 6)(packed)[0])[0].sum().backward()
+    with torch.backends.mkldnn.flags(enabled=False):
+        module(nn.LSTM(4, 6), x)
+
+
+def attention() -> None:
+    heads = [torch.randn(2, 2, 5, 8) for _ in range(3)]
+    back(F.scaled_dot_product_attention, *heads)
+    back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads)
+    back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.randn(5, 5)), *heads)
+    back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.2), *heads)
+    x = torch.randn(2, 5, 8)
+    module(nn.MultiheadAttention(8, 2, batch_first=True), x, x, x)
+    module(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), x)
+    module(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), x, x)
+
+
+def embeddings() -> None:
+    ids, offsets = torch.tensor([0, 2, 2, 4, 1]), torch.tensor([0, 2, 2])
+    for mode in ("sum", "mean", "max"):
+        module(nn.EmbeddingBag(6, 4, mode=mode), ids, offsets)
+        module(nn.EmbeddingBag(6, 4, mode=mode, padding_idx=2, include_last_offset=True), ids, offsets)
+    back(lambda weights: nn.EmbeddingBag(6, 4, mode="sum")(ids, offsets, weights), torch.rand(5))
+    nn.EmbeddingBag(6, 4, mode="sum", sparse=True)(ids, offsets).sum().backward()
+    for options in ({}, {"padding_idx": 2}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        nn.Embedding(6, 4, **options)(ids).sum().backward()
+
+
+def losses() -> None:
+    x, y, labels = torch.rand(4, 5), torch.rand(4, 5), torch.tensor([0, 2, 4, 1])
+    for function in (
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div),
+        *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
+    ):
+        back(lambda a, function=function: function(a, y), x)
+    for function in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
+        back(lambda a, function=function: function(a, labels), x)
+    back(lambda a: F.cross_entropy(a, labels, label_smoothing=0.1, ignore_index=2, weight=torch.rand(5)), x)
+    back(lambda a: F.cross_entropy(a[:, :, None, None], labels[:, None, None]), x)
+    back(lambda a: F.multilabel_margin_loss(a, torch.tensor([[0, 2, -1, -1, -1]] * 4)), x)
+    back(lambda a: F.margin_ranking_loss(a, y, torch.ones(4, 5)) + F.triplet_margin_loss(a, y, y + 1), x)
+    back(lambda a: F.cosine_embedding_loss(a, y, torch.ones(4)) + F.gaussian_nll_loss(a, y, y), x)
+    back(lambda a: F.hinge_embedding_loss(a, torch.ones(4, 5)) + F.multilabel_soft_margin_loss(a, y), x)
+    logits, targets = torch.randn(8, 2, 5), torch.tensor([[1, 2, 3], [2, 3, 1]])
+    back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, torch.tensor([8, 6]), torch.tensor([3, 2])), logits)
+    back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, (8, 6), (3, 2)), logits)
+
+
+def transforms() -> None:
+    x = torch.randn(4, 6)
+    for name in ("fft", "ifft", "rfft", "hfft", "ihfft", "irfft", "fft2", "rfft2", "irfft2", "fftn", "rfftn"):
+        back(getattr(torch.fft, name), x)
+    back(lambda a: torch.stft(a.reshape(-1), 8, window=torch.ones(8), return_complex=True), x)
+    back(lambda a: (torch.view_as_complex(a.reshape(4, 3, 2)), torch.complex(a, a).conj() * 2, torch.polar(a, a)), x)
+    back(lambda a: (a.real, a.imag, a.angle(), a.abs(), torch.view_as_real(a), a.conj() @ a.mT), x.to(torch.complex64))
+
+
+def optimizers() -> None:
+    kinds: dict[type[torch.optim.Optimizer], tuple[dict[str, Any], ...]] = {
+        torch.optim.SGD: ({}, {"momentum": 0.9, "nesterov": True}, {"foreach": True, "momentum": 0.9}, {"fused": True}),
+        torch.optim.Adam: ({}, {"amsgrad": True}, {"foreach": True}, {"fused": True}),
+        torch.optim.AdamW: ({}, {"foreach": True}, {"fused": True}, {"fused": True, "amsgrad": True}),
+        torch.optim.Adagrad: ({}, {"foreach": True}, {"fused": True}),
+        torch.optim.RMSprop: ({"momentum": 0.5, "centered": True}, {"foreach": True}),
+        torch.optim.NAdam: ({}, {"foreach": True}),
+        torch.optim.Rprop: ({}, {"foreach": True}),
+        torch.optim.Adamax: ({}, {"foreach": True}),
+        torch.optim.LBFGS: ({},),
+    }
+    for kind, variants in kinds.items():
+        for options in variants:
+            parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))]
+            optimizer = kind(parameters, lr=0.01, **options)
+            for _ in range(2):
+                for parameter in parameters:
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step(lambda: torch.tensor(1.0))
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+            nn.utils.clip_grad_value_(parameters, 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    weight = nn.Parameter(torch.randn(3))
+    scaled = torch.optim.AdamW([weight], fused=True)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(scaled)
+    scaler.update()
+    tensors = [torch.rand(3), torch.rand(2, 2)]
+    for name in ("exp", "sqrt", "abs", "neg", "zero", "log", "reciprocal", "sign"):
+        getattr(torch, f"_foreach_{name}_")(tensors)
+    torch._foreach_add(tensors, 1.0), torch._foreach_mul(tensors, tensors), torch._foreach_norm(tensors)
+    (
+        torch._foreach_lerp_(tensors, [t + 1 for t in tensors], 0.5),
+        torch._foreach_copy_(tensors, [t + 1 for t in tensors]),
+    )
+    torch._foreach_addcdiv_(tensors, tensors, tensors, [0.1, 0.2]), torch._foreach_maximum_(tensors, 0.5)
+
+
+def sparse_and_quantised() -> None:
+    table = nn.Embedding(6, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    table(torch.tensor([0, 2, 2])).sum().backward()
+    optimizer.step()
+    coo = torch.eye(4).to_sparse()
+    back(lambda dense: torch.sparse.mm(coo, dense), torch.randn(4, 3))
+    coo.coalesce().to_dense(), (coo + coo).to_dense(), (coo * 2).coalesce().values()
+    torch.eye(4).to_sparse_csr() @ torch.randn(4, 3)
+    observed = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+    back(observed, torch.randn(3, 4))
+    back(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), torch.randn(3, 4))
+    quantised = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 0, torch.qint8)
+    quantised.dequantize(), quantised.int_repr()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    program.__name__: program
+    for program in (
+        *(pointwise, activations, reductions, sorting_and_indexing, in_place, products, convolutions, normalisations),
+        *(recurrences, attention, embeddings, losses, transforms, optimizers, sparse_and_quantised),
+    )
+}

@@ -1,0 +1,147 @@
+"""Runs ops twice on the same inputs with other bytes in fresh memory, and notes what their schema does not tell.
+
+An output that differs between the two calls is made of memory that nobody wrote; an argument whose bytes differ after
+a call was written.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_plan
+
+_M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte, freed memory with the byte
+_LIBC = ctypes.CDLL(None)
+_PATTERNS = (0x5A, 0x21)
+_SWEPT_KINDS = (OpKind.DIGEST, OpKind.VIEW)
+
+
+@contextmanager
+def dirty_memory(pattern: int) -> Iterator[None]:
+    """Fill what is allocated inside with a pattern."""
+    assert _LIBC.mallopt(_M_PERTURB, pattern) == 1
+    for size in (16, 64, 256, 1024):
+        junk = [torch.empty(size, dtype=torch.uint8).fill_(pattern) for _ in range(4)]
+        del junk
+    try:
+        yield
+    finally:
+        _LIBC.mallopt(_M_PERTURB, 0)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    if has_parts(tensor):
+        return b"".join(bytes_of(part) for part in parts_of(tensor))
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides and bytes, gaps in its storage included."""
+    if torch._is_zerotensor(tensor):
+        return tensor  # has no memory
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().clone()
+    storage = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class SweepMode(TorchDispatchMode):
+    """Checks each op that passes.
+
+    Attributes:
+        checked: base names of the ops that were run twice.
+        differing: (op, index of a returned tensor) that differs, declared opaque or not.
+        written: (op, argument) that was written, declared or not.
+        silent: the part of both that the tables and schemas do not tell.
+        drawing: ops that advanced the generator, and ``untagged`` those of them that are not said to.
+        copying: ops taken for views that returned new memory.
+        aliasing: ops not taken for views that returned an argument's memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: set[str] = set()
+        self.differing: set[tuple[str, int]] = set()
+        self.written: set[tuple[str, str]] = set()
+        self.silent: set[tuple[str, int | str]] = set()
+        self.drawing: set[str] = set()
+        self.untagged: set[str] = set()
+        self.copying: set[str] = set()
+        self.aliasing: set[str] = set()
+        self._plans: dict[Any, OpPlan] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan = self._plans.get(func)
+        if plan is None:
+            plan = self._plans[func] = make_plan(func)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if plan.kind in _SWEPT_KINDS and all(tensor.device.type == "cpu" for tensor in tensors):
+            self._check(func, plan, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, plan: OpPlan, args: Any, kwargs: Any) -> None:
+        generator = torch.get_rng_state()
+        runs = []
+        for pattern in _PATTERNS:
+            torch.set_rng_state(generator)
+            copied_args, copied_kwargs = tree_map_only(Tensor, copy_of, (args, kwargs))
+            with dirty_memory(pattern):
+                returned = func(*copied_args, **copied_kwargs)
+            self._check_writes(plan, (args, kwargs), (copied_args, copied_kwargs))
+            self._check_memory(plan, (copied_args, copied_kwargs), returned)
+            if not torch.equal(torch.get_rng_state(), generator):
+                self.drawing.add(plan.base)
+                if not plan.draws_random:
+                    self.untagged.add(plan.base)
+            runs.append(list(returned) if isinstance(returned, list | tuple) else [returned])
+        torch.set_rng_state(generator)
+        self.checked.add(plan.base)
+        for index, (one, other) in enumerate(zip(*runs, strict=True)):
+            pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+            if any(isinstance(left, Tensor) and bytes_of(left) != bytes_of(right) for left, right in pairs):
+                self.differing.add((plan.base, index))
+                if index not in plan.opaque_outputs:
+                    self.silent.add((plan.base, index))
+
+    def _check_writes(self, plan: OpPlan, before: Any, after: Any) -> None:
+        declared = {id(tensor) for tensor in written_arguments(plan, *after)}
+        named = [*zip(plan.argument_names, zip(before[0], after[0], strict=True), strict=False)]
+        named += [(name, (before[1][name], after[1][name])) for name in after[1]]
+        for name, (one, other) in named:
+            for left, right in zip(tree_leaves(one), tree_leaves(other), strict=True):
+                if isinstance(left, Tensor) and bytes_of(left) != bytes_of(right):
+                    self.written.add((plan.base, name))
+                    if id(right) not in declared and name not in OPAQUE_WRITES.get(plan.base, ()):
+                        self.silent.add((plan.base, name))
+
+    def _check_memory(self, plan: OpPlan, arguments: Any, returned: Any) -> None:
+        read = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if not all(map(_has_memory, read)):
+            return
+        memory = {address for tensor in read if (address := tensor.untyped_storage().data_ptr())}
+        values = list(returned) if isinstance(returned, list | tuple) and not plan.returns_one else [returned]
+        for index, value in enumerate(values):
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, Tensor) or not _has_memory(tensor) or tensor.numel() == 0:
+                    continue
+                is_alias = tensor.untyped_storage().data_ptr() in memory
+                if plan.kind is OpKind.VIEW and not is_alias:
+                    self.copying.add(plan.base)
+                if plan.kind is OpKind.DIGEST and index in plan.fresh_returns and is_alias:
+                    self.aliasing.add(plan.base)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not has_parts(tensor) and not torch._is_zerotensor(tensor)

@@ -1,0 +1,261 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import op_programs
+import pytest
+import torch
+from op_sweep import SweepMode, bytes_of, dirty_memory
+from torch import Tensor
+
+from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.overloads import (
+    DECLARED_ONLY,
+    HIDDEN_WRITES,
+    OPAQUE_OUTPUTS,
+    OPAQUE_WRITES,
+    OVERWRITES,
+    RELAYOUTS,
+    UNDECLARED_VIEWS,
+    UNINITIALISED,
+    OpKind,
+    make_plan,
+)
+
+aten = torch.ops.aten
+ELSEWHERE = frozenset(
+    {
+        # no kernel on the CPU
+        "aten._cudnn_rnn",
+        "aten.miopen_rnn",
+        "aten.cudnn_batch_norm",
+        "aten.miopen_batch_norm",
+        "aten.batch_norm_gather_stats",
+        "aten.batch_norm_gather_stats_with_counts",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._flash_attention_forward",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._efficient_attention_forward",
+        # the reserved buffer is empty on the CPU
+        "aten._batch_norm_with_update",
+        "aten._batch_norm_with_update_functional",
+    }
+)
+"""Entries of the tables that only other devices can confirm."""
+
+
+def op_named(base: str) -> object:
+    return getattr(aten, base.removeprefix("aten."))
+
+
+@pytest.fixture(scope="module")
+def sweep() -> SweepMode:
+    """Everyday ops, forward and backward, each run twice."""
+    torch.manual_seed(0)
+    mode = SweepMode()
+    with mode:
+        for program in op_programs.PROGRAMS.values():
+            program()
+    return mode
+
+
+# what the beta parts of torch say of themselves is not the subject here
+@pytest.mark.filterwarnings("ignore")
+class TestSweep:
+    def test_it_is_broad(self, sweep):
+        assert len(sweep.checked) >= 450
+
+    def test_no_output_and_no_write_is_kept_silent(self, sweep):
+        assert sweep.silent == set()
+
+    def test_opaque_outputs_do_differ(self, sweep):
+        on_cpu = {(base, index) for base, indices in OPAQUE_OUTPUTS.items() for index in indices}
+        assert sweep.differing == {(base, index) for base, index in on_cpu if base not in ELSEWHERE}
+
+    def test_hidden_writes_do_happen(self, sweep):
+        expected = {(base, name) for base, names in HIDDEN_WRITES.items() for name in names if base not in ELSEWHERE}
+        assert expected
+        assert expected <= sweep.written
+
+    def test_scratch_memory_is_written(self, sweep):
+        assert {(base, name) for base, names in OPAQUE_WRITES.items() for name in names} <= sweep.written
+
+    def test_every_op_that_draws_says_so(self, sweep):
+        assert {"aten.rrelu_with_noise", "aten.normal_", "aten.bernoulli_", "aten.multinomial"} <= sweep.drawing
+        assert sweep.untagged == set()
+
+    def test_views_are_views_and_nothing_else_is(self, sweep):
+        assert sweep.copying == set()
+        assert sweep.aliasing == set()
+        assert sweep.checked >= UNDECLARED_VIEWS - {"aten.unsafe_split_with_sizes"}
+
+
+def test_the_sweep_sees_what_the_tables_do_not_tell(monkeypatch):
+    monkeypatch.delitem(OPAQUE_OUTPUTS, "aten._ctc_loss")
+    monkeypatch.delitem(HIDDEN_WRITES, "aten.native_batch_norm")
+    mode = SweepMode()
+    with mode:
+        torch.nn.BatchNorm1d(3)(torch.randn(4, 3))
+        aten._ctc_loss(torch.randn(8, 1, 5).log_softmax(-1), torch.tensor([[1, 2]]), [5], [2])
+    assert mode.silent == {
+        ("aten._ctc_loss", 1),
+        ("aten.native_batch_norm", "running_mean"),
+        ("aten.native_batch_norm", "running_var"),
+    }
+
+
+def test_every_entry_names_an_op_and_its_arguments():
+    for base, names in (*HIDDEN_WRITES.items(), *OPAQUE_WRITES.items(), *((b, (n,)) for b, n in DECLARED_ONLY.items())):
+        arguments = op_named(base).default._schema.arguments
+        assert set(names) <= {argument.name for argument in arguments}, base
+    for base, names in HIDDEN_WRITES.items():
+        declared = [
+            argument.alias_info for argument in op_named(base).default._schema.arguments if argument.name in names
+        ]
+        assert declared == [None] * len(names), f"{base} declares its writes by now"
+    for base, indices in OPAQUE_OUTPUTS.items():
+        assert max(indices) < len(op_named(base).default._schema.returns), base
+    for base in UNINITIALISED | UNDECLARED_VIEWS | OVERWRITES | RELAYOUTS:
+        assert op_named(base).overloads(), base
+
+
+def test_every_overload_of_torch_has_a_plan():
+    num_overloads = 0
+    for name in {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}:
+        packet = getattr(aten, name.removeprefix("aten::"))
+        for overload in packet.overloads():
+            func = getattr(packet, overload)
+            plan = make_plan(func)
+            num_overloads += 1
+            declared = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            assert [write.name for write in plan.writes if write.name not in plan.hidden_writes] == declared, func
+            assert plan.is_functional <= (not plan.writes), func
+    assert num_overloads > 3000
+
+
+def test_batch_norm_writes_in_training_only_and_its_out_variant_what_it_is_given():
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    plan = make_plan(aten.native_batch_norm.default)
+    training = (x, None, None, mean, var, True, 0.1, 1e-5)
+    assert [id(tensor) for tensor in written_arguments(plan, training, {})] == [id(mean), id(var)]
+    assert written_arguments(plan, (x, None, None, mean, var, False, 0.1, 1e-5), {}) == []
+    outs = {name: torch.empty(0) for name in ("out", "save_mean", "save_invstd")}
+    written = written_arguments(make_plan(aten.native_batch_norm.out), (*training[:5], False, 0.1, 1e-5), outs)
+    assert [id(tensor) for tensor in written] == [id(tensor) for tensor in outs.values()]
+
+
+def fused_update(base: str, grads: list[Tensor], scale: Tensor | None) -> tuple[list[Tensor], Callable[[], None]]:
+    params, sums = [torch.ones(3)], [[torch.zeros(3)] for _ in range(3)]
+    shared = {"grad_scale": scale, "found_inf": None if scale is None else torch.zeros(())}
+    numbers = {"lr": 0.1, "weight_decay": 0.0, "maximize": False}
+    steps = [torch.tensor(1.0)]
+    if base == "aten._fused_sgd_":
+        args = (params, grads, sums[0])
+        more = {"momentum": 0.5, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+    elif base == "aten._fused_adagrad_":
+        args, more = (params, grads, sums[0], steps), {"lr_decay": 0.0, "eps": 1e-8}
+    else:
+        args = (params, grads, sums[0], sums[1], [], steps)
+        more = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
+    kwargs = {**numbers, **more, **shared}
+    func = op_named(base).default
+    return written_arguments(make_plan(func), args, kwargs), lambda: func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("base", DECLARED_ONLY)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_fused_updates_write_gradients_only_when_they_unscale_them(base, is_scaled):
+    grads = [torch.full((3,), 4.0)]
+    written, run = fused_update(base, grads, torch.tensor(2.0) if is_scaled else None)
+    run()
+    assert any(tensor is grads[0] for tensor in written) == is_scaled
+    assert grads[0].tolist() == [2.0 if is_scaled else 4.0] * 3
+
+
+def uninitialised(base: str) -> Tensor:
+    like, size = torch.ones(64), [64]
+    per_channel = {"scales": torch.ones(64), "zero_points": torch.zeros(64, dtype=torch.int64), "axis": 0}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "empty": lambda: aten.empty.memory_format(size),
+        "empty_like": lambda: aten.empty_like(like),
+        "empty_strided": lambda: aten.empty_strided(size, [1]),
+        "empty_permuted": lambda: aten.empty_permuted(size, [0]),
+        "empty_quantized": lambda: aten.empty_quantized(size, torch.quantize_per_tensor(like, 0.1, 0, torch.qint8)),
+        "new_empty": lambda: aten.new_empty(like, size),
+        "new_empty_strided": lambda: aten.new_empty_strided(like, size, [1]),
+        "_empty_affine_quantized": lambda: aten._empty_affine_quantized(size, dtype=torch.qint8),
+        "_empty_per_channel_affine_quantized": lambda: aten._empty_per_channel_affine_quantized(
+            size, dtype=torch.qint8, **per_channel
+        ),
+    }
+    return calls[base.removeprefix("aten.")]()
+
+
+@pytest.mark.parametrize("base", sorted(UNINITIALISED))
+def test_uninitialised_outputs_hold_what_the_memory_held(base):
+    found = set()
+    for pattern in (0x5A, 0x21):
+        with dirty_memory(pattern):
+            found.add(bytes_of(uninitialised(base)))
+    assert len(found) == 2
+
+
+def overwrite(base: str, target: Tensor) -> None:
+    name = base.removeprefix("aten.")
+    if name.startswith("_foreach_"):
+        extra = ([torch.ones(8)],) if "copy" in name else ()
+        op_named(base)([target], *extra)
+    else:
+        extra = {"copy_": (torch.ones(8),), "fill_": (2.0,), "geometric_": (0.5,)}.get(name, ())
+        op_named(base)(target, *extra)
+
+
+@pytest.mark.parametrize("base", sorted(OVERWRITES))
+def test_overwriting_ops_do_not_read_what_they_write(base):
+    found = set()
+    for before in (0.25, float("nan")):
+        torch.manual_seed(0)
+        target = torch.full((8,), before)
+        overwrite(base, target)
+        found.add(bytes_of(target))
+    assert len(found) == 1
+
+
+def test_undeclared_views_share_memory():
+    x = torch.randn(4, 6)
+    outputs = [aten._unsafe_view(x, [24]), *aten.unsafe_split(x, 2), *aten.unsafe_split_with_sizes(x, [1, 3])]
+    assert {out.untyped_storage().data_ptr() for out in outputs} == {x.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("func", "kind"),
+    [
+        (aten.view.default, OpKind.VIEW),
+        (aten.add.Tensor, OpKind.DIGEST),
+        (aten.add_.Tensor, OpKind.DIGEST),
+        (aten.set_.source_Storage, OpKind.RELAYOUT),
+        (torch.ops.prim.device.default, OpKind.IGNORED),
+        (torch.ops.higher_order.cond, OpKind.OPAQUE),
+        (torch.ops._c10d_functional.all_reduce.default, OpKind.COLLECTIVE),
+    ],
+)
+def test_kinds(func, kind):
+    assert make_plan(func).kind is kind
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_silent_by_any_op_that_torch_tests():
+    """Runs the samples of torch's own operator database, in a process of its own: importing it changes global flags."""
+    script = Path(__file__).with_name("op_database.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["silent"] == []
+    assert found["untagged"] == []
+    assert found["copying"] == []
+    assert found["aliasing"] == []
+    assert found["num_checked"] > 500
+    assert found["num_failed"] < 0.02 * found["num_samples"], found["failures"]
