@@ -1,0 +1,233 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
+
+from det_callbacks.trace.hash_mode import HashMode
+
+
+def hooks() -> list[int]:
+    return [len(nn_module._global_forward_hooks), len(nn_module._global_forward_pre_hooks)]
+
+
+def modules_of(mode: HashMode, op: str) -> list[str]:
+    return [site.module for site in mode.trace.program.sites if site.op == op]
+
+
+class Raises(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.inner, self.error = nn.Tanh(), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise self.error("planted")
+
+
+class Catches(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.raises, self.error = Raises(error), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.raises(x)
+        except self.error:
+            return x.sin()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_caught_in_forward_leaves_the_right_module_running(error):
+    model = nn.Sequential(Catches(error), nn.ReLU())
+    mode = HashMode(model)
+    with mode:
+        model(torch.ones(2)).cos()
+    assert modules_of(mode, "aten.tanh.default") == ["0.raises.inner"]
+    # Python runs no hook when an exception is not an Exception: until the next hook, its module seems to run
+    assert modules_of(mode, "aten.sin.default") == ["0" if error is ValueError else "0.raises"]
+    assert modules_of(mode, "aten.relu.default") == ["1"]
+    assert modules_of(mode, "aten.cos.default") == [""]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+def test_no_hook_is_left_when_the_step_raises(error, level):
+    before = hooks()
+    model = Raises(error)
+    mode = HashMode(model, level=level)
+    during: list[list[int]] = []
+    model.inner.register_forward_hook(lambda *_: during.append(hooks()))
+    with pytest.raises(error, match="planted"), mode:
+        model(torch.ones(2))
+    assert (during != [before]) == (level != "state")
+    assert hooks() == before
+    assert mode.recorder.modules.running() == []
+    assert mode.recorder.modules.current == ""
+    with mode:
+        nn.Tanh()(torch.ones(2))
+    assert hooks() == before
+
+
+def test_a_step_after_an_exception_starts_with_an_empty_stack():
+    model = Raises(KeyboardInterrupt)
+    mode = HashMode(model)
+    with pytest.raises(KeyboardInterrupt), mode:
+        model(torch.ones(2))
+    with mode:
+        torch.ones(2).cos()
+    assert modules_of(mode, "aten.cos.default") == [""]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_early_stop_of_recomputation_leaves_no_module_running(reentrant):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    mode = HashMode(model)
+    with mode:
+        x = torch.ones(2, 3, requires_grad=True)
+        y = checkpoint(model[:2], x, use_reentrant=reentrant)
+        z = checkpoint(model[2:], y, use_reentrant=reentrant)
+        z.sum().backward()
+        assert mode.recorder.modules.running() == []
+        x.detach().cos()
+    assert modules_of(mode, "aten.cos.default") == [""]
+    recomputed = [(site.module, site.op) for site in mode.trace.program.sites if site.recomputed]
+    assert recomputed[:2] == [("2", "aten.addmm.default"), ("3", "aten.tanh.default")]
+    assert ("1", "aten.tanh.default") in recomputed
+
+
+def test_modules_added_while_training_are_known_from_the_next_step_on():
+    model = nn.Sequential(nn.Tanh())
+    mode = HashMode(model)
+    with mode:
+        model(torch.ones(2))
+    model.append(nn.Sigmoid())
+    with mode:
+        model(torch.ones(2))
+    assert modules_of(mode, "aten.sigmoid.default") == ["1"]
+
+
+def test_a_module_added_within_a_step_is_known_when_it_is_called():
+    model = nn.Sequential(nn.Tanh())
+    mode = HashMode(model)
+    with mode:
+        model.append(nn.Sigmoid())
+        model(torch.ones(2))
+    assert modules_of(mode, "aten.sigmoid.default") == ["1"]
+
+
+def test_several_modules_added_within_a_step():
+    model = nn.Sequential(nn.Tanh())
+    mode = HashMode(model)
+    with mode:
+        model.append(nn.Sigmoid())
+        x = model(torch.ones(2))
+        model.append(nn.Hardswish())
+        model[2](x)
+    assert modules_of(mode, "aten.sigmoid.default") == ["1"]
+    # looked for once a step; afterwards a stranger counts as its caller's
+    assert modules_of(mode, "aten.hardswish.default") == [""]
+    with mode:
+        model[2](torch.ones(2))
+    assert modules_of(mode, "aten.hardswish.default") == ["2"]
+
+
+def test_a_replaced_module_takes_over_the_name():
+    model = nn.Sequential(nn.Tanh(), nn.ReLU())
+    mode = HashMode(model)
+    with mode:
+        model(torch.ones(2))
+    model[0] = nn.Sigmoid()
+    with mode:
+        model(torch.ones(2))
+    assert modules_of(mode, "aten.sigmoid.default") == ["0"]
+
+
+def test_strangers_count_as_their_callers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Tanh())
+            self.outside = [nn.Sigmoid()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outside[0](self.inner(x))
+
+    model = nn.Sequential(Model())
+    mode = HashMode(model)
+    with mode:
+        nn.ReLU()(model(torch.ones(2)))
+    assert modules_of(mode, "aten.sigmoid.default") == ["0"]
+    assert modules_of(mode, "aten.relu.default") == [""]
+
+
+def test_without_a_root_outermost_modules_go_by_their_class():
+    mode = HashMode()
+    with mode:
+        nn.Sequential(nn.Tanh())(torch.ones(2))
+    assert modules_of(mode, "aten.tanh.default") == ["Sequential.0"]
+
+
+def test_a_shared_module_goes_by_its_first_name_each_time():
+    shared = nn.Tanh()
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    mode = HashMode(model)
+    with mode:
+        model(torch.ones(2))
+    assert modules_of(mode, "aten.tanh.default") == ["0", "0"]
+
+
+def test_a_module_that_calls_itself():
+    class Model(nn.Module):
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            return self(x.sin(), depth - 1).cos() if depth else x.tan()
+
+    model = nn.Sequential(Model())
+    mode = HashMode(model)
+    with mode:
+        model[0](torch.ones(2), 3).exp()
+    assert modules_of(mode, "aten.cos.default") == ["0"] * 3
+    assert modules_of(mode, "aten.exp.default") == [""]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_compiled_models_run_and_their_ops_stay_inside(backend, level):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    expected = model(x)
+    expected.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    compiled = torch.compile(model, backend=backend)
+    mode = HashMode(model, level=level)
+    before = hooks()
+    for _ in range(3):
+        model.zero_grad()
+        with mode:
+            out = compiled(x)
+            out.sum().backward()
+        assert torch.equal(out, expected)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert hooks() == before
+    names = {name for name, _ in model.named_modules()} | {"?"}
+    assert {site.module for site in mode.trace.program.sites} <= names
+    if level == "op":
+        assert len(modules_of(mode, "aten.addmm.default")) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_part_of_a_model_counts_as_a_module_of_it():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()))
+    mode = HashMode(model)
+    model[1].compile(backend="aot_eager")
+    for _ in range(2):
+        with mode:
+            model(torch.ones(2, 3)).sum().backward()
+    assert set(modules_of(mode, "aten.sigmoid.default")) <= {"", "1", "1.1"}
+    assert modules_of(mode, "aten.tanh.default") == ["0"]
+    assert set(modules_of(mode, "aten.sigmoid_backward.default")) <= {"", "1", "1.1", "?"}

@@ -1,0 +1,169 @@
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from det_callbacks.trace import source
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.source import Entry, capture_source, engine_entry
+
+
+def called(code: str, filename: str, **scope: object) -> object:
+    """Run a function ``f`` defined by code that claims to be in a file."""
+    exec(compile(code, filename, "exec"), scope)
+    return scope["f"]()
+
+
+def line_of(op: str, mode: HashMode) -> tuple[str, ...]:
+    return next(site.source for site in mode.trace.program.sites if site.op == op)
+
+
+def test_lines_are_innermost_first_and_relative_to_the_working_directory():
+    def outer():
+        return inner()
+
+    def inner():
+        return capture_source()
+
+    first, second, *_ = outer()
+    assert first == f"tests/unit/test_source.py:{inner.__code__.co_firstlineno + 1} in inner"
+    assert second == f"tests/unit/test_source.py:{outer.__code__.co_firstlineno + 1} in outer"
+
+
+def test_at_most_four_lines():
+    def deep(levels):
+        return deep(levels - 1) if levels else capture_source()
+
+    assert len(deep(9)) == 4
+
+
+def test_equal_code_in_two_files_keeps_its_file():
+    text = "def f():\n    return capture()\n"
+    one = called(text, "one.py", capture=capture_source)
+    two = called(text, "two.py", capture=capture_source)
+    assert (one[0], two[0]) == ("one.py:2 in f", "two.py:2 in f")
+
+
+def test_no_home_directory_gets_into_a_run():
+    lines = called("def f():\n    return capture()\n", "/home/someone/project/train.py", capture=capture_source)
+    assert lines[0] == "project/train.py:2 in f"
+
+
+def test_installed_packages_are_users_code_but_not_the_training_loop():
+    site_packages = source._TORCH.removesuffix("/torch")
+    library = called("def f():\n    return capture()\n", f"{site_packages}/timm/layers.py", capture=capture_source)
+    assert library[0] == "timm/layers.py:2 in f"
+    loop = called(
+        "def f():\n    return step()\n",
+        f"{site_packages}/lightning/pytorch/loops/training_epoch_loop.py",
+        step=lambda: capture_source(),
+    )
+    assert len(loop) == 1
+    assert loop[0].endswith("in <lambda>")
+    hooks = called(
+        "def f():\n    return capture()\n", f"{site_packages}/lightning/pytorch/core/hooks.py", capture=capture_source
+    )
+    assert not any("lightning" in line for line in hooks)
+
+
+def test_an_op_has_the_line_of_the_user_and_its_gradient_too():
+    model = nn.Sequential(nn.Linear(2, 2))
+    mode = HashMode(model)
+    with mode:
+        out = model(torch.ones(1, 2))
+        out.exp().sum().backward()
+    here = sys._getframe().f_lineno - 2
+    assert line_of("aten.addmm.default", mode)[0] == f"tests/unit/test_source.py:{here} in {_name()}"
+    assert line_of("aten.exp.default", mode)[0] == f"tests/unit/test_source.py:{here + 1} in {_name()}"
+    gradient = next(s for s in mode.trace.program.sites if s.phase == "backward" and s.op == "aten.mul.Tensor")
+    assert gradient.source == line_of("aten.exp.default", mode)
+
+
+def _name() -> str:
+    return sys._getframe(1).f_code.co_name
+
+
+def test_an_optimizer_without_user_code_shows_its_own_line():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.step()  # the wrappers of the first call
+    site_packages = source._TORCH.removesuffix("/torch")
+    weight.grad = torch.ones(2)
+    mode = HashMode()
+    with mode:
+        called(
+            "def f():\n    return step()\n",
+            f"{site_packages}/lightning/pytorch/loops/optimization/automatic.py",
+            step=optimizer.step,
+        )
+    (line,) = line_of("aten.add_.Tensor", mode)
+    assert line.startswith("torch/optim/sgd.py:")
+
+
+class Asking(TorchDispatchMode):
+    """Asks at every op of a backward pass how the engine came to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, Entry]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch._C._current_graph_task_id() != -1:
+            self.entries.append((func._opname, engine_entry()))
+        return func(*args, **(kwargs or {}))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul(2)
+
+
+def test_entries_of_the_engine():
+    x = torch.ones(3, requires_grad=True)
+    y = Double.apply(x.sin())
+    y.register_hook(lambda grad: grad.neg())
+    z = y.exp().sum()
+    with Asking() as asking:
+        z.backward()
+    entries = dict(asking.entries)
+    assert entries["neg"] is Entry.HOOK
+    assert entries["expand"] is Entry.ENGINE
+    assert entries["cos"] is Entry.ENGINE
+    assert [entry for name, entry in asking.entries if name == "mul"] == [Entry.ENGINE, Entry.FUNCTION, Entry.ENGINE]
+
+
+@pytest.mark.parametrize("packing", [lambda x: x * 1.0, lambda x: x])
+def test_saved_tensor_hooks_are_hooks(packing):
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(packing, lambda packed: packed.abs()):
+        z = x.sin().sum()
+    with Asking() as asking:
+        z.backward()
+    assert dict(asking.entries)["abs"] is Entry.HOOK
+    assert dict(asking.entries)["cos"] is Entry.ENGINE
+
+
+def test_walking_the_stack_holds_nothing():
+    x = torch.ones(3, requires_grad=True)
+    mode = HashMode()
+    stacks: list[types.FrameType] = []
+
+    def hook(grad):
+        stacks.append(sys._getframe())
+        return grad * 2
+
+    with mode:
+        y = x.sin()
+        y.register_hook(hook)
+        y.sum().backward()
+    frame = stacks.pop()
+    # the frame is held by the variable here, and by nothing that the trace keeps
+    assert sys.getrefcount(frame) == 2
