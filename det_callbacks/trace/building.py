@@ -9,7 +9,7 @@ from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.source import capture_source
-from det_callbacks.trace.tree import VARYING, Context, Event, arguments_json, needs_exact
+from det_callbacks.trace.tree import VARYING, Context, Event, arguments_json, comparable, exact_form, needs_exact
 
 
 def build_op_event(
@@ -20,6 +20,7 @@ def build_op_event(
     *,
     varying: tuple[int, ...],
     row_edges: Sequence[tuple[int, ...]],
+    inputs: Sequence[Sequence[int]] | None,
     outputs: Sequence[Any],
     output_names: Sequence[str | None],
 ) -> None:
@@ -32,6 +33,7 @@ def build_op_event(
         kwargs: of the call.
         varying: places in ``event.consts`` that change from step to step.
         row_edges: for each input row, the positions it follows from.
+        inputs: positions read by each output, where they are not the same for all.
         outputs: tensors and numbers that the call wrote.
         output_names: their names, where they have one.
     """
@@ -49,13 +51,14 @@ def build_op_event(
     names = list(const_names(plan, args, kwargs))
     assert len(names) == len(event.consts), plan.name
     varying_names = tuple(names[index] for index in varying)
-    if varying:
-        event.varying = varying
-        event.consts = [VARYING if index in varying else const for index, const in enumerate(event.consts)]
-    elif any(
-        name in plan.number_arguments and needs_exact(const) for name, const in zip(names, event.consts, strict=True)
+    event.varying = varying
+    consts = [VARYING if index in varying else const for index, const in enumerate(event.consts)]
+    if any(
+        needs_exact(const, is_number=name.partition("[")[0] in plan.number_arguments)
+        for name, const in zip(names, consts, strict=True)
     ):
-        event.exact = repr(event.consts)
+        event.exact = exact_form(consts, varying)
+    event.consts = [comparable(const) for const in consts]
     rows = [
         input_row(name, edges, module=event.module, source=event.source)
         for name, edges in zip(event.names, row_edges, strict=True)
@@ -74,8 +77,8 @@ def build_op_event(
                 source=event.source,
             )
         )
-    inputs = tuple(sorted(set(event.reads)))
-    arguments = arguments_json(names, event.consts)
+    every = tuple(sorted(set(event.reads)))
+    arguments = arguments_json(names, consts)
     rows.extend(
         Site(
             phase=event.phase,
@@ -87,7 +90,7 @@ def build_op_event(
             name=name,
             arguments=arguments,
             varying=varying_names,
-            inputs=inputs,
+            inputs=every if inputs is None else tuple(sorted(set(inputs[index]))),
             recomputed=recomputed,
             source=event.source,
         )

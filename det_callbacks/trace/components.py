@@ -1,11 +1,15 @@
 """Tensors that are made of other tensors: sparse ones, shards and wrapper subclasses."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch  # looked at in torch 2.13
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
@@ -25,15 +29,36 @@ def has_parts(tensor: Tensor) -> bool:
     return tensor.__class__ not in _PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def holds_data(tensor: Any) -> bool:
+    """Return whether there is something to digest: not in fake, functional, meta and uninitialised tensors."""
+    if tensor.__class__ in _PLAIN:
+        return not tensor.is_meta
+    if not isinstance(tensor, Tensor):
+        return True
+    if isinstance(tensor, FakeTensor | FunctionalTensor) or is_lazy(tensor):
+        return False
+    if hasattr(tensor, "__tensor_flatten__"):
+        return all(holds_data(part) for part in parts_of(tensor))
+    return not tensor.is_meta
+
+
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the ordinary tensors that hold the bytes of one that ``has_parts``; none where they cannot be reached."""
+    """Yield the ordinary tensors that hold the bytes of one that ``has_parts``; none where they cannot be reached.
+
+    A tensor with memory of its own (a subclass with ``__torch_dispatch__`` only) is its one part.
+    """
     if isinstance(tensor, DTensor):
         yield tensor._local_tensor
         return
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, attribute)
-            yield from parts_of(part) if has_parts(part) else (part,)
+            if isinstance(part, Tensor):  # a DeviceMesh may be among them
+                yield from parts_of(part) if has_parts(part) else (part,)
+        return
+    if tensor.layout is _STRIDED:
+        if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta:
+            yield tensor
         return
     with torch._C._DisableTorchDispatch():  # asking for the parts dispatches, which no mode of the user should see
         if tensor.layout is torch.sparse_coo:

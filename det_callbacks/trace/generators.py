@@ -18,6 +18,10 @@ class GeneratorName(str):
 
 
 TORCH_CPU = GeneratorName("torch.cpu")
+PASSED = "generator on "
+"""Begins the names of generators that are passed to an op."""
+
+_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # ops get a new Python object for it
 PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
 
@@ -25,34 +29,50 @@ _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key
 
 
 class GeneratorTrail:
-    """Per generator, the last sites of the step that read or advanced it."""
+    """Per generator, the last sites of the step that read or advanced it.
+
+    Generators that are passed to an op share a name; their addresses tell them apart.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[int, ...]] = {}
-        self._drawing = ""
+        self._last: dict[object, tuple[int, ...]] = {}
+        self._held: list[Generator] = []
+        self._drawing: object = None
 
     def clear(self) -> None:
         """Start a step."""
         self._last.clear()
-        self._drawing = ""
+        self._held.clear()
+        self._drawing = None
 
-    def read(self, name: GeneratorName, position: int) -> tuple[int, ...]:
-        """Note that the state was digested at a position; return the sites it follows from."""
-        edges = self._last.get(name, ())
-        self._last[name] = (position,)
-        self._drawing = name
+    def read(self, name: GeneratorName, position: int, generator: Generator | None = None) -> tuple[int, ...]:
+        """Note that the state was digested at a position; return the sites it follows from.
+
+        Args:
+            name: of the generator.
+            position: of the site.
+            generator: itself, when its name is not its own; it is kept until the step ends.
+        """
+        key: object = name
+        if generator is not None:
+            key = generator._cdata  # type: ignore[attr-defined]  # torch 2.13: the address of the generator proper
+            if key not in self._last:
+                self._held.append(generator)
+        edges = self._last.get(key, ())
+        self._last[key] = (position,)
+        self._drawing = key
         return edges
 
     def note_draw(self, position: int) -> None:
         """Note that the op at a position advanced the generator read last."""
-        self._last[self._drawing] = (*self._last.get(self._drawing, ()), position)
+        self._last[self._drawing] = (*self._last[self._drawing], position)
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GeneratorName, Generator]:
     """Return the generator that an op draws from: the one passed, else its device's default."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Generator):
-            return GeneratorName(f"generator on {value.device.type}"), value
+        if isinstance(value, Generator) and value._cdata != _DEFAULT:  # type: ignore[attr-defined]
+            return GeneratorName(f"{PASSED}{value.device.type}"), value
     device = kwargs.get("device")
     if device is None:
         device = next((value.device for value in args if isinstance(value, Tensor)), None)

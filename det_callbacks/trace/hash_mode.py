@@ -168,13 +168,18 @@ class HashMode:
             record_batch(recorder, batch)
         record_generators(recorder)
         self.is_open = True
-        self._phases.open()
-        if self.selection.level != "state":
-            recorder.modules.open()
-            self._outputs.open()
-        if self.selection.level == "op":
-            self._interceptor = _Interceptor(recorder)
-            self._interceptor.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            self._phases.open()
+            if self.selection.level != "state":
+                recorder.modules.open()
+                self._outputs.open()
+            if self.selection.level == "op":
+                interceptor = _Interceptor(recorder)
+                interceptor.__enter__()  # type: ignore[no-untyped-call]
+                self._interceptor = interceptor
+        except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
+            self.abandon()
+            raise
 
     def finish(self) -> StepTrace | None:
         """End the step and return what it did; None when the trace had to be turned off."""

@@ -92,13 +92,19 @@ class LayoutTable:
 
     def of(self, tensor: Tensor) -> LayoutSlot:
         """Return the slot of any tensor."""
+        if tensor.is_nested and tensor.layout is torch.strided:
+            with torch._C._DisableTorchDispatch():
+                sizes = tensor._nested_tensor_size().tolist()
+            return self.special(str(tensor.dtype).removeprefix("torch."), (), f"nested{sizes}")
         if not has_parts(tensor):
             key = (tensor.dtype, tensor.shape, tensor.stride())
             return self.slots.get(key) or self.add_strided(key)
         dtype = str(tensor.dtype).removeprefix("torch.")
         placements = getattr(tensor, "placements", None)
         detail = str(tensor.layout).removeprefix("torch.") if placements is None else f"DTensor{list(placements)}"
-        return self.special(dtype, tuple(tensor.shape), detail)
+        # the ragged size of a nested tensor is a symbol, numbered anew for each one made
+        shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+        return self.special(dtype, shape, detail)
 
     def add(self, key: Any, entry: TensorLayout | None, *, itemsize: int = 0, may_be_raw: bool = False) -> LayoutSlot:
         """Intern an entry."""

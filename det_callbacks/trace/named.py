@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_bytes, digest_memory, digest_spans, digest_tensor
 from det_callbacks.trace.building import owner_of
-from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import (
     NUMPY,
     PYTHON,
@@ -23,7 +23,6 @@ from det_callbacks.trace.generators import (
 from det_callbacks.trace.layouts import LayoutSlot, is_readable
 from det_callbacks.trace.program import Role, Site
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.storages import PartialWrites, byte_extent
 from det_callbacks.trace.tree import Event, scalar_bits
 
 MAX_SAMPLES = 1024
@@ -36,7 +35,7 @@ def record_batch(recorder: Recorder, batch: Any) -> None:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples."""
     for name, tensor in flatten(batch, "batch"):
         record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
-        if isinstance(tensor, Tensor) and tensor.dim() and 2 <= tensor.shape[0] <= MAX_SAMPLES:
+        if isinstance(tensor, Tensor) and holds_data(tensor) and tensor.dim() and 2 <= tensor.shape[0] <= MAX_SAMPLES:
             samples = digest_samples(tensor)
             if samples is not None:
                 _record_bits(recorder, "samples", "data", name, samples, role="samples")
@@ -67,6 +66,8 @@ def record_group(
 ) -> None:
     """Record named tensors and numbers as sites, in row-major order of their elements.
 
+    Tensors without data (meta, fake, uninitialised) are left out.
+
     Args:
         recorder: whose step it is.
         label: what kind of group it is; tells groups at the same place apart.
@@ -75,6 +76,7 @@ def record_group(
         owner: module of all of them; None takes it from the name ("net.head" for "net.head.weight").
         is_source: ops that read these tensors later in the step read these sites.
     """
+    entries = [entry for entry in entries if not isinstance(entry[1], Tensor) or holds_data(entry[1])]
     if not entries:
         return
     first = recorder.num_sites
@@ -112,7 +114,7 @@ def record_group(
             bits = digest_tensor(value)
         recorder.append_bits(bits, slot)
         if is_source and isinstance(value, Tensor) and not has_parts(value) and value.numel():
-            recorder.ledger.write(value, position, is_dense=slot.is_dense)
+            recorder.ledger.write(value, position)
 
 
 def record_outputs(recorder: Recorder, phase: str, module: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -122,6 +124,8 @@ def record_outputs(recorder: Recorder, phase: str, module: str, tensors: Sequenc
     whole of one.
     """
     for name, tensor in tensors:
+        if not holds_data(tensor):
+            continue
         names: list[str | None] = [name]
         reads = [_writers_of(recorder, tensor)]
         event = recorder.at.likely
@@ -177,12 +181,11 @@ def _new_group(
 
 def _writers_of(recorder: Recorder, value: object) -> list[int]:
     """Return the sites of this step that wrote a tensor's bytes."""
-    if not isinstance(value, Tensor) or has_parts(value):
+    if not isinstance(value, Tensor):
         return []
-    known = recorder.ledger.writers.get(value.untyped_storage()._cdata)
-    if isinstance(known, PartialWrites):
-        return known.writers(*byte_extent(value))
-    return [] if known is None else [known]
+    if not has_parts(value):
+        return recorder.ledger.writers_of(value)
+    return sorted({writer for part in parts_of(value) for writer in recorder.ledger.writers_of(part)})
 
 
 def flatten(tree: Any, name: str, depth: int = 0) -> Iterator[Entry]:

@@ -52,6 +52,8 @@ class Passing:
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
         self.skipped[plan.kind.value] += 1
+        if plan.kind is OpKind.RELAYOUT:
+            return self._relayout(func, args, kwargs)
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
             if out.__class__ is Tensor and out.layout is _STRIDED:
@@ -79,6 +81,20 @@ class Passing:
         out = func(*args, **kwargs)
         for tensor in written_arguments(plan, args, kwargs):
             self._forget((tensor,), {})
+        return out
+
+    def _relayout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that gives a tensor another storage or extent; bytes that stay have the writers they had."""
+        target = args[0]
+        if has_parts(target):
+            self._forget(args, kwargs)
+            return func(*args, **kwargs)
+        before = target.untyped_storage()
+        address, num_bytes = before._cdata, before.nbytes()
+        out = func(*args, **kwargs)
+        after = target.untyped_storage()
+        if after._cdata == address and after.nbytes() > num_bytes:
+            self._recorder.ledger.grown(target, num_bytes)
         return out
 
     def _touch(self, func: Any, plan: OpPlan) -> None:

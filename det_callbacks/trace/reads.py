@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Generator, Tensor
 
-from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.generators import digest_generator, generator_of
+from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.storages import byte_extent
+from det_callbacks.trace.storages import region_of
+
+_ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -30,9 +32,14 @@ class Reads:
     def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
         if has_parts(tensor):
-            for part in parts_of(tensor):
-                self.read(part, reads, names)
-            return
+            parts = list(parts_of(tensor))
+            if not parts:
+                self._read_whole(tensor, reads, names)
+                return
+            if parts[0] is not tensor:
+                for part in parts:
+                    self.read(part, reads, names)
+                return
         recorder = self._recorder
         ledger = recorder.ledger
         storage = tensor.untyped_storage()
@@ -44,10 +51,10 @@ class Reads:
             return
         edges: tuple[int, ...] = ()
         if known is not None:
-            low, high = byte_extent(tensor)
-            edges = tuple(known.writers(low, high))
+            region = region_of(tensor)
+            edges = tuple(known.writers(region))
             reads.extend(edges)
-            if known.is_born or known.covers(low, high):
+            if known.covers(region):
                 return
         position = len(recorder.digests)
         names.append(recorder.names.of(tensor))
@@ -57,7 +64,21 @@ class Reads:
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:
-            ledger.write(tensor, position, is_dense=slot.is_dense)
+            ledger.write(tensor, position)
+
+    def _read_whole(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
+        """Collect who made a tensor without storage (mkldnn); one that holds no data has no writer."""
+        if not holds_data(tensor):
+            return
+        recorder = self._recorder
+        writer = recorder.ledger.writer_of_whole(tensor)
+        if writer is None:
+            writer = len(recorder.digests)
+            names.append(None)
+            self.row_edges.append(())
+            recorder.append(tensor)
+            recorder.ledger.write_whole(tensor, writer)
+        reads.append(writer)
 
     def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[str | None]) -> None:
         """Collect one argument of any kind."""
@@ -94,9 +115,41 @@ class Reads:
         name, generator = generator_of(args, kwargs)
         position = len(self._recorder.digests)
         names.append(name)
-        self.row_edges.append(self._recorder.generators.read(name, position))
+        passed = generator if name.startswith(PASSED) else None
+        self.row_edges.append(self._recorder.generators.read(name, position, passed))
         self._recorder.append_bits(digest_generator(generator), self._recorder.layouts.none)
         reads.append(position)
+
+    def by_output(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
+    ) -> list[list[int]] | None:
+        """Return what each output of an op on lists of tensors reads, None for other ops.
+
+        Output i of a ``_foreach`` or ``_fused`` op reads the i-th tensor of each list, and the tensors in no list.
+        Asked after the call and before its writes are noted.
+        """
+        if not plan.base.startswith(_ELEMENTWISE):
+            return None
+        written = {write.name for write in plan.writes} if plan.is_overwrite else set()
+        lists: list[list[Tensor]] = []
+        shared: list[int] = []
+        for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
+            if name in written:
+                continue
+            if isinstance(value, Tensor):
+                shared.extend(self._recorder.ledger.writers_of(value))
+            elif isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
+                lists.append(list(value))
+        num_items = len(lists[0]) if lists else 0
+        if not num_items or num_outputs % num_items or any(len(tensors) != num_items for tensors in lists):
+            return None
+        if any(has_parts(tensor) for tensors in lists for tensor in tensors):
+            return None
+        writers_of = self._recorder.ledger.writers_of
+        return [
+            [*shared, *(writer for tensors in lists for writer in writers_of(tensors[index % num_items]))]
+            for index in range(num_outputs)
+        ]
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""

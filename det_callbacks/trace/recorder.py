@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
-from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
@@ -35,7 +33,6 @@ from det_callbacks.trace.witness import Witness
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _is_grad_enabled = torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_NO_DATA = (FakeTensor, FunctionalTensor)
 _STRIDED = torch.strided
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _MAX_SIBLINGS = 64
@@ -143,8 +140,6 @@ class Recorder:
             context = self.backward_context()
         if not self._selects_all and not self.selects(phase, context):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
-        if types and any(issubclass(kind, _NO_DATA) for kind in types):
-            return func(*args, **kwargs)
 
         digests = self.digests
         mark = len(digests)
@@ -206,8 +201,13 @@ class Recorder:
             or event.phase is not phase
             or event.names != names
             or event.num_outputs != len(outputs)
-            or (event.exact is not None and event.exact != repr(consts))
+            or (event.exact is not None and not event.is_exactly(consts))
+            or (kwargs and event.keywords != tuple(kwargs))
         ):
+            if outputs and not any(holds_data(output) for output in outputs):
+                self.reads.roll_back(mark)
+                self.passing.skipped["no_data"] += 1
+                return out
             event = self._other_event(func, phase, context, consts, reads, names, outputs, plan, args, kwargs)
         self.at = event
         if names:
@@ -223,7 +223,7 @@ class Recorder:
         first = len(digests)
         slots = self.layouts.slots
         for output in outputs:
-            if output.__class__ in _PLAIN and output.layout is _STRIDED:
+            if output.__class__ in _PLAIN and output.layout is _STRIDED and not output.is_nested:
                 key = (output.dtype, output.shape, output.stride())
                 slot = slots.get(key)
                 if slot is None:
@@ -236,14 +236,14 @@ class Recorder:
                 elif slot.is_dense and storage.nbytes() == slot.num_bytes and (address := storage._cdata) in writers:
                     writers[address] = len(digests)
                 else:
-                    ledger.write(output, len(digests), is_dense=slot.is_dense)
+                    ledger.write(output, len(digests))
                 if slot.is_raw and output.is_cpu and (address := output.data_ptr()):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
                     digests.append(digest_output(output))
                 indices.append(slot.index)
             else:
-                self._append_special(output)
+                self._append_special(output, is_fresh=is_functional)
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
@@ -272,19 +272,26 @@ class Recorder:
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
-    def _append_special(self, output: Any) -> None:
-        """Append a number, or a tensor that is not an ordinary strided one."""
+    def _append_special(self, output: Any, *, is_fresh: bool) -> None:
+        """Append a number, or a tensor that is not an ordinary strided one.
+
+        A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
+        """
         if not isinstance(output, Tensor):
             bits, tag = scalar_bits(output)
             self.append_bits(bits, self.layouts.special(tag))
             return
         position = len(self.digests)
-        if output.is_meta and not has_parts(output):
-            self.append_bits(0, self.layouts.special("meta"))
+        if not holds_data(output):
+            self.append_bits(0, self.layouts.special("no data"))
             return
         self.append(output)
-        for part in parts_of(output) if has_parts(output) else (output,):
-            self.ledger.write(part, position, is_dense=True)
+        parts = list(parts_of(output)) if has_parts(output) else [output]
+        for part in parts:
+            if not (is_fresh and part.untyped_storage()._cdata in self.ledger.writers):
+                self.ledger.write(part, position)
+        if not parts:
+            self.ledger.write_whole(output, position)
 
     # prediction
 
@@ -304,14 +311,14 @@ class Recorder:
         """Return the event of a call that is not the likely one: a sibling, or a new one."""
         parent = self.at
         for child in parent.children[: -_MAX_SIBLINGS - 1 : -1]:
-            if child.fits(func, phase, context, consts, reads, names, len(outputs)):
+            if child.fits(func, phase, context, consts, reads, names, len(outputs), tuple(kwargs)):
                 parent.likely = child
                 return child
-        event = Event(parent, func, phase, context, consts, reads, names, len(outputs))
+        event = Event(parent, func, phase, context, consts, reads, names, len(outputs), tuple(kwargs))
         self.backward.note_functions(event)
         is_named = not plan.is_functional
         output_names = [
-            self.names.of(output) if is_named and output.__class__ in _PLAIN and output.layout is _STRIDED else None
+            self.names.of(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
             for output in outputs
         ]
         build_op_event(
@@ -321,6 +328,7 @@ class Recorder:
             kwargs,
             varying=self.tree.varying(event),
             row_edges=self.reads.row_edges,
+            inputs=self.reads.by_output(plan, args, kwargs, len(outputs)),
             outputs=outputs,
             output_names=output_names,
         )

@@ -5,44 +5,100 @@ ledger is pinned by a weak reference until the step ends: its memory is released
 Pinning and looking up cost about 0.1 microsecond each (torch 2.13: ``UntypedStorage._weak_ref`` and ``_cdata``).
 """
 
+import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
+UNKNOWN = -1
+"""Stands for the position of a site where something that is not recorded wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The bytes of a storage that a strided tensor covers.
+
+    Attributes:
+        low: first byte.
+        high: last byte + 1.
+        run: length of each stretch without holes.
+        steps: (distance, number) of the dimensions that repeat the stretch, by distance; () when there are no holes.
+        period: greatest common divisor of the distances: stretches begin at multiples of it from ``low`` on.
+    """
+
+    low: int
+    high: int
+    run: int
+    steps: tuple[tuple[int, int], ...] = ()
+    period: int = 0
+
+    def overlaps(self, other: "Region") -> bool:
+        """Return whether they share a byte; true as well for some that interleave at different periods."""
+        if self.low >= other.high or other.low >= self.high:
+            return False
+        period = gcd(self.period, other.period)
+        if self.run >= period or other.run >= period:
+            return True
+        offset = (other.low - self.low) % period
+        return offset < self.run or period - offset < other.run
+
+    def contains(self, other: "Region") -> bool:
+        """Return whether every byte of the other is in this one; false as well for some nested ones with holes."""
+        if not self.steps:
+            return self.low <= other.low and other.high <= self.high
+        return self == other
+
 
 @dataclass(slots=True)
 class PartialWrites:
-    """Writers of parts of a storage, in bytes.
+    """Writers of parts of a storage.
 
     Attributes:
         is_born: the storage was made in this step by an op that leaves memory uninitialised, so bytes nobody wrote
             hold nothing worth recording.
-        spans: (first byte, last byte + 1, position of the site, whether every byte in between was written).
+        writes: (region, position of the site or ``UNKNOWN``), in the order in which they happened; those that a later
+            one replaced are left out.
     """
 
     is_born: bool
-    spans: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    writes: list[tuple[Region, int]] = field(default_factory=list)
 
-    def write(self, low: int, high: int, position: int, *, is_solid: bool) -> None:
-        """Add a write; a solid one replaces the writes that lie inside it."""
-        if is_solid:
-            self.spans = [span for span in self.spans if span[0] < low or span[1] > high]
-        self.spans.append((low, high, position, is_solid))
+    def add(self, region: Region, position: int) -> None:
+        """Add a write; it replaces the writes that lie inside it."""
+        self.writes = [write for write in self.writes if not region.contains(write[0])]
+        self.writes.append((region, position))
 
-    def writers(self, low: int, high: int) -> list[int]:
-        """Return the sites that wrote into a range, ascending and without repetition."""
-        return sorted({span[2] for span in self.spans if span[0] < high and span[1] > low})
+    def writers(self, region: Region) -> list[int]:
+        """Return the sites that wrote into a region, ascending and without repetition."""
+        return sorted({at for written, at in self.writes if at != UNKNOWN and written.overlaps(region)})
 
-    def covers(self, low: int, high: int) -> bool:
-        """Return whether every byte of a range was written by a recorded site."""
-        reached = low
-        for first, last, _, is_solid in sorted(self.spans):
-            if is_solid and first <= reached:
-                reached = max(reached, last)
-        return reached >= high
+    def covers(self, region: Region) -> bool:
+        """Return whether every byte of a region that is worth recording was written by a recorded site."""
+        if any(at == UNKNOWN and written.overlaps(region) for written, at in self.writes):
+            return False
+        if self.is_born or any(written.contains(region) for written, _ in self.writes):
+            return True
+        reached = region.low
+        for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.steps):
+            if low <= reached:
+                reached = max(reached, high)
+        return reached >= region.high
+
+    def untouched(self, region: Region) -> list[tuple[Region, int]]:
+        """Return the writes without holes into a region into which nobody wrote later."""
+        return [
+            (written, at)
+            for index, (written, at) in enumerate(self.writes)
+            if at != UNKNOWN
+            and not written.steps
+            and written.overlaps(region)
+            and not any(later.overlaps(written) for later, _ in self.writes[index + 1 :])
+        ]
 
 
 class StorageLedger:
@@ -56,69 +112,124 @@ class StorageLedger:
     def __init__(self) -> None:
         self.writers: dict[int, int | PartialWrites] = {}
         self.pins: list[int] = []
+        self._without_storage: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def pin(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage and keep it from being reused."""
+        """Keep the address of a tensor's storage from being reused until the step ends; return it.
+
+        The address is that of torch's storage object, as ``untyped_storage()._cdata`` returns it.
+        """
         address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
         self.pins.append(address)
         return address
 
-    def write(self, tensor: Tensor, position: int, *, is_dense: bool) -> None:
-        """Note that a site wrote the elements of a tensor that existed before.
-
-        Args:
-            tensor: what was written, any view of its storage.
-            position: of the site in the step.
-            is_dense: whether the elements fill the tensor's extent in memory without holes.
-        """
+    def write(self, tensor: Tensor, position: int) -> None:
+        """Note that a site wrote the elements of a tensor, which may be any view of a storage."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         known = self.writers.get(address)
         if known is None:
             self.pin(tensor)
-        low, high = byte_extent(tensor)
-        if is_dense and low == 0 and high >= storage.nbytes():
+        region = region_of(tensor)
+        if not region.steps and region.low == 0 and region.high >= storage.nbytes():
             self.writers[address] = position
-            return
-        if not isinstance(known, PartialWrites):
-            spans = [] if known is None else [(0, storage.nbytes(), known, True)]
-            known = self.writers[address] = PartialWrites(is_born=False, spans=spans)
-        known.write(low, high, position, is_solid=is_dense)
+        else:
+            self._partial(address, known, storage.nbytes()).add(region, position)
 
     def born(self, tensor: Tensor) -> None:
         """Note a tensor whose memory is uninitialised."""
         self.writers[self.pin(tensor)] = PartialWrites(is_born=True)
 
     def forget(self, tensor: Tensor) -> None:
-        """Note that something unrecorded wrote a storage: its next recorded read becomes an input site."""
-        self.writers.pop(tensor.untyped_storage()._cdata, None)
+        """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
+        storage = tensor.untyped_storage()
+        known = self.writers.get(storage._cdata)
+        if known is None:
+            return
+        region = region_of(tensor)
+        if not region.steps and region.low == 0 and region.high >= storage.nbytes():
+            del self.writers[storage._cdata]
+        elif region.high > region.low:
+            self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
+
+    def grown(self, tensor: Tensor, num_bytes: int) -> None:
+        """Note that a tensor's storage has more bytes than before; the new ones are uninitialised."""
+        address = tensor.untyped_storage()._cdata
+        known = self.writers.get(address)
+        if isinstance(known, int):
+            self.writers[address] = PartialWrites(is_born=True, writes=[(Region(0, num_bytes, num_bytes), known)])
+
+    def write_whole(self, tensor: Tensor, position: int) -> None:
+        """Note that a site made a tensor that has no storage (mkldnn)."""
+        self._without_storage[id(tensor)] = (weakref.ref(tensor), position)
+
+    def writer_of_whole(self, tensor: Tensor) -> int | None:
+        """Return the site that made a tensor without storage, None when that was not seen."""
+        known = self._without_storage.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def writers_of(self, tensor: Tensor) -> list[int]:
+        """Return the recorded sites that wrote the bytes of a tensor that has a storage, ascending."""
+        known = self.writers.get(tensor.untyped_storage()._cdata)
+        if isinstance(known, PartialWrites):
+            return known.writers(region_of(tensor))
+        return [] if known is None else [known]
 
     def drop_from(self, position: int) -> None:
         """Forget the sites from a position on, when the op that would have followed them did not happen."""
         for address, known in list(self.writers.items()):
             if isinstance(known, PartialWrites):
-                known.spans = [span for span in known.spans if span[2] < position]
+                known.writes = [write for write in known.writes if write[1] < position]
             elif known >= position:
                 del self.writers[address]
+        for identity, (_, writer) in list(self._without_storage.items()):
+            if writer >= position:
+                del self._without_storage[identity]
 
     def close(self) -> None:
         """Drop everything known and let the addresses go."""
         self.writers.clear()
+        self._without_storage.clear()
         for address in self.pins:
             _free_weak_ref(address)  # type: ignore[no-untyped-call]
         self.pins.clear()
 
+    def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:
+        if not isinstance(known, PartialWrites):
+            writes = [] if known is None else [(Region(0, num_bytes, num_bytes), known)]
+            known = self.writers[address] = PartialWrites(is_born=False, writes=writes)
+        return known
 
-def byte_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a strided tensor in its storage and the byte after its last one."""
-    size = tensor.itemsize
-    low = int(tensor.storage_offset()) * size
-    if tensor.numel() == 0:
-        return low, low
-    span = 1
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        span += (length - 1) * stride
-    return low, low + span * size
+
+def region_of(tensor: Tensor) -> Region:
+    """Return the bytes of its storage that a strided tensor covers."""
+    if tensor.is_nested:
+        num_bytes = tensor.untyped_storage().nbytes()
+        return Region(0, num_bytes, num_bytes)
+    low = int(tensor.storage_offset()) * tensor.itemsize
+    extent, run, steps, period = _pattern(tensor.shape, tensor.stride(), tensor.itemsize)
+    return Region(low, low + extent, run, steps, period)
+
+
+@lru_cache(maxsize=4096)
+def _pattern(
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int
+) -> tuple[int, int, tuple[tuple[int, int], ...], int]:
+    if 0 in shape:
+        return 0, 0, (), 0
+    extent = run = itemsize
+    steps: list[tuple[int, int]] = []
+    for distance, length in sorted((step * itemsize, length) for step, length in zip(stride, shape, strict=True)):
+        if length == 1 or distance == 0:
+            continue
+        extent += (length - 1) * distance
+        if distance <= run and not steps:
+            run += (length - 1) * distance
+        elif steps and distance == steps[-1][0] * steps[-1][1]:
+            steps[-1] = (steps[-1][0], steps[-1][1] * length)
+        else:
+            steps.append((distance, length))
+    return extent, run, tuple(steps), gcd(*(distance for distance, _ in steps))
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -34,6 +34,19 @@ class _Varying:
 VARYING = _Varying()
 
 
+class _NotANumber:
+    """Stands for NaN among the arguments of an event: equal to every NaN."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # NaNs of one process have different hashes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and other != other
+
+
+NAN = _NotANumber()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
     """Where an op inside a backward pass belongs.
@@ -59,8 +72,9 @@ class Event:
     """One op call, or one group of named tensors, at one place of the tree.
 
     ``depth`` is the number of events before it in its step. ``consts`` are the arguments that are no tensors, in order;
-    ``reads`` the positions read; ``names`` the names of the input sites made for it; ``exact`` is the text form of
-    ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
+    ``keywords`` the names of the arguments passed by name; ``reads`` the positions read; ``names`` the names of the
+    input sites made for it; ``exact`` is the text form of ``consts`` where equality would be too weak
+    (1 == 1.0 == True, 0.0 == -0.0).
     """
 
     __slots__ = (
@@ -73,6 +87,7 @@ class Event:
         "func",
         "functions",
         "is_in_place",
+        "keywords",
         "likely",
         "names",
         "num_outputs",
@@ -96,6 +111,7 @@ class Event:
         reads: list[Any],
         names: list[str | None],
         num_outputs: int,
+        keywords: tuple[str, ...] = (),
     ) -> None:
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
@@ -106,6 +122,7 @@ class Event:
         self.reads = reads
         self.names = names
         self.num_outputs = num_outputs
+        self.keywords = keywords
         self.exact: str | None = None
         self.varying: tuple[int, ...] = ()
         self.rows: tuple[Site, ...] = ()
@@ -132,6 +149,7 @@ class Event:
         reads: list[Any],
         names: list[str | None],
         num_outputs: int,
+        keywords: tuple[str, ...] = (),
     ) -> bool:
         """Return whether a call is this event again."""
         return (
@@ -142,13 +160,41 @@ class Event:
             and self.num_outputs == num_outputs
             and self.names == names
             and self.consts == consts
-            and (self.exact is None or self.exact == repr(consts))
+            and self.keywords == keywords
+            and (self.exact is None or self.is_exactly(consts))
         )
 
+    def is_exactly(self, consts: list[Any]) -> bool:
+        """Return whether constant arguments that are equal are also the same."""
+        return self.exact == exact_form(consts, self.varying)
 
-def needs_exact(value: Any) -> bool:
-    """Return whether a number may equal another that is not the same (1, 1.0 and True; 0.0 and -0.0)."""
-    return isinstance(value, int | float) and value == value and abs(value) < 2**63 and value == int(value)
+
+def exact_form(consts: Sequence[Any], varying: Sequence[int]) -> str:
+    """Return the text form of the constant arguments but those that vary."""
+    return repr([const for index, const in enumerate(consts) if index not in varying])
+
+
+def needs_exact(value: Any, *, is_number: bool) -> bool:
+    """Return whether an argument may equal another that is not the same.
+
+    Args:
+        value: the argument.
+        is_number: whether any kind of number is taken, so that 1, 1.0 and True are not the same.
+    """
+    if isinstance(value, list | tuple):
+        return any(needs_exact(item, is_number=is_number) for item in value)
+    if isinstance(value, float) and value == 0.0:
+        return True
+    if not is_number or not isinstance(value, int | float | complex):
+        return False
+    return isinstance(value, complex) or (value == value and abs(value) < 2**63 and value == int(value))
+
+
+def comparable(value: Any) -> Any:
+    """Return an argument in a form that equals itself: NaN does not."""
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value] if any(item != item for item in value) else value
+    return NAN if isinstance(value, float) and value != value else value
 
 
 class ProgramTree:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from det_callbacks.digest import digest_memory
 from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.layouts import digest_as_laid_out
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.steps import Expectation
+from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -70,10 +72,27 @@ class Witness:
         if has_parts(tensor):
             return False
         writer = recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
-        if not isinstance(writer, int):
+        if isinstance(writer, PartialWrites):
+            return self._is_part_changed(tensor, writer)
+        if writer is None:
             return False
         slot = recorder.layouts.of(tensor)
         left = recorder.layouts.at(recorder.layout_indices[writer])
         if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
             return False
         return digest_as_laid_out(tensor, slot) != recorder.digests[writer]
+
+    def _is_part_changed(self, tensor: Tensor, known: PartialWrites) -> bool:
+        """Return whether bytes without holes, which one site wrote, are others now; the rest cannot be told."""
+        recorder = self._recorder
+        storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":
+            return False
+        for region, writer in known.untouched(region_of(tensor)):
+            left = recorder.layouts.at(recorder.layout_indices[writer])
+            is_same_extent = left.is_raw and left.num_bytes == region.high - region.low
+            if is_same_extent and region.high <= storage.nbytes():
+                now = digest_memory(storage.data_ptr() + region.low, left.num_bytes)
+                if now != recorder.digests[writer]:
+                    return True
+        return False
