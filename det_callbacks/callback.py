@@ -1,6 +1,7 @@
 """DeterminismCallback: when Lightning calls us."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.compare.live import Verification
+from det_callbacks.compare.live import Verification, free_folder, open_reference
 from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import (
     DetCallbacksError,
@@ -19,11 +20,10 @@ from det_callbacks.errors import (
     DivergenceWarning,
     NotComparableError,
     NothingComparedError,
-    ReferenceFormatError,
     SelectionError,
     TraceError,
 )
-from det_callbacks.report import print_closing_line, recorded_line, verdict_lines, verified_line
+from det_callbacks.report import count, print_closing_line, recorded_line, verdict_lines, verified_line
 from det_callbacks.settings import DeterminismSettings, require_in_force, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
@@ -134,6 +134,12 @@ class DeterminismCallback(Callback):
         self._num_sites = 0
         self._restore_training_step: Callable[[], None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
+        # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
+        fresh = vars(DeterminismCallback(self.reference))
+        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
+
     # before training
 
     @override
@@ -145,26 +151,23 @@ class DeterminismCallback(Callback):
                 f"DeterminismCallback follows one process so far, and this Trainer starts {trainer.world_size}. "
                 'Use devices=1, or mode="disabled".'
             )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(
+            isinstance(other, DeterminismCallback) and other.mode != "disabled"
+            for other in callbacks
+            if other is not self
+        ):
+            raise SelectionError(
+                "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
+                "Give it one; to record and verify, train twice."
+            )
         if self.settings is not None:
             require_in_force(self.settings)
         if self.mode == "verify" and self._verification is None:
             self._open_reference()
 
     def _open_reference(self) -> Run:
-        run = Run.open(self.reference)
-        if not run.is_complete and self.steps == "all":
-            raise ReferenceFormatError(
-                f"The reference {self.reference} is incomplete: {run.incomplete_reason} Record it again, or compare "
-                'only what is there with steps="common".',
-                str(self.reference),
-            )
-        recorded = Selection.from_dict(run.manifest.get("selection", {}))
-        if self.selection not in (Selection(), recorded):
-            raise SelectionError(
-                f"The reference {self.reference} was recorded with {_shown(recorded)}, and this run asks for "
-                f"{_shown(self.selection)}. Leave these arguments out to take over the reference's, or record again."
-            )
-        self.selection = recorded
+        run, self.selection = open_reference(self.reference, self.selection, steps=self.steps)
         return run
 
     @override
@@ -190,15 +193,17 @@ class DeterminismCallback(Callback):
         elif self._verification is None:
             self._verification = Verification(
                 self._open_reference(),
-                self.current or _free_folder(trainer),
+                self.current or free_folder(Path(trainer.log_dir or trainer.default_root_dir)),
                 rank=trainer.global_rank,
                 manifest=manifest,
                 steps=self.steps,
             )
         self._segment += 1
+        self.verdict = None
         if self._verification is not None:
             self._verification.begin_segment(self._segment)
-        self._is_first = True
+        # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
+        self._is_first = not is_resumed
         self._is_fitting = True
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
 
@@ -228,11 +233,7 @@ class DeterminismCallback(Callback):
                 recorder.phase = outer
 
         strategy.training_step = marked  # type: ignore[method-assign]
-
-        def restore() -> None:
-            strategy.__dict__.pop("training_step", None)
-
-        self._restore_training_step = restore
+        self._restore_training_step = partial(strategy.__dict__.pop, "training_step", None)
 
     # a step
 
@@ -300,27 +301,30 @@ class DeterminismCallback(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._hash_mode is None:
+        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+
+    def _finish_fit(self, *, is_resumed: bool) -> None:
+        if not self._is_fitting:
+            return
+        if self._writer is None:
+            self._end_verification(is_resumed=is_resumed, is_early=False)
             return
         self._close_trace()
-        if self._writer is not None:
-            if not self._num_steps:
-                raise NothingComparedError(
-                    f"Nothing was recorded in {self.reference}: the fit had no step that every_n_steps="
-                    f"{self.selection.every_n_steps} selects."
-                )
-            self._writer.close(complete=True)
-            print_closing_line(
-                recorded_line(
-                    path=self.reference,
-                    num_steps=self._num_steps,
-                    num_sites=self._num_sites,
-                    num_bytes=self._writer.bytes_written,
-                    level=self.selection.level,
-                )
+        self._writer.close(complete=self._num_steps > 0)
+        if not self._num_steps:
+            raise NothingComparedError(
+                f"Nothing was recorded in {self.reference}: the fit had no step that every_n_steps="
+                f"{self.selection.every_n_steps} selects."
             )
-        else:
-            self._end_verification(is_resumed=trainer.ckpt_path is not None, is_early=False)
+        print_closing_line(
+            recorded_line(
+                path=self.reference,
+                num_steps=self._num_steps,
+                num_sites=self._num_sites,
+                num_bytes=self._writer.bytes_written,
+                level=self.selection.level,
+            )
+        )
 
     def _end_verification(self, *, is_resumed: bool, is_early: bool) -> None:
         verification = self._verification
@@ -329,7 +333,11 @@ class DeterminismCallback(Callback):
         if not is_early:
             verification.end_segment(self._segment, is_resumed=is_resumed)
         pending = 0 if is_early else max(0, verification.num_segments - self._segment - 1)
-        verdict = verification.finish(pending=pending)
+        try:
+            verdict = verification.finish(pending=pending)
+        except NothingComparedError:
+            verification.close(complete=False)
+            raise
         verification.close(complete=True)
         self.verdict = verdict
         print_closing_line(verified_line(verdict, level=self.selection.level))
@@ -344,30 +352,30 @@ class DeterminismCallback(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stop(exception)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop(None)
-
-    def _stop(self, exception: BaseException | None) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
         was_fitting = self._is_fitting
         self._close_trace()
         if not was_fitting:
             return
-        reason = "" if exception is None else f" by {type(exception).__name__}"
+        reason = type(exception).__name__
         if self._writer is not None:
             self._writer.close(complete=False)
             print_closing_line(
-                f"recording stopped{reason} after {self._num_steps} steps: {self.reference} is incomplete"
+                f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "
+                f"{self.reference} is incomplete"
             )
-        elif self._verification is not None and self.verdict is None:
+        elif self._verification is not None:
             if self._verification.has_divergence:
                 self.verdict = self._verification.finish()
             self._verification.close(complete=False)
             found = "no verdict" if self.verdict is None else self.verdict.verdict
-            print_closing_line(f"verification stopped{reason} after {self._verification.num_steps} steps: {found}")
+            num_steps = count(self._verification.num_steps, "step")
+            print_closing_line(f"det_callbacks: verification stopped by {reason} after {num_steps}: {found}")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # only a fit that has nothing to train comes here without on_train_end
+        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
 
     def _close_trace(self) -> None:
         global _num_fits
@@ -382,19 +390,6 @@ class DeterminismCallback(Callback):
             restore()
 
 
-def _free_folder(trainer: pl.Trainer) -> Path:
-    """Return a new folder below the Trainer's log directory."""
-    root = Path(trainer.log_dir or trainer.default_root_dir) / "determinism"
-    number = 0
-    while (root / f"verify-{number:03d}").exists():
-        number += 1
-    return root / f"verify-{number:03d}"
-
-
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
-
-
-def _shown(selection: Selection) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in selection.to_dict().items())

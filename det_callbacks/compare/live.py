@@ -10,8 +10,9 @@ import numpy as np
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.trace.program import StepView
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run, RunWriter
 from det_callbacks.verdict import Verdict
@@ -54,7 +55,6 @@ class Verification:
         self._writer = RunWriter.create(
             current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
         )
-        (current / VERDICT_FILE).unlink(missing_ok=True)
         self._view: StepView | None = None
         self._num_kept = 0
         self.num_steps = 0
@@ -70,7 +70,8 @@ class Verification:
         return len(self._ranks.segments)
 
     def begin_segment(self, segment: int) -> None:
-        """Start a fit."""
+        """Start a fit; the verdict on the fits before it no longer holds."""
+        (self.current / VERDICT_FILE).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment] = []
@@ -105,7 +106,9 @@ class Verification:
         ):
             self._builder.add_equal_step(reference)
             return False
-        self._builder.add_step(reference, trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment))
+        current = trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment)
+        if not self._builder.add_step(reference, current).num_differing:
+            return False  # another program and the same step: which arguments vary shows only after some steps
         self._keep(trace, step, epoch)
         return True
 
@@ -156,6 +159,52 @@ class Verification:
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
 
 
+def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run, Selection]:
+    """Open the reference of a verification; return it with the selection to record with, which is its own.
+
+    Args:
+        path: folder of the reference.
+        selection: what this run asks for; the default takes over the reference's.
+        steps: "all" or "common"; "all" demands a complete reference.
+
+    Raises:
+        ReferenceNotFoundError: there is none.
+        ReferenceFormatError: it is damaged, or incomplete, or holds the diverging steps of a verification only.
+        SelectionError: it was recorded with another selection than this run asks for.
+    """
+    run = Run.open(path)
+    if run.keeps != "all":
+        raise ReferenceFormatError(
+            f"{path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run that "
+            "was recorded.",
+            str(path),
+        )
+    if not run.is_complete and steps == "all":
+        raise ReferenceFormatError(
+            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again, or compare only what is "
+            'there with steps="common".',
+            str(path),
+        )
+    try:
+        recorded = Selection.from_dict(run.manifest.get("selection", {}))
+    except SelectionError as error:
+        raise ReferenceFormatError(f"{path / 'run.json'}: {error} Record the run again.", str(path)) from error
+    if selection not in (Selection(), recorded):
+        raise SelectionError(
+            f"The reference {path} was recorded with {_shown(recorded)}, and this run asks for {_shown(selection)}. "
+            "Leave these arguments out to take over the reference's, or record again."
+        )
+    return run, recorded
+
+
+def free_folder(root: Path) -> Path:
+    """Return a folder below this one in which no verification was written yet."""
+    number = 0
+    while (root / "determinism" / f"verify-{number:03d}").exists():
+        number += 1
+    return root / "determinism" / f"verify-{number:03d}"
+
+
 def reference_environment(run: Run) -> Environment:
     """Return the environment a run was recorded in; a damaged one is an error that names the file."""
     try:
@@ -175,3 +224,7 @@ def write_verdict(path: Path, verdict: Verdict) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _shown(selection: Selection) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in selection.to_dict().items())

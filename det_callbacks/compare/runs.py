@@ -163,13 +163,12 @@ class _Comparison:
 
     def _compare_step(self, rank: int, segment: int, step: int, *, is_known_equal: bool, is_first: bool) -> None:
         self._num_common += 1
-        current = self._current.view(rank, segment, step)
+        # Also where its chain says that the step is equal, it is read on both sides: a damaged file is no match.
+        reference, current = (run.view(rank, segment, step) for run in (self._reference, self._current))
         if is_known_equal:
-            # Its chain says so; reading checks that the chain belongs to what lies there, on both sides.
-            self._reference.rank(rank).read(segment, step)
             self._builder.add_equal_step(current)
-            return
-        self._builder.add_step(self._reference.view(rank, segment, step), current, is_first=is_first)
+        else:
+            self._builder.add_step(reference, current, is_first=is_first)
 
     def _num_equal(self, rank: int, segment: int, ours: np.ndarray, theirs: np.ndarray) -> int:
         """Return how many steps from the first on are equal, by their chains."""

@@ -1,11 +1,12 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
-from det_callbacks.report.closing import print_closing_line, recorded_line, verified_line
+from det_callbacks.report.closing import count, print_closing_line, recorded_line, verified_line
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
 from det_callbacks.report.verdict_text import render_verdict, verdict_lines
 
 __all__ = [
+    "count",
     "print_closing_line",
     "recorded_line",
     "render_digest_places",
