@@ -53,9 +53,7 @@ class ModuleStack:
         self.is_recomputed = False
 
     def open(self) -> None:
-        """Register the hooks and start with an empty stack."""
-        self._stack.clear()
-        self._set_current()
+        """Register the hooks."""
         self._has_refreshed = False
         if self._root is not None and not self._names:
             self._refresh(self._root, "")
@@ -65,7 +63,7 @@ class ModuleStack:
         ]
 
     def close(self) -> None:
-        """Remove the hooks; may be called more than once."""
+        """Remove the hooks and leave every module; may be called more than once."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

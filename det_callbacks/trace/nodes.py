@@ -32,6 +32,8 @@ _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 _COPY_SLICES = "torch::autograd::CopySlices"
+_FRAMES_BELOW = 3
+"""Between ``BackwardMap.attribute`` and the engine: the recorder's two methods and ``__torch_dispatch__``."""
 _MAX_BETWEEN = 6
 """How many nodes an op may make before it runs, its own included."""
 
@@ -110,7 +112,7 @@ class BackwardMap:
 
         An op of a hook belongs with the node that the hook runs at, and has a source of its own.
         """
-        entry = engine_entry()
+        entry = engine_entry(_FRAMES_BELOW)
         node = _current_node()
         if node is None:
             return _ENGINE if entry is Entry.ENGINE else _HOOK
@@ -188,6 +190,10 @@ class BackwardMap:
     def _made(self, node: Any, name: str) -> Attribution:
         """Return the attribution of a node by the forward op that made it; all threads that know one must agree."""
         number = node._sequence_nr()
+        if len(self._threads) == 1:
+            event = next(iter(self._threads.values())).first.get(number)
+            if event is not None and (known := event.attributions.get(name)) is not None:
+                return known
         code = _forward_code(node)
         found = [
             attribution
@@ -229,7 +235,10 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> At
         if found is not UNKNOWN or num_between:
             return found
     if _fits(event, name):
-        return _belonging(event)
+        found = _belonging(event)
+        if code is None and not num_between:
+            event.attributions[name] = found  # the common case, looked up first from now on
+        return found
     if name.startswith("AsStrided"):
         return _belonging(event) if _is_in_passing(nodes, number, event) else UNKNOWN
     for later in nodes.later.get(number, ()):

@@ -66,13 +66,26 @@ def frames_above_engine() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def engine_entry() -> Entry:
-    """Return through what the autograd engine came to the running op; costs 0.4 microseconds when through nothing."""
-    frame: FrameType | None = sys._getframe(1)
+def engine_entry(depth: int = 0) -> Entry:
+    """Return through what the autograd engine came to the running op; costs 0.1 microseconds when well guessed.
+
+    Args:
+        depth: how many frames of this package, beside the caller's, are guessed to stand between the engine and here.
+    """
+    try:
+        frame = sys._getframe(depth + 1).f_back
+    except ValueError:
+        frame = sys._getframe(1)
+    # in a thread of the engine's own there is nothing below the first frame
+    if frame is None or frame.f_code is _RUN_BACKWARD:
+        return Entry.ENGINE
+    return _walked_entry()
+
+
+def _walked_entry() -> Entry:
     outermost = None
-    while frame is not None and (code := frame.f_code) is not _RUN_BACKWARD:
-        outermost = code
-        frame = frame.f_back
+    for frame in frames_above_engine():
+        outermost = frame.f_code
     if outermost is _APPLY_FUNCTION:
         return Entry.FUNCTION
     return Entry.ENGINE if outermost is None or _is_mode(outermost.co_filename, outermost.co_name) else Entry.HOOK

@@ -382,10 +382,10 @@ class Run:
                     segment=first_segment + number,
                 )
                 files.append(file)
-                is_last = attempt == len(self.manifest["attempts"]) - 1
-                if is_last and self.incomplete_reason is None:
+                # only of an attempt that another one went on with the last fit may have no end
+                is_resumed = attempt < len(self.manifest["attempts"]) - 1 and number == entry["segments"] - 1
+                if not is_resumed and self.incomplete_reason is None:
                     self.incomplete_reason = file.unfinished
-            # a resumed run goes on with the fit that was under way
             first_segment = files[-1].segment
         return RankRun(rank, files)
 

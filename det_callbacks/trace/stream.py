@@ -31,6 +31,8 @@ END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _CONTINUATION = b"\xff\xff\xff\xff"
 _HEAD_BYTES = 16
 """How much of a step's message is the same throughout a file: marker, length of the metadata, its first 8 bytes."""
+_HEAD_WORDS = 6
+"""What lies before the digests in the body of a step, 8 bytes each: five numbers, and the offsets of the list."""
 _HEAD_TYPES = (pa.int64(), pa.int32(), pa.uint64(), pa.uint64(), pa.uint64())
 _DIGESTS_TYPE = STREAM_SCHEMA.field("digests").type
 
@@ -205,6 +207,10 @@ class StreamFile:
             if step < 0 or epoch < 0:
                 raise ValueError(f"step {step}, epoch {epoch}")
             digests = batch.column(5).flatten().to_numpy(zero_copy_only=True)
+            # a body that is too long would have swallowed what follows it
+            (length,) = struct.unpack_from("<i", message, 4)
+            if len(message) - 8 - length != 8 * (_HEAD_WORDS + len(digests)):
+                raise ValueError("its length is not that of its digests")
         except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
             raise damaged(self.path, f"the step at byte {offset} cannot be read ({error})") from error
         return StepRecord(

@@ -4,45 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attribution_networks import Attending, Gpt, Recurrent, ResNet
+from attribution_networks import Attending, Gpt, Recurrent, ResNet, Views
 from module_oracle import name_frames, standing_in
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-
-
-class Gate(nn.Module):
-    """Writes into views: chunks, rows, masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x) * 1.0
-        left, right = y[:, :3], y[:, 3:]
-        left.mul_(2)
-        right.neg_()
-        y[:, 0] += y[:, 1].detach()
-        y[0].add_(1.0)
-        y[:, 2:4][1:] = 0.5
-        return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
-
-
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate1, self.gate2 = Gate(), Gate()
-        self.last = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.gate1(x)
-        rows = y.reshape(-1, 6).clone()
-        head = rows[:, :2]
-        rows.add_(1)
-        z = self.gate2(rows)
-        z.mul_(3)
-        return self.last(z.reshape(-1, 6)) * head
 
 
 class Scale(torch.autograd.Function):

@@ -83,3 +83,37 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x + self.mha(x, x, x)[0])
+
+
+class Gate(nn.Module):
+    """Writes into views: chunks, rows, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) * 1.0
+        left, right = y[:, :3], y[:, 3:]
+        left.mul_(2)
+        right.neg_()
+        y[:, 0] += y[:, 1].detach()
+        y[0].add_(1.0)
+        y[:, 2:4][1:] = 0.5
+        return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate1, self.gate2 = Gate(), Gate()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate1(x)
+        rows = y.reshape(-1, 6).clone()
+        head = rows[:, :2]
+        rows.add_(1)
+        z = self.gate2(rows)
+        z.mul_(3)
+        return self.last(z.reshape(-1, 6)) * head

@@ -1,3 +1,4 @@
+import gc
 import sys
 import types
 
@@ -160,10 +161,15 @@ def test_walking_the_stack_holds_nothing():
         stacks.append(sys._getframe())
         return grad * 2
 
-    with mode:
-        y = x.sin()
-        y.register_hook(hook)
-        y.sum().backward()
-    frame = stacks.pop()
-    # the frame is held by the variable here, and by nothing that the trace keeps
-    assert sys.getrefcount(frame) == 2
+    gc.collect()
+    gc.disable()  # what hangs in a cycle would only be held until the next collection
+    try:
+        with mode:
+            y = x.sin()
+            y.register_hook(hook)
+            y.sum().backward()
+        frame = stacks.pop()
+        # by the variable here and by the argument, and by nothing that the trace keeps
+        assert sys.getrefcount(frame) == 2
+    finally:
+        gc.enable()

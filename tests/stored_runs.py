@@ -1,0 +1,146 @@
+"""Run folders for tests, all that can be read from one, and strategies for what it holds."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
+from det_callbacks.trace.store import Run, RunWriter
+
+SELECTION = {"level": "op"}
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SITES = st.builds(
+    Site,
+    phase=st.sampled_from(["forward", "backward", "optimizer", "input"]),
+    module=TEXT,
+    op=TEXT,
+    occurrence=st.integers(0, 2**31 - 1),
+    output=st.integers(0, 9),
+    role=st.sampled_from(["output", "value", "argument", "input", "generator", "named", "samples"]),
+    name=st.none() | TEXT,
+    arguments=TEXT,
+    varying=st.lists(TEXT, max_size=2).map(tuple),
+    inputs=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    recomputed=st.booleans(),
+    source=st.lists(TEXT, max_size=2).map(tuple),
+)
+SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
+ENTRIES = st.none() | st.builds(TensorLayout, dtype=TEXT, shape=SIZES, stride=SIZES, detail=TEXT)
+COUNTS = st.integers(0, 2**40)
+DIGESTS = st.integers(0, 2**64 - 1)
+
+
+def programs(num_sites: int) -> st.SearchStrategy[Program]:
+    """Return a strategy for programs of so many sites."""
+    return st.builds(
+        Program,
+        sites=st.lists(SITES, min_size=num_sites, max_size=num_sites).map(tuple),
+        ops_seen=COUNTS,
+        ops_digested=COUNTS,
+        ops_skipped=st.dictionaries(TEXT, COUNTS, max_size=2),
+        opaque_regions=st.lists(TEXT, max_size=2).map(tuple),
+    )
+
+
+def layouts(num_sites: int) -> st.SearchStrategy[Layout]:
+    """Return a strategy for layouts of so many sites."""
+    return st.builds(Layout, entries=st.lists(ENTRIES, min_size=num_sites, max_size=num_sites).map(tuple))
+
+
+def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
+    """Return a program in which every column has a value somewhere and is empty elsewhere."""
+    first = Site(
+        phase="forward",
+        module="net.größe",
+        op=op,
+        occurrence=0,
+        output=0,
+        role="named",
+        name="batch[0]",
+        arguments='{"other":2.0}',
+        varying=("lr",),
+        inputs=(0,),
+        recomputed=True,
+        source=("train.py:41 in forward", "train.py:7 in main"),
+    )
+    rest = [
+        Site(phase="backward", module="net", op=op, occurrence=index, output=0, role="output")
+        for index in range(num_sites - 1)
+    ]
+    return Program(
+        sites=(first, *rest), ops_seen=9, ops_digested=num_sites, ops_skipped={"view": 6}, opaque_regions=("net.fused",)
+    )
+
+
+def small_layout(num_sites: int = 3) -> Layout:
+    """Return a layout whose second entry is no tensor."""
+    entry = TensorLayout(dtype="float32", shape=(2, 3), stride=(3, 1))
+    return Layout(entries=tuple(None if index == 1 else entry for index in range(num_sites)))
+
+
+def digests_of(step: int, num_sites: int = 3, seed: int = 0) -> np.ndarray:
+    """Return digests that belong to a step."""
+    return np.random.default_rng((seed, step)).integers(0, 2**64, num_sites, dtype=np.uint64)
+
+
+def append(writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed: int = 0) -> None:
+    """Write steps of the small program."""
+    program, layout = small_program(num_sites), small_layout(num_sites)
+    writer.put_program(program)
+    writer.put_layout(layout)
+    for step in steps:
+        writer.append(step, step // 4, program.id, layout.id, digests_of(step, num_sites, seed))
+
+
+def create(path: Path, **options: Any) -> RunWriter:
+    """Start a run with a manifest that can be resumed."""
+    return RunWriter.create(path, manifest={"selection": SELECTION, "environment": {"torch": "2.13"}}, **options)
+
+
+def resume(path: Path) -> RunWriter:
+    """Start the next attempt of a run."""
+    return RunWriter.resume(path, manifest={"selection": SELECTION})
+
+
+def record(path: Path, *fits: Iterable[int], complete: bool = True) -> Path:
+    """Write a run with these steps in its fits."""
+    writer = create(path)
+    for number, steps in enumerate(fits):
+        if number:
+            writer.start_segment()
+        append(writer, steps)
+    writer.close(complete=complete)
+    return path
+
+
+def everything_in(path: Path) -> dict[str, Any]:
+    """Return all that a run says, whatever file it lies in."""
+    run = Run.open(path)
+    steps = {}
+    for rank in run.ranks:
+        for record in run.rank(rank).iterate():
+            program = run.view(rank, record.segment, record.step).program
+            steps[rank, record.segment, record.step] = (
+                record.epoch,
+                record.chain,
+                record.program_id,
+                record.layout_id,
+                record.digests.tobytes(),
+                program,
+                [site.source for site in program.sites],
+                run.layout(record.layout_id),
+            )
+    return {"manifest": run.manifest, "steps": steps, "incomplete": run.incomplete_reason}
+
+
+def flipped(content: bytes, *, every: int = 1, bits: Callable[[int], Iterable[int]]) -> Iterator[tuple[int, bytes]]:
+    """Yield copies with one bit flipped: the ``bits`` of every so many bytes."""
+    for place in range(0, len(content), every):
+        for bit in bits(place):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            yield place, bytes(changed)

@@ -1,0 +1,261 @@
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_runs import DIGESTS, digests_of, flipped
+
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.program import chain_digest
+from det_callbacks.trace.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
+
+PLACE = {"run_id": "ab12", "rank": 3, "attempt": 1, "segment": 2}
+HEADER = encode_header(**PLACE)
+
+
+def messages(steps: Iterable[int], *, start: int = 0, num_sites: int = 3) -> list[bytes]:
+    """Return the messages of steps whose chains follow each other."""
+    found, chain = [], start
+    for step in steps:
+        digests = digests_of(step, num_sites)
+        chain = chain_digest(chain, step=step, epoch=step // 4, program_id=7, layout_id=8, digests=digests)
+        found.append(bytes(encode_step(step, step // 4, 7, 8, chain, digests)))
+    return found
+
+
+def open_stream(path: Path, content: bytes | None = None, **changes: object) -> StreamFile:
+    if content is not None:
+        path.write_bytes(content)
+    return StreamFile(path, **{**PLACE, **changes})
+
+
+def content_of(file: StreamFile) -> list[tuple[object, ...]]:
+    records = [file.read(position) for position in range(len(file.steps))]
+    return [
+        (one.step, one.epoch, one.program_id, one.layout_id, one.chain, one.segment, one.digests.tobytes())
+        for one in records
+    ]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "attempt-001.arrows"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    epoch=st.integers(0, 2**31 - 1),
+    step=st.integers(0, 2**63 - 1),
+    identities=st.tuples(DIGESTS, DIGESTS),
+    digests=st.lists(DIGESTS, max_size=40),
+)
+def test_a_step_is_read_as_it_was_written(tmp_path_factory, epoch, step, identities, digests):
+    path = tmp_path_factory.mktemp("stream") / "x.arrows"
+    array = np.array(digests, dtype=np.uint64)
+    chain = chain_digest(0, step=step, epoch=epoch, program_id=identities[0], layout_id=identities[1], digests=array)
+    file = open_stream(path, HEADER + bytes(encode_step(step, epoch, *identities, chain, array)) + END_OF_STREAM)
+    file.continue_from(0)
+    record = file.read(0)
+    assert (record.step, record.epoch, record.program_id, record.layout_id) == (step, epoch, *identities)
+    assert (record.chain, record.segment, record.digests.tolist()) == (chain, 2, digests)
+    assert record.digests.dtype == np.uint64
+    assert (file.steps.tolist(), file.chains.tolist(), file.unfinished) == ([step], [chain], None)
+
+
+def test_digests_that_do_not_lie_in_order_are_written_as_they_read():
+    digests = digests_of(0, 12)
+    assert bytes(encode_step(1, 0, 7, 8, 9, digests[::2])) == bytes(encode_step(1, 0, 7, 8, 9, digests[::2].copy()))
+    assert bytes(encode_step(1, 0, 7, 8, 9, digests.astype(">u8"))) == bytes(encode_step(1, 0, 7, 8, 9, digests))
+
+
+@pytest.mark.parametrize("num_sites", [0, 1, 2, 333, 100_000])
+def test_a_step_costs_480_bytes_and_8_a_site(num_sites):
+    assert len(encode_step(5, 1, 2**64 - 1, 8, 9, digests_of(0, num_sites))) == 480 + 8 * num_sites
+
+
+def test_pyarrow_reads_the_stream(path):
+    path.write_bytes(HEADER + b"".join(messages([4, 6])) + END_OF_STREAM)
+    with pa.ipc.open_stream(str(path)) as reader:
+        assert reader.schema.equals(STREAM_SCHEMA)
+        table = reader.read_all()
+    assert table.column("step").to_pylist() == [4, 6]
+    assert table.column("digests").to_pylist() == [digests_of(4).tolist(), digests_of(6).tolist()]
+
+
+def test_cut_at_any_byte_it_holds_the_whole_steps_before(path):
+    steps = [0, 1, 2]
+    parts = [HEADER, *messages(steps), END_OF_STREAM]
+    whole = b"".join(parts)
+    complete = content_of(open_stream(path, whole))
+    assert len(complete) == 3
+    ends = np.cumsum([len(part) for part in parts])
+    for size in range(len(whole)):
+        if size < len(HEADER):
+            with pytest.raises(ReferenceFormatError, match=re.escape(str(path))) as caught:
+                open_stream(path, whole[:size])
+            assert ("is empty" in str(caught.value)) == (size == 0)
+            continue
+        file = open_stream(path, whole[:size])
+        num_whole = int(np.searchsorted(ends, size, side="right")) - 1
+        assert content_of(file) == complete[:num_whole], size
+        last = f"{num_whole - 1} is the last whole step" if num_whole else "it holds no whole step"
+        assert file.unfinished is not None
+        assert file.unfinished.startswith(f"{path}: "), size
+        assert last in file.unfinished
+        assert ("torn" in file.unfinished) == (size not in ends), size
+
+
+def test_no_flipped_bit_gives_other_content(path):
+    whole = HEADER + b"".join(messages([0, 1, 2])) + END_OF_STREAM
+
+    def read(content: bytes) -> tuple[object, ...]:
+        file = open_stream(path, content)
+        file.continue_from(0)
+        return content_of(file), file.unfinished
+
+    right = read(whole)
+    assert right[1] is None
+    errors = []
+    for place, content in flipped(whole, bits=lambda place: [place % 8, (place + 3) % 8]):
+        try:
+            found = read(content)
+        except ReferenceFormatError as error:
+            errors.append(str(error))
+        else:
+            assert found == right, place
+    assert len(errors) > len(whole)
+    assert all(error.startswith(str(path)) for error in errors)
+
+
+def test_a_message_that_swallowed_the_next_one_is_damage(path):
+    first, second = messages([0, 1])
+    for more in (second, END_OF_STREAM, second + END_OF_STREAM):
+        (length,) = struct.unpack_from("<i", first, 4)
+        body = len(first) - 8 - length
+        swallowing = bytearray(first)
+        struct.pack_into("<q", swallowing, first.index(struct.pack("<q", body), 8, 8 + length), body + len(more))
+        with pytest.raises(ReferenceFormatError, match="its length is not that of its digests"):
+            open_stream(path, HEADER + bytes(swallowing) + more)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("field", ["metadata", "body"])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_length_that_runs_past_the_end_in_the_middle_is_damage(path, place, field, is_ended):
+    parts = messages([0, 1, 2])
+    message = bytearray(parts[place])
+    (length,) = struct.unpack_from("<i", message, 4)
+    if field == "metadata":
+        struct.pack_into("<i", message, 4, length + 2**20)
+    else:
+        body = struct.pack("<q", len(message) - 8 - length)
+        where = message.index(body, 8, 8 + length)
+        struct.pack_into("<q", message, where, 2**40)
+    parts[place] = bytes(message)
+    content = HEADER + b"".join(parts) + (END_OF_STREAM if is_ended else b"")
+    if is_ended or place == 1 or (place == 2 and field == "metadata"):
+        with pytest.raises(ReferenceFormatError, match="no sensible length"):
+            open_stream(path, content)
+    else:
+        # nothing after it, or nothing before it, tells it from what a kill leaves; it is never taken for whole
+        assert "tail is torn" in str(open_stream(path, content).unfinished)
+
+
+def test_what_follows_the_end_is_damage(path):
+    whole = HEADER + messages([0])[0] + END_OF_STREAM
+    for more in (b"\0", messages([1])[0], END_OF_STREAM):
+        with pytest.raises(ReferenceFormatError, match="bytes follow its end-of-stream marker"):
+            open_stream(path, whole + more)
+
+
+def test_a_message_that_is_none_is_damage(path):
+    for content in (HEADER + b"garbage" * 9, HEADER + messages([0])[0] + bytes(400)):
+        with pytest.raises(ReferenceFormatError, match="there is no message at byte"):
+            open_stream(path, content)
+
+
+def test_steps_that_do_not_rise_are_damage(path):
+    for steps in ([3, 3], [3, 2]):
+        with pytest.raises(ReferenceFormatError, match="follows step 3"):
+            open_stream(path, HEADER + b"".join(messages(steps)))
+
+
+def test_a_step_that_is_gone_is_noticed(path):
+    first, _, third = messages([0, 1, 2])
+    with pytest.raises(ReferenceFormatError, match="step 2 is not what its chain says"):
+        open_stream(path, HEADER + first + third + END_OF_STREAM)
+
+
+def test_the_first_step_has_to_continue_what_came_before(path):
+    file = open_stream(path, HEADER + b"".join(messages([5, 6], start=99)) + END_OF_STREAM)
+    file.continue_from(99)
+    assert file.read(0).step == 5
+    with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
+        file.continue_from(98)
+
+
+def test_a_negative_step_is_damage(path):
+    record = pa.ipc.read_record_batch(pa.ipc.read_message(messages([0])[0]), STREAM_SCHEMA)
+    for name in ("step", "epoch"):
+        index = STREAM_SCHEMA.get_field_index(name)
+        changed = record.set_column(index, STREAM_SCHEMA.field(name), pa.array([-1], STREAM_SCHEMA.field(name).type))
+        with pytest.raises(ReferenceFormatError, match="cannot be read"):
+            open_stream(path, HEADER + changed.serialize().to_pybytes())
+
+
+def test_a_record_of_several_rows_or_of_nulls_is_damage(path):
+    record = pa.ipc.read_record_batch(pa.ipc.read_message(messages([0])[0]), STREAM_SCHEMA)
+    two = pa.Table.from_batches([record, record]).combine_chunks().to_batches()[0]
+    null = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in STREAM_SCHEMA], schema=STREAM_SCHEMA)
+    for batch in (two, null):
+        with pytest.raises(ReferenceFormatError, match="not one row"):
+            open_stream(path, HEADER + batch.serialize().to_pybytes())
+
+
+@pytest.mark.parametrize("name", ["run_id", "rank", "attempt", "segment"])
+def test_a_file_of_another_place_is_refused(path, name):
+    content = encode_header(**{**PLACE, name: "cd34" if name == "run_id" else 9}) + END_OF_STREAM
+    with pytest.raises(ReferenceFormatError, match="belongs to another place") as caught:
+        open_stream(path, content)
+    assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize("name", ["format_version", "digest_version"])
+def test_another_version_is_refused(path, name):
+    schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER))
+    metadata = {**schema.metadata, name.encode(): b"2"}
+    with pytest.raises(ReferenceFormatError, match="record the run again") as caught:
+        open_stream(path, schema.with_metadata(metadata).serialize().to_pybytes() + END_OF_STREAM)
+    assert "damaged" not in str(caught.value)
+
+
+def test_other_columns_are_refused(path):
+    schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER)).remove(1)
+    with pytest.raises(ReferenceFormatError, match="columns are others"):
+        open_stream(path, schema.serialize().to_pybytes() + END_OF_STREAM)
+
+
+def test_what_is_no_file_is_refused(path):
+    with pytest.raises(ReferenceFormatError, match="is missing"):
+        open_stream(path)
+    path.mkdir()
+    with pytest.raises(ReferenceFormatError, match="cannot be read"):
+        open_stream(path)
+
+
+def test_a_file_that_changes_after_it_was_opened_is_noticed(path):
+    content = HEADER + b"".join(messages([0, 1])) + END_OF_STREAM
+    file = open_stream(path, content)
+    other = messages([0, 1], start=5)
+    for changed in (HEADER + b"".join(other) + END_OF_STREAM, content[:-100]):
+        path.write_bytes(changed)
+        with pytest.raises(ReferenceFormatError, match=re.escape(str(path))):
+            file.read(1)
+    path.unlink()
+    with pytest.raises(ReferenceFormatError, match="is missing"):
+        file.read(1)
