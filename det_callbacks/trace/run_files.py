@@ -127,8 +127,11 @@ def write_program(folder: Path, program: Program) -> None:
         name: [getattr(site, name) for site in sites] for name in PROGRAM_SCHEMA.names if name != "position"
     }
     columns["position"] = list(range(len(sites)))
-    for name in ("varying", "inputs", "source"):
+    for name in ("varying", "inputs"):
         columns[name] = [list(value) for value in columns[name]]
+    # a path that is not UTF-8 has surrogates in it, which no text column takes
+    sources = [[line.encode(errors="backslashreplace").decode() for line in site.source] for site in sites]
+    columns["source"] = sources
     counts = {
         "ops_seen": program.ops_seen,
         "ops_digested": program.ops_digested,
@@ -138,7 +141,7 @@ def write_program(folder: Path, program: Program) -> None:
     metadata = {
         "format_version": str(FORMAT_VERSION),
         "counts": json.dumps(counts),
-        "digest": format_digest(_counts_digest(program, counts)),
+        "digest": format_digest(_counts_digest(sources, counts)),
     }
     _write_table(path, pa.table(columns, schema=PROGRAM_SCHEMA.with_metadata(metadata)))
 
@@ -165,7 +168,8 @@ def read_program(folder: Path, identity: int) -> Program:
             ops_skipped=counts["ops_skipped"],
             opaque_regions=tuple(counts["opaque_regions"]),
         )
-        is_whole = program.id == identity and metadata["digest"] == format_digest(_counts_digest(program, counts))
+        sources = [list(site.source) for site in program.sites]
+        is_whole = program.id == identity and metadata["digest"] == format_digest(_counts_digest(sources, counts))
     except _READ_ERRORS as error:
         raise damaged(path, f"it does not hold a program ({error})") from error
     if not is_whole:
@@ -286,9 +290,8 @@ def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
     return table
 
 
-def _counts_digest(program: Program, counts: Mapping[str, Any]) -> int:
-    content = [[list(site.source) for site in program.sites], dict(counts)]
-    return digest_bytes(json.dumps(content, sort_keys=True).encode())
+def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> int:
+    return digest_bytes(json.dumps([sources, dict(counts)], sort_keys=True).encode())
 
 
 def _manifest_digest(content: Mapping[str, Any]) -> str:

@@ -1,0 +1,390 @@
+import json
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_runs import flipped, layouts, programs, record, small_layout, small_program
+
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
+from det_callbacks.trace.run_files import (
+    LAYOUTS,
+    PROGRAMS,
+    layout_path,
+    make_room,
+    program_path,
+    read_layout,
+    read_manifest,
+    read_program,
+    replace_atomically,
+    stream_path,
+    write_layout,
+    write_manifest,
+    write_program,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+SPECIAL = {"format_version", "digest_version", "digest"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (PROGRAMS, LAYOUTS):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def all_of(program: Program) -> tuple[object, ...]:
+    sources = [site.source for site in program.sites]
+    return program, sources, program.id
+
+
+def damaged_in_every_way(path: Path, *, every: int) -> list[bytes]:
+    """Return the file cut at every byte, and with a bit flipped in every so many bytes."""
+    whole = path.read_bytes()
+    changed = [content for _, content in flipped(whole, every=every, bits=lambda place: [(place * 5) % 8])]
+    return [whole[:size] for size in range(len(whole))] + changed
+
+
+# programs and layouts
+
+
+@settings(max_examples=60, deadline=None)
+@given(program=st.integers(0, 5).flatmap(programs))
+def test_a_program_is_read_as_it_was_written(tmp_path_factory, program):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / PROGRAMS).mkdir()
+    write_program(folder, program)
+    assert all_of(read_program(folder, program.id)) == all_of(program)
+    assert [path.name for path in (folder / PROGRAMS).iterdir()] == [f"{program.id:016x}.parquet"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=st.integers(0, 5).flatmap(layouts))
+def test_a_layout_is_read_as_it_was_written(tmp_path_factory, layout):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / LAYOUTS).mkdir()
+    write_layout(folder, layout)
+    assert read_layout(folder, layout.id) == layout
+    assert [path.name for path in (folder / LAYOUTS).iterdir()] == [f"{layout.id:016x}.parquet"]
+
+
+def test_what_is_there_is_not_written_again(folder):
+    program, layout = small_program(), small_layout()
+    write_program(folder, program)
+    write_layout(folder, layout)
+    paths = [program_path(folder, program.id), layout_path(folder, layout.id)]
+    before = [path.stat().st_mtime_ns for path in paths]
+    write_program(folder, program)
+    write_layout(folder, layout)
+    assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+def test_a_layout_of_many_sites_is_small(folder):
+    kinds = [TensorLayout(dtype="float32", shape=(8, index, 64), stride=(64 * index, 64, 1)) for index in range(1, 61)]
+    layout = Layout(entries=tuple(kinds[index * 7 % 60] if index % 9 else None for index in range(2_200)))
+    write_layout(folder, layout)
+    assert layout_path(folder, layout.id).stat().st_size < 12_000
+
+
+@pytest.mark.parametrize("kind", ["program", "layout"])
+def test_a_damaged_table_is_an_error_or_the_same(folder, kind):
+    if kind == "program":
+        thing = small_program()
+        write_program(folder, thing)
+        path, read = program_path(folder, thing.id), lambda: all_of(read_program(folder, thing.id))
+    else:
+        thing = small_layout()
+        write_layout(folder, thing)
+        path, read = layout_path(folder, thing.id), lambda: read_layout(folder, thing.id)
+    right, errors = read(), []
+    size = path.stat().st_size
+    for content in damaged_in_every_way(path, every=11):
+        path.write_bytes(content)
+        try:
+            found = read()
+        except ReferenceFormatError as error:
+            errors.append(error)
+        else:
+            assert found == right
+            assert len(content) == size, "a file that was cut is not the same"
+    assert len(errors) > size
+    assert all(str(error).startswith(str(path)) and error.path == str(path) for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["program", "layout"])
+def test_a_table_that_is_not_what_its_name_says_is_refused(folder, kind):
+    if kind == "program":
+        ours, theirs = small_program(op="aten.mul.Tensor"), small_program(op="aten.add.Tensor")
+        write, read, place = write_program, read_program, program_path
+    else:
+        ours, theirs = small_layout(3), small_layout(4)
+        write, read, place = write_layout, read_layout, layout_path
+    with pytest.raises(ReferenceFormatError, match="is missing"):
+        read(folder, ours.id)
+    write(folder, theirs)
+    place(folder, theirs.id).rename(place(folder, ours.id))
+    with pytest.raises(ReferenceFormatError, match="not what its name says"):
+        read(folder, ours.id)
+    place(folder, ours.id).unlink()
+    place(folder, ours.id).mkdir()
+    with pytest.raises(ReferenceFormatError, match=re.escape(str(place(folder, ours.id)))):
+        read(folder, ours.id)
+
+
+def rewritten(path: Path, change) -> None:
+    """Write a Parquet file again with a changed table."""
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def test_what_an_id_leaves_out_is_checked_too(folder):
+    program = small_program()
+    write_program(folder, program)
+    path = program_path(folder, program.id)
+    whole = path.read_bytes()
+
+    def other_source(table: pa.Table) -> pa.Table:
+        lines = [["train.py:42 in forward"], [], []]
+        return table.set_column(table.schema.get_field_index("source"), table.schema.field("source"), pa.array(lines))
+
+    def other_counts(table: pa.Table) -> pa.Table:
+        metadata = table.schema.metadata
+        counts = metadata[b"counts"].replace(b'"view": 6', b'"view": 7')
+        assert counts != metadata[b"counts"]
+        return table.replace_schema_metadata({**metadata, b"counts": counts})
+
+    def other_order(table: pa.Table) -> pa.Table:
+        index = table.schema.get_field_index("position")
+        return table.set_column(index, table.schema.field("position"), pa.array([0, 2, 1], pa.int32()))
+
+    def no_metadata(table: pa.Table) -> pa.Table:
+        return table.replace_schema_metadata({b"format_version": b"1"})
+
+    for change in (other_source, other_counts, other_order, no_metadata):
+        path.write_bytes(whole)
+        assert all_of(read_program(folder, program.id)) == all_of(program)
+        rewritten(path, change)
+        with pytest.raises(ReferenceFormatError, match=re.escape(str(path))):
+            read_program(folder, program.id)
+
+
+def test_tables_of_another_version_or_with_other_columns_are_refused(folder):
+    program, layout = small_program(), small_layout()
+    write_program(folder, program)
+    write_layout(folder, layout)
+    reads = [
+        (program_path(folder, program.id), lambda: read_program(folder, program.id)),
+        (layout_path(folder, layout.id), lambda: read_layout(folder, layout.id)),
+    ]
+    for path, read in reads:
+        whole = path.read_bytes()
+        rewritten(path, lambda table: table.replace_schema_metadata({**table.schema.metadata, b"format_version": b"2"}))
+        with pytest.raises(ReferenceFormatError, match="format version"):
+            read()
+        path.write_bytes(whole)
+        rewritten(path, lambda table: table.append_column("more", pa.array([1, 2, 3])))
+        with pytest.raises(ReferenceFormatError, match="columns are others"):
+            read()
+        path.write_bytes(whole)
+        rewritten(path, lambda table: table.replace_schema_metadata(None))
+        with pytest.raises(ReferenceFormatError, match="format version"):
+            read()
+
+
+def test_a_path_that_is_not_utf_8_can_be_a_source(folder):
+    name = os.fsdecode(b"caf\xe9.py:3 in forward")
+    site = Site(phase="forward", module="", op="", occurrence=0, output=0, role="output", source=(name,))
+    program = Program(sites=(site,))
+    write_program(folder, program)
+    assert read_program(folder, program.id).sites[0].source == ("caf\\udce9.py:3 in forward",)
+
+
+# run.json
+
+
+@settings(max_examples=60, deadline=None)
+@given(manifest=st.dictionaries(st.text().filter(lambda key: key not in SPECIAL), JSON, max_size=4))
+def test_a_manifest_is_read_as_it_was_written(tmp_path_factory, manifest):
+    folder = tmp_path_factory.mktemp("run")
+    write_manifest(folder, manifest)
+    found = read_manifest(folder)
+    assert {key: value for key, value in found.items() if key not in SPECIAL} == manifest
+    assert (found["format_version"], found["digest_version"]) == (1, 1)
+    write_manifest(folder, manifest)
+    assert read_manifest(folder) == found
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_keys_that_are_numbers_do_not_make_it_unreadable(tmp_path):
+    write_manifest(tmp_path, {"sizes": {10: "a", 9: "b"}})
+    assert read_manifest(tmp_path)["sizes"] == {"10": "a", "9": "b"}
+
+
+def test_what_is_no_json_is_refused_before_anything_is_written(tmp_path):
+    for value in (float("nan"), float("inf"), object()):
+        with pytest.raises((ValueError, TypeError)):
+            write_manifest(tmp_path, {"lr": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_manifest_is_an_error_or_the_same(tmp_path):
+    write_manifest(tmp_path, {"selection": {"level": "op", "modules": ["größe"]}, "world_size": 1, "lr": 0.1})
+    path = tmp_path / "run.json"
+    right, whole = read_manifest(tmp_path), path.read_bytes()
+    everything = [content for _, content in flipped(whole, bits=lambda _: range(8))]
+    everything += [whole[:size] for size in range(len(whole))]
+    errors = []
+    for content in everything:
+        path.write_bytes(content)
+        try:
+            found = read_manifest(tmp_path)
+        except ReferenceFormatError as error:
+            errors.append(error)
+        else:
+            assert json.dumps(found) == json.dumps(right)
+    assert len(errors) > 7 * len(whole)
+    assert all(str(error).startswith(str(path)) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"{}", "not the run.json of a recorded run"),
+        (b"[1]", "not the run.json of a recorded run"),
+        (b"null", "not the run.json of a recorded run"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"format_version": 2, "digest_version": 1}', "has format_version 2"),
+        (b'{"format_version": "1", "digest_version": 1}', "has format_version '1'"),
+        (b'{"format_version": 1, "digest_version": 7}', "has digest_version 7"),
+        (b'{"format_version": 1}', "has digest_version None"),
+        (b'{"format_version": 1, "digest_version": 1}', "not what its digest says"),
+    ],
+)
+def test_a_foreign_manifest_is_refused(tmp_path, content, says):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(ReferenceFormatError, match=re.escape(says)) as caught:
+        read_manifest(tmp_path)
+    assert caught.value.exit_code == 2
+    assert "run.json" in str(caught.value)
+
+
+def test_where_no_run_is_it_is_said_what_is_there(tmp_path):
+    def message(path: Path) -> str:
+        with pytest.raises(ReferenceNotFoundError) as caught:
+            read_manifest(path)
+        assert caught.value.path == str(path)
+        return str(caught.value)
+
+    assert "the folder does not exist" in message(tmp_path / "nowhere")
+    assert "it has no run.json" in message(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert "is a file; a run is a folder" in message(tmp_path / "notes.txt")
+    for name in ("b", "a"):
+        record(tmp_path / "runs" / name, [0])
+    (tmp_path / "runs" / "empty").mkdir()
+    assert "these folders in it are: a, b." in message(tmp_path / "runs")
+
+
+# making room
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_a_run_that_is_there_is_left_alone(tmp_path):
+    run = record(tmp_path / "run", range(3))
+    before = {name: (run / name).read_bytes() for name in names(run)}
+    with pytest.raises(RunExistsError, match="Nothing was changed") as caught:
+        make_room(run, overwrite=False)
+    assert all(word in str(caught.value) for word in (str(run), "overwrite=True", "another folder", "verify"))
+    assert {name: (run / name).read_bytes() for name in names(run)} == before
+
+
+def test_only_our_own_names_are_deleted(tmp_path):
+    run = record(tmp_path / "run", range(3))
+    theirs = {"notes.txt", "rank-1/x", "run.json.bak", "checkpoints/last.ckpt", "my programs/x"}
+    for name in theirs:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("theirs")
+    (run / ".run.json.77.tmp").write_text("ours: a writer was killed")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "data").write_text("theirs")
+    (run / "rank-00007").symlink_to(tmp_path / "elsewhere")
+    make_room(run, overwrite=True)
+    assert names(run) == theirs
+    assert names(tmp_path / "elsewhere") == {"data"}
+    make_room(run, overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["programs", "layouts", "rank-00000", "run.json", "verdict.json"])
+def test_half_a_run_is_in_the_way_too(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunExistsError, match=name):
+        make_room(tmp_path, overwrite=False)
+    make_room(tmp_path, overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("theirs")
+    for path in (file, file / "run"):
+        for overwrite in (False, True):
+            with pytest.raises(RunExistsError, match="is a file") as caught:
+                make_room(path, overwrite=overwrite)
+            assert str(path) in str(caught.value)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunExistsError):
+        make_room(tmp_path / "link", overwrite=True)
+    assert file.read_text() == "theirs"
+
+
+def test_run_json_goes_first(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", range(3))
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_room(run, overwrite=True)
+    with pytest.raises(ReferenceNotFoundError):
+        read_manifest(run)
+
+
+# names and writing
+
+
+def test_names_are_made_of_numbers_alone(tmp_path):
+    assert program_path(tmp_path, 255) == tmp_path / "programs" / "00000000000000ff.parquet"
+    assert layout_path(tmp_path, 2**64 - 1) == tmp_path / "layouts" / "ffffffffffffffff.parquet"
+    assert stream_path(tmp_path, 3, 12, 0) == tmp_path / "rank-00003" / "attempt-012.arrows"
+    assert stream_path(tmp_path, 0, 0, 2) == tmp_path / "rank-00000" / "attempt-000.segment-002.arrows"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    replace_atomically(path, b"before")
+
+    def full(_: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        replace_atomically(path, b"after")
+    assert path.read_bytes() == b"before"
+    monkeypatch.undo()
+    replace_atomically(path, b"after")
+    assert path.read_bytes() == b"after"
