@@ -215,7 +215,8 @@ def _penalised_inside() -> tuple[nn.Module, Step]:
     class Penalty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+            inner = Inner("penalty.net.1", nn.Linear(4, 4), reentrant=False)
+            self.net = nn.Sequential(nn.Linear(4, 4), inner, nn.Tanh(), nn.Linear(4, 1))
 
         def forward(self, x: Tensor) -> Tensor:
             x = x.detach().requires_grad_()

@@ -107,16 +107,39 @@ class Sine(nn.Module):
 
 def test_graphs_from_before_the_step_belong_nowhere():
     model = nn.Sequential(Sine(), Sine())
+    x = torch.ones(2)
     before = model(torch.ones(2, requires_grad=True))
     mode = HashMode(model)
     with mode:
-        model(torch.ones(2))  # has no node, so the last node before the step is the last one at its first op too
+        model(x)  # has no node, so the last node before the step is the last one at its first op too
         (before * 2).sum().backward()
     backward = [site for site in mode.trace.program.sites if site.phase == "backward"]
     assert [(site.op, site.module) for site in backward] == [
         ("aten.mul.Tensor", ""),
         *[("aten.cos.default", "?"), ("aten.mul.Tensor", "?")] * 2,
     ]
+
+
+class Stale(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        view = y[:2]
+        y.add_(1)
+        assert view.grad_fn is not None  # makes the view's new node here, where no op is
+        return view
+
+
+def test_a_view_whose_node_no_op_made_belongs_nowhere():
+    model = nn.Sequential(Stale(), Sine())
+    constant, x = torch.ones(2), torch.ones(4, requires_grad=True)
+    mode = HashMode(model)
+    with mode:
+        view = model[0](x)
+        model[1](constant)
+        view.sum().backward()
+    backward = [site for site in mode.trace.program.sites if site.phase == "backward"]
+    assert "1" not in {site.module for site in backward}
+    assert "?" in {site.module for site in backward}
 
 
 def test_a_gradient_goes_by_the_first_name_of_a_tied_weight():

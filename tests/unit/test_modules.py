@@ -190,6 +190,28 @@ def test_a_module_that_calls_itself():
     assert modules_of(mode, "aten.exp.default") == [""]
 
 
+def test_a_backward_pass_inside_forward_runs_in_no_module():
+    found: list[list[str]] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            y.register_hook(lambda _: found.append(mode.recorder.modules.running()))
+            torch.autograd.grad(y.sum(), x)
+            found.append(mode.recorder.modules.running())
+            return y
+
+    model = nn.Sequential(Model())
+    mode = HashMode(model)
+    with mode:
+        model(torch.ones(2, requires_grad=True))
+    assert found == [[], ["0", ""]]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("level", ["op", "module"])
