@@ -283,7 +283,7 @@ class Run:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        self._ranks = {rank: self._open_rank(rank) for rank in self.ranks}
+        self._ranks = {rank: self._open_rank(rank) for rank in range(self.world_size)}
         self._program = lru_cache(_CACHED)(read_program)
         self._layout = lru_cache(_CACHED)(read_layout)
 
@@ -329,7 +329,7 @@ class Run:
     @property
     def ranks(self) -> list[int]:
         """The processes, from 0."""
-        return list(range(self.world_size))
+        return list(self._ranks)
 
     @property
     def is_complete(self) -> bool:

@@ -1,0 +1,399 @@
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_runs import (
+    DIGESTS,
+    append,
+    create,
+    digests_of,
+    everything_in,
+    layouts,
+    programs,
+    record,
+    resume,
+    small_layout,
+    small_program,
+)
+
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.trace import store
+from det_callbacks.trace.program import chain_digest
+from det_callbacks.trace.run_files import read_manifest, stream_path
+from det_callbacks.trace.store import Run, RunWriter
+
+WHOLE_STEPS = st.integers(1, 3).flatmap(
+    lambda num_sites: st.tuples(
+        programs(num_sites), layouts(num_sites), st.lists(DIGESTS, min_size=num_sites, max_size=num_sites)
+    )
+)
+
+
+def steps_of(path: Path, segment: int = 0) -> list[int]:
+    return list(Run.open(path).rank(0).steps(segment))
+
+
+# what is written is read
+
+
+@settings(max_examples=40, deadline=None)
+@given(fits=st.lists(st.lists(WHOLE_STEPS, max_size=4), min_size=1, max_size=3), gap=st.integers(1, 5))
+def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    writer = create(path)
+    written, kept = [], {}
+    for segment, fit in enumerate(fits):
+        if segment:
+            writer.start_segment()
+        chain = 0
+        for index, (program, layout, values) in enumerate(fit):
+            step, digests = index * gap, np.array(values, dtype=np.uint64)
+            writer.put_program(program)
+            writer.put_layout(layout)
+            chain = chain_digest(
+                chain, step=step, epoch=index, program_id=program.id, layout_id=layout.id, digests=digests
+            )
+            assert writer.append(step, index, program.id, layout.id, digests) == chain
+            # what an id leaves out is that of the first program that has it
+            written.append((segment, step, index, kept.setdefault(program.id, program), layout, values, chain))
+    writer.close(complete=True)
+
+    run = Run.open(path)
+    rank = run.rank(0)
+    views = [run.view(0, record.segment, record.step) for record in rank.iterate()]
+    assert [
+        (
+            view.record.segment,
+            view.record.step,
+            view.record.epoch,
+            view.program,
+            view.layout,
+            view.record.digests.tolist(),
+            view.record.chain,
+        )
+        for view in views
+    ] == written
+    assert (run.is_complete, run.incomplete_reason, run.ranks, run.keeps) == (True, None, [0], "all")
+    assert (rank.segments, rank.num_steps) == (list(range(len(fits))), len(written))
+    for segment, fit in enumerate(fits):
+        assert rank.steps(segment).tolist() == [index * gap for index in range(len(fit))]
+        assert rank.steps(segment).dtype == np.int64
+    assert all(rank.chain(segment, step) == chain for segment, step, *_, chain in written)
+
+
+def test_the_manifest_is_kept(tmp_path):
+    create(tmp_path / "run", purpose="verify", keeps="diverging").close(complete=True)
+    run = Run.open(str(tmp_path / "run"))
+    assert run.path == tmp_path / "run"
+    assert (run.manifest["purpose"], run.keeps, run.world_size) == ("verify", "diverging", 1)
+    assert run.manifest["environment"] == {"torch": "2.13"}
+    assert len(run.run_id) == 32
+    assert run.run_id != Run.open(record(tmp_path / "other", [0])).run_id
+
+
+def test_every_rank_has_its_own_steps(tmp_path):
+    path = tmp_path / "run"
+    writer = create(path, world_size=2)
+    with pytest.raises(ReferenceFormatError, match=r"rank-00001.*is missing"):
+        Run.open(path)
+    other = RunWriter(path, 1, read_manifest(path), attempt=0, segment=0)
+    append(writer, [0, 1])
+    append(other, [0, 1, 2], seed=1)
+    writer.close(complete=True)
+    assert "rank-00001" in str(Run.open(path).incomplete_reason)
+    other.close(complete=True)
+    run = Run.open(path)
+    assert (run.ranks, run.is_complete) == ([0, 1], True)
+    assert [run.rank(rank).num_steps for rank in run.ranks] == [2, 3]
+    assert run.rank(1).read(0, 1).digests.tolist() == digests_of(1, seed=1).tolist()
+    for rank in (2, -1):
+        with pytest.raises(ReferenceNotFoundError, match=f"has no rank {rank}; it has 2, from 0"):
+            run.rank(rank)
+
+
+def test_a_step_that_is_not_there_is_a_key_error(tmp_path):
+    rank = Run.open(record(tmp_path / "run", [0, 2])).rank(0)
+    for segment, step in ((0, 1), (1, 0)):
+        with pytest.raises(KeyError):
+            rank.read(segment, step)
+    assert rank.steps(1).tolist() == []
+    assert [rank.chain_before(0, step) for step in range(4)] == [0, *[rank.chain(0, 0)] * 2, rank.chain(0, 2)]
+
+
+def test_equal_steps_have_equal_chains_up_to_the_first_other_one(tmp_path):
+    chains = []
+    for name, other in (("a", None), ("b", None), ("c", 3)):
+        writer = create(tmp_path / name)
+        for step in range(6):
+            append(writer, [step], seed=int(step == other))
+        writer.close(complete=True)
+        rank = Run.open(tmp_path / name).rank(0)
+        chains.append([rank.chain(0, step) for step in range(6)])
+    assert chains[0] == chains[1]
+    assert [ours == theirs for ours, theirs in zip(chains[0], chains[2], strict=True)] == [True] * 3 + [False] * 3
+
+
+# what is refused
+
+
+def test_an_append_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
+    program, layout = small_program(), small_layout()
+    other, longer = small_program(4), small_layout(4)
+    writer = create(tmp_path / "run")
+    append(writer, [3])
+    writer.put_program(other)
+    writer.put_layout(longer)
+    size = writer.bytes_written
+    good = digests_of(4)
+    for step, program_id, layout_id, digests, says in [
+        (4, 1, layout.id, good, "put its program and layout first"),
+        (4, program.id, 1, good, "put its program and layout first"),
+        (4, program.id, layout.id, good[:2], "2 digests were given"),
+        (4, other.id, layout.id, good, "3 digests were given"),
+        (4, program.id, longer.id, good, "put its program and layout first"),
+        (4, program.id, layout.id, good.astype(np.int64), "digests are uint64; got int64"),
+        (4, program.id, layout.id, good.astype(np.float64), "digests are uint64; got float64"),
+        (3, program.id, layout.id, good, "step 3 comes after step 3"),
+        (2, program.id, layout.id, good, "step 2 comes after step 3"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            writer.append(step, 0, program_id, layout_id, digests)
+    assert writer.bytes_written == size
+    append(writer, [4])
+    writer.close(complete=True)
+    writer.close(complete=True)
+    with pytest.raises(ValueError, match="the run is closed"):
+        append(writer, [5])
+    assert steps_of(tmp_path / "run") == [3, 4]
+
+
+def test_half_a_write_is_the_last_one(tmp_path, monkeypatch):
+    writer = create(tmp_path / "run")
+    append(writer, [0])
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, bytes(content)[:100]))
+    with pytest.raises(OSError, match="only 100 of 504 bytes could be written; is the disk full"):
+        append(writer, [1])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="the run is closed"):
+        append(writer, [2])
+    run = Run.open(tmp_path / "run")
+    assert steps_of(tmp_path / "run") == [0]
+    assert re.search(r"attempt-000\.arrows: its tail is torn.*; 0 is the last whole step", str(run.incomplete_reason))
+
+
+def test_a_disk_that_is_full_for_a_moment_loses_no_chain(tmp_path, monkeypatch):
+    writer = create(tmp_path / "run")
+    append(writer, [0])
+
+    def full(*_: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="no space"):
+        append(writer, [1])
+    monkeypatch.undo()
+    append(writer, [1, 2])
+    writer.close(complete=True)
+    assert everything_in(tmp_path / "run")["steps"] == everything_in(record(tmp_path / "other", range(3)))["steps"]
+
+
+def test_an_existing_run_is_refused_and_replaced_only_when_asked(tmp_path):
+    path = record(tmp_path / "run", range(3))
+    before = everything_in(path)
+    with pytest.raises(RunExistsError):
+        create(path)
+    assert everything_in(path) == before
+    (path / "notes.txt").write_text("theirs")
+    writer = create(path, overwrite=True)
+    append(writer, [7])
+    writer.close(complete=True)
+    assert steps_of(path) == [7]
+    assert (path / "notes.txt").read_text() == "theirs"
+
+
+# complete or not
+
+
+def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
+    path = tmp_path / "run"
+    writer = create(path)
+    assert "it holds no whole step" in str(Run.open(path).incomplete_reason)
+    append(writer, [0, 1])
+    run = Run.open(path)
+    assert not run.is_complete
+    assert run.incomplete_reason == (
+        f"{stream_path(path, 0, 0, 0)}: its end-of-stream marker is missing, the process did not end as it should; "
+        "1 is the last whole step."
+    )
+    writer.start_segment()
+    assert "segment-001" in str(Run.open(path).incomplete_reason)
+    append(writer, [0])
+    writer.close(complete=False)
+    assert not Run.open(path).is_complete
+    assert Run.open(record(tmp_path / "other", [0])).is_complete
+
+
+def test_a_fit_in_the_middle_without_its_end_makes_the_run_incomplete(tmp_path):
+    path = record(tmp_path / "run", range(3), range(2), complete=False)
+    writer = resume(path)
+    append(writer, [2])
+    writer.close(complete=True)
+    assert Run.open(path).is_complete
+    first = stream_path(path, 0, 0, 0)
+    first.write_bytes(first.read_bytes()[:-8])
+    assert str(first) in str(Run.open(path).incomplete_reason)
+
+
+# resuming
+
+
+def resumed(path: Path, *attempts: Iterable[int]) -> Path:
+    for number, steps in enumerate(attempts):
+        writer = resume(path) if number else create(path)
+        append(writer, steps, seed=number)
+        writer.close(complete=number == len(attempts) - 1)
+    return path
+
+
+def seeds_of(path: Path) -> dict[int, int]:
+    """Return of which attempt each step is."""
+    rank = Run.open(path).rank(0)
+    return {
+        record.step: next(seed for seed in range(9) if (record.digests == digests_of(record.step, seed=seed)).all())
+        for record in rank.iterate()
+    }
+
+
+def test_the_later_attempt_counts_and_nothing_is_deleted(tmp_path):
+    path = record(tmp_path / "run", range(6), complete=False)
+    first = stream_path(path, 0, 0, 0)
+    before = first.read_bytes()
+    writer = resume(path)
+    append(writer, [3, 4], seed=1)
+    writer.close(complete=False)
+    writer = resume(path)
+    append(writer, [4, 5, 6], seed=2)
+    writer.close(complete=True)
+    assert seeds_of(path) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 2}
+    assert first.read_bytes() == before
+    run = Run.open(path)
+    assert (run.is_complete, len(run.manifest["attempts"]), run.rank(0).num_steps) == (True, 3, 7)
+
+
+def test_a_resumed_run_has_the_chain_of_one_that_never_stopped(tmp_path):
+    straight = Run.open(record(tmp_path / "straight", range(6))).rank(0)
+    path = record(tmp_path / "run", range(5), complete=False)
+    writer = resume(path)
+    append(writer, [3, 4, 5])
+    writer.close(complete=True)
+    rank = Run.open(path).rank(0)
+    assert [rank.chain(0, step) for step in range(6)] == [straight.chain(0, step) for step in range(6)]
+
+
+def test_a_resumed_run_goes_on_with_the_fit_that_was_under_way(tmp_path):
+    path = record(tmp_path / "run", range(3), range(2), complete=False)
+    writer = resume(path)
+    append(writer, [1, 2], seed=1)
+    writer.start_segment()
+    append(writer, [0], seed=2)
+    writer.close(complete=True)
+    rank = Run.open(path).rank(0)
+    assert {segment: rank.steps(segment).tolist() for segment in rank.segments} == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0]}
+    assert rank.read(1, 1).digests.tolist() == digests_of(1, seed=1).tolist()
+    assert {file.name for file in (path / "rank-00000").iterdir()} == {
+        "attempt-000.arrows",
+        "attempt-000.segment-001.arrows",
+        "attempt-001.arrows",
+        "attempt-001.segment-001.arrows",
+    }
+
+
+def test_a_run_resumed_before_its_first_step(tmp_path):
+    path = resumed(tmp_path / "run", [], [0, 1], [])
+    assert seeds_of(path) == {0: 1, 1: 1}
+    assert Run.open(path).is_complete
+
+
+def test_a_torn_tail_is_no_obstacle_to_going_on(tmp_path):
+    path = record(tmp_path / "run", range(4), complete=False)
+    file = stream_path(path, 0, 0, 0)
+    file.write_bytes(file.read_bytes()[:-200])
+    writer = resume(path)
+    append(writer, [3, 4], seed=1)
+    writer.close(complete=True)
+    assert seeds_of(path) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
+
+
+def test_steps_that_an_attempt_went_on_from_cannot_get_lost(tmp_path):
+    path = resumed(tmp_path / "run", range(4), [4, 5])
+    file = stream_path(path, 0, 0, 0)
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(ReferenceFormatError, match=r"attempt-001\.arrows is damaged: step 4 is not what its chain"):
+        Run.open(path)
+
+
+def test_another_selection_is_refused(tmp_path):
+    path = record(tmp_path / "run", range(2), complete=False)
+    with pytest.raises(ReferenceFormatError, match="Resume with the same arguments"):
+        RunWriter.resume(path, manifest={"selection": {"level": "state"}})
+    assert len(Run.open(path).manifest["attempts"]) == 1
+    with pytest.raises(ReferenceNotFoundError):
+        resume(tmp_path / "nowhere")
+
+
+# killed between two files: nobody closes what was open then
+KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@KILLED
+@pytest.mark.parametrize("moment", ["create", "segment", "resume"])
+def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, moment):
+    path = tmp_path / "run"
+    writer = None if moment == "create" else create(path)
+    if writer is not None:
+        append(writer, [0, 1])
+    if writer is not None and moment == "resume":
+        writer.close(complete=False)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "write_manifest", killed)
+    act = {"create": lambda: create(path), "segment": writer and writer.start_segment, "resume": lambda: resume(path)}
+    with pytest.raises(KeyboardInterrupt):
+        act[moment]()
+    monkeypatch.undo()
+    if moment == "create":
+        with pytest.raises(ReferenceNotFoundError):
+            Run.open(path)
+        with pytest.raises(RunExistsError):
+            create(path)
+        append(writer := create(path, overwrite=True), [0, 1])
+        writer.close(complete=False)
+    assert steps_of(path) == [0, 1]
+    assert not Run.open(path).is_complete
+    writer = resume(path)
+    append(writer, [1, 2], seed=1)
+    writer.close(complete=True)
+    assert seeds_of(path) == {0: 0, 1: 1, 2: 1}
+    assert Run.open(path).is_complete
+
+
+@KILLED
+def test_a_kill_before_the_end_of_a_fit_leaves_an_incomplete_run(tmp_path, monkeypatch):
+    writer = create(tmp_path / "run")
+    append(writer, [0])
+
+    def killed(*_: object, complete: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_end", killed)
+    with pytest.raises(KeyboardInterrupt):
+        writer.start_segment()
+    assert not Run.open(tmp_path / "run").is_complete
