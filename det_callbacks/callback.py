@@ -107,6 +107,10 @@ class DeterminismCallback(Callback):
         _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
         if not isinstance(reference, str | Path) or not str(reference):
             raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
+        if current is not None and (not isinstance(current, str | Path) or not str(current)):
+            raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
+        if not isinstance(overwrite, bool):
+            raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
         self.reference = Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)

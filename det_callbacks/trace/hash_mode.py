@@ -233,4 +233,5 @@ class HashMode:
         parameters = [] if self._walker is None else self._walker.parameters()
         self.recorder.parameter_names.clear()
         self.recorder.parameter_names.update((id(value), name) for name, value in parameters)
-        self.recorder.names.begin(parameters)
+        if self.selection.level == "op":
+            self.recorder.names.refresh()

@@ -5,18 +5,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from det_callbacks.trace.components import has_parts
-
-MAX_UNNAMED = 4096
+from det_callbacks.trace.components import has_parts, holds_data
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
+_Key = tuple[int, int]
+"""Address of the storage, and of the first element."""
+
 
 class NameTable:
-    """(storage, address of the first element) -> qualified name, kept from step to step.
+    """(storage, address of the first element) -> qualified name.
 
-    Every storage in it is pinned by a weak reference, so that neither part of a key can come to mean another tensor.
-    Tensors are listed anew only when one is read that the table does not know, at most once a step.
+    Names are those at the step's beginning (and of an optimizer's state when it is first seen), whatever happened in
+    the steps before: a resumed run gives the same names as one that was never interrupted. State that is made inside
+    a step has its names from the next one on. Every storage in the table is pinned by a weak reference, so that
+    neither part of a key can come to mean another tensor.
 
     Attributes:
         list_state: returns the named tensors as they are now.
@@ -24,58 +27,36 @@ class NameTable:
 
     def __init__(self) -> None:
         self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
-        self._names: dict[tuple[int, int], str | None] = {}
+        self._names: dict[_Key, str] = {}
         self._pins: list[int] = []
-        self._num_unnamed = 0
-        self._is_current = False
 
-    def begin(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Start a step; forget everything when a parameter is not where it was."""
-        self._is_current = False
-        if self._num_unnamed > MAX_UNNAMED or (
-            self._names
-            and any(self._names.get(_key(tensor)) != name for name, tensor in parameters if _has_key(tensor))
-        ):
+    def refresh(self) -> None:
+        """List the named tensors as they are now; 1 microsecond each."""
+        names: dict[_Key, str] = {}
+        tensors: list[Tensor] = []
+        for name, value in self.list_state():
+            if isinstance(value, Tensor) and holds_data(value) and not has_parts(value) and value.numel():
+                names.setdefault(_key(value), name)
+                tensors.append(value)
+        if names != self._names:
             self.close()
+            self._names = names
+            self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
-        key = _key(tensor)
-        if key in self._names:
-            return self._names[key]
-        if not self._is_current:
-            self._list()
-        if key not in self._names:
-            self._add(tensor, None)
-            self._num_unnamed += 1
-        return self._names[key]
+        return self._names.get(_key(tensor))
 
     def close(self) -> None:
         """Forget everything and let the storages' addresses go."""
-        self._names.clear()
-        self._num_unnamed = 0
+        self._names = {}
         for pin in self._pins:
             _free_weak_ref(pin)  # type: ignore[no-untyped-call]
-        self._pins.clear()
+        self._pins = []
 
     def __del__(self) -> None:
         self.close()
 
-    def _list(self) -> None:
-        self.close()
-        for name, value in self.list_state():
-            if isinstance(value, Tensor) and _has_key(value) and _key(value) not in self._names:
-                self._add(value, name)
-        self._is_current = True
 
-    def _add(self, tensor: Tensor, name: str | None) -> None:
-        self._pins.append(tensor.untyped_storage()._weak_ref())  # type: ignore[arg-type]
-        self._names[_key(tensor)] = name
-
-
-def _has_key(tensor: Tensor) -> bool:
-    return not has_parts(tensor) and tensor.numel() > 0
-
-
-def _key(tensor: Tensor) -> tuple[int, int]:
+def _key(tensor: Tensor) -> _Key:
     return tensor.untyped_storage()._cdata, tensor.data_ptr()

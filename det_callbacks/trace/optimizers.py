@@ -50,6 +50,7 @@ class OptimizerPhases:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not any(optimizer is known for known in self.seen):
             self.seen.append(optimizer)
+            self._recorder.names.refresh()
         self._outer.append(self._recorder.phase)
         is_outermost = len(self._outer) == 1
         self._recorder.phase = "optimizer"

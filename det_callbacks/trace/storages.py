@@ -53,6 +53,15 @@ class Region:
             return self.low <= other.low and other.high <= self.high
         return self == other
 
+    def without(self, other: "Region") -> list["Region"]:
+        """Return what is left when the other is taken away; all of it where only one of them has no holes."""
+        if other.contains(self):
+            return []
+        if self.steps or other.steps or not self.overlaps(other):
+            return [self]
+        ends = [(self.low, min(self.high, other.low)), (max(self.low, other.high), self.high)]
+        return [Region(low, high, high - low) for low, high in ends if low < high]
+
 
 @dataclass(slots=True)
 class PartialWrites:
@@ -61,27 +70,36 @@ class PartialWrites:
     Attributes:
         is_born: the storage was made in this step by an op that leaves memory uninitialised, so bytes nobody wrote
             hold nothing worth recording.
-        writes: (region, position of the site or ``UNKNOWN``), in the order in which they happened; those that a later
-            one replaced are left out.
+        writes: (region, position of the site or ``UNKNOWN``), in the order in which they happened; without what a
+            later one without holes replaced.
     """
 
     is_born: bool
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
-        """Add a write; it replaces the writes that lie inside it."""
-        self.writes = [write for write in self.writes if not region.contains(write[0])]
+        """Add a write; it replaces the writes, and the parts of writes without holes, that lie inside it."""
+        self.writes = [(rest, at) for written, at in self.writes for rest in written.without(region)]
         self.writes.append((region, position))
 
     def writers(self, region: Region) -> list[int]:
-        """Return the sites that wrote into a region, ascending and without repetition."""
-        return sorted({at for written, at in self.writes if at != UNKNOWN and written.overlaps(region)})
+        """Return the sites whose writes are still in a region, ascending and without repetition."""
+        found = set()
+        for written, at in reversed(self.writes):
+            if written.overlaps(region):
+                found.add(at)
+                if written.contains(region):
+                    break
+        return sorted(found - {UNKNOWN})
 
     def covers(self, region: Region) -> bool:
         """Return whether every byte of a region that is worth recording was written by a recorded site."""
-        if any(at == UNKNOWN and written.overlaps(region) for written, at in self.writes):
-            return False
-        if self.is_born or any(written.contains(region) for written, _ in self.writes):
+        for written, at in reversed(self.writes):
+            if written.contains(region):
+                return at != UNKNOWN
+            if at == UNKNOWN and written.overlaps(region):
+                return False
+        if self.is_born:
             return True
         reached = region.low
         for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.steps):

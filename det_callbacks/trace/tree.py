@@ -41,7 +41,7 @@ class _NotANumber:
     __hash__ = None  # type: ignore[assignment]  # NaNs of one process have different hashes
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and other != other
+        return self is other or (isinstance(other, float | complex) and other != other)
 
 
 NAN = _NotANumber()
@@ -194,7 +194,7 @@ def comparable(value: Any) -> Any:
     """Return an argument in a form that equals itself: NaN does not."""
     if isinstance(value, list | tuple):
         return [comparable(item) for item in value] if any(item != item for item in value) else value
-    return NAN if isinstance(value, float) and value != value else value
+    return NAN if isinstance(value, float | complex) and value != value else value
 
 
 class ProgramTree:
@@ -215,10 +215,10 @@ class ProgramTree:
     def varying(self, event: Event) -> tuple[int, ...]:
         """Return which arguments of a new event were others when the same call was made in an earlier step.
 
-        Calls are the same when op, phase, module and depth agree: the argument sites that this very result adds to a
-        program shift positions, but not depths.
+        Calls are the same when op, keywords, phase, module and depth agree: the argument sites that this very result
+        adds to a program shift positions, but not depths.
         """
-        key = (event.func, event.phase, event.context, event.depth)
+        key = (event.func, event.keywords, event.phase, event.context, event.depth)
         known = self._arguments.get(key)
         varying: tuple[int, ...] = ()
         if known is not None and len(known[0]) == len(event.consts):

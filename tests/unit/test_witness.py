@@ -1,0 +1,110 @@
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+from tracing import (
+    position_of,
+    traced,
+)
+
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.steps import Expectation
+
+
+def differing_step(body, model: nn.Module | None = None):
+    """Trace a body whose argument changes its last op, expecting what it does without the change."""
+    reference = traced(lambda: body(False), model)
+    mode = HashMode(model)
+    mode.begin(expected=Expectation.of(reference.digests))
+    body(True)
+    trace = mode.finish()
+    assert trace is not None
+    return reference, trace
+
+
+def test_a_tensor_written_through_numpy_is_an_unseen_write():
+    def body(is_written: bool):
+        x = torch.ones(4)
+        if is_written:
+            x.numpy()[2] = 7
+        x.sum()
+
+    _, trace = differing_step(body)
+    assert trace.unseen_writes == {position_of(trace, "sum.default")}
+
+
+def test_a_part_written_through_numpy_is_an_unseen_write():
+    def body(is_written: bool):
+        x = torch.empty(2, 4)
+        x[0].copy_(torch.ones(4))
+        x[1].copy_(torch.ones(4))
+        if is_written:
+            x.numpy()[1, 2] = 7
+        x.sum()
+
+    _, trace = differing_step(body)
+    assert trace.unseen_writes == {position_of(trace, "sum.default")}
+
+
+def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
+    outside = torch.ones(4)
+
+    def body(is_written: bool):
+        outside.exp()
+        if is_written:
+            outside.numpy()[0] = 3
+        outside.mul_(2)
+        outside.fill_(1)
+
+    _, trace = differing_step(body)
+    assert trace.unseen_writes == {position_of(trace, "mul_.Tensor")}
+
+
+def test_a_write_in_another_thread_is_unseen():
+    def body(is_written: bool):
+        x = torch.ones(4)
+        if is_written:
+            worker = threading.Thread(target=lambda: x.mul_(3))
+            worker.start()
+            worker.join()
+        torch.exp(x)
+
+    _, trace = differing_step(body)
+    assert trace.unseen_writes == {position_of(trace, "exp.default")}
+
+
+def test_an_op_that_computes_something_else_is_no_unseen_write():
+    def body(is_changed: bool):
+        x = torch.full((4,), 2.0)
+        y = torch.exp(x)
+        if is_changed:
+            y.copy_(y * 2)
+        y[:2].mul_(2)
+        y.sum()
+        x.t().exp()
+
+    reference, trace = differing_step(body)
+    assert len(reference.digests) != len(trace.digests)
+    assert trace.unseen_writes == frozenset()
+
+
+def test_nothing_is_unseen_where_everything_agrees():
+    def body(_: bool):
+        x = torch.ones(4)
+        x.numpy()[2] = 7
+        x.sum()
+
+    reference, trace = differing_step(body)
+    np.testing.assert_array_equal(reference.digests, trace.digests)
+    assert trace.unseen_writes == frozenset()
+
+
+def test_the_number_of_inputs_digested_again_is_bounded():
+    expected = Expectation.of(np.zeros(0, dtype=np.uint64))
+    mode = HashMode()
+    mode.begin(expected=expected)
+    for _ in range(100):
+        torch.ones(2).exp()
+    mode.finish()
+    assert expected.checks_left == 0

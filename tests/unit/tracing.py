@@ -1,0 +1,70 @@
+"""Runs a few lines under HashMode, and says in words what each op read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.steps import StepTrace
+
+
+def traced(body: Callable[[], Any], model: nn.Module | None = None, **selection: Any) -> StepTrace:
+    """Return the trace of one step in a mode of its own."""
+    return step_of(HashMode(model, **selection), body)
+
+
+def step_of(mode: HashMode, body: Callable[[], Any]) -> StepTrace:
+    """Return the trace of the next step of a mode."""
+    with mode:
+        body()
+    assert mode.trace is not None
+    assert len(mode.trace.program) == len(mode.trace.digests) == len(mode.trace.layout)
+    return mode.trace
+
+
+def label(site: Site) -> str:
+    """Return the name of a site's tensor, else its op without "aten.", else its role."""
+    return site.name or site.op.removeprefix("aten.") or site.role
+
+
+def position_of(trace: StepTrace, op: str, number: int = 0) -> int:
+    """Return the position of the number-th site of an op ("mm.default") that is a tensor or a value."""
+    found = [
+        position
+        for position, site in enumerate(trace.program.sites)
+        if site.op == f"aten.{op}" and site.role in ("output", "value")
+    ]
+    return found[number]
+
+
+def site_of(trace: StepTrace, op: str, number: int = 0) -> Site:
+    return trace.program.sites[position_of(trace, op, number)]
+
+
+def reads_of(trace: StepTrace, op: str, number: int = 0) -> list[str]:
+    """Return what the number-th site of an op read, as labels in the order of their positions."""
+    return [label(trace.program.sites[position]) for position in site_of(trace, op, number).inputs]
+
+
+def with_role(trace: StepTrace, role: str) -> list[Site]:
+    return [site for site in trace.program.sites if site.role == role]
+
+
+def digests_by_name(trace: StepTrace, phase: str) -> dict[str, int]:
+    """Return the digests of the named sites of a phase."""
+    return {
+        str(site.name): int(digest)
+        for site, digest in zip(trace.program.sites, trace.digests, strict=True)
+        if site.phase == phase and site.role == "named"
+    }
+
+
+def assert_same(first: StepTrace, second: StepTrace) -> None:
+    """Check that two steps are equal in everything that is compared between runs."""
+    assert first.program.sites == second.program.sites
+    assert first.program.id == second.program.id
+    assert first.layout_id == second.layout_id
+    np.testing.assert_array_equal(first.digests, second.digests)
