@@ -1,13 +1,21 @@
 """tensor -> 64 bits."""
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_memory, digest_spans, format_digest
+from det_callbacks.digest.host import (
+    DIGEST_VERSION,
+    digest_bytes,
+    digest_memory,
+    digest_rows,
+    digest_spans,
+    format_digest,
+)
 
 __all__ = [
     "DIGEST_VERSION",
     "digest_bytes",
     "digest_memory",
     "digest_output",
+    "digest_rows",
     "digest_spans",
     "digest_tensor",
     "digest_tensors",

@@ -63,13 +63,33 @@ def digest_memory(address: int, nbytes: int) -> int:
         address: of the first byte; not looked at when there are no bytes.
         nbytes: how many bytes.
     """
-    if 0 < nbytes <= BLOCK_BYTES:
-        return xxh3_64_intdigest(_READERS[nbytes](address).raw.ljust(BLOCK_BYTES, b"\0"))
+    if 0 < nbytes <= LEAF_BYTES:
+        if not nbytes % BLOCK_BYTES:
+            return xxh3_64_intdigest(_READERS[nbytes](address))
+        if nbytes < BLOCK_BYTES:
+            return xxh3_64_intdigest(_READERS[nbytes](address).raw.ljust(BLOCK_BYTES, b"\0"))
     if nbytes <= LEAF_BYTES:
         return _leaf_hash(address, nbytes)
     if nbytes < THREADED_BYTES:
         return _join_leaves(_leaf_hashes(address, nbytes, 0, -(-nbytes // LEAF_BYTES)))
     return digest_spans([(address, nbytes)])[0]
+
+
+def digest_rows(address: int, num_rows: int, nbytes: int) -> list[int]:
+    """Return the digest of each of the rows that follow one another in host memory; 0.2 microseconds each.
+
+    Args:
+        address: of the first row.
+        num_rows: how many.
+        nbytes: of one row.
+    """
+    if 0 < nbytes < BLOCK_BYTES:
+        content = np.frombuffer(ctypes.string_at(address, num_rows * nbytes), dtype=np.uint8)
+        padded = np.zeros((num_rows, BLOCK_BYTES), dtype=np.uint8)
+        padded[:, :nbytes] = content.reshape(num_rows, nbytes)
+        view = memoryview(padded.data).cast("B")
+        return [xxh3_64_intdigest(view[start : start + BLOCK_BYTES]) for start in range(0, view.nbytes, BLOCK_BYTES)]
+    return [digest_memory(address + index * nbytes, nbytes) for index in range(num_rows)]
 
 
 def digest_bytes(buffer: "Buffer") -> int:
@@ -88,6 +108,10 @@ def digest_bytes(buffer: "Buffer") -> int:
         raise ValueError("digest_bytes needs a C-contiguous buffer; pass a contiguous copy of it")
     if view.nbytes <= BLOCK_BYTES:
         return xxh3_64_intdigest(view.tobytes().ljust(BLOCK_BYTES, b"\0") if view.nbytes else b"")
+    if view.nbytes <= LEAF_BYTES:
+        state = xxh3_64(view)
+        state.update(_PADDING[: -view.nbytes % BLOCK_BYTES])
+        return state.intdigest()
     # NumPy gives the address of a read-only buffer, which ctypes refuses to; the array keeps the buffer alive.
     array = np.frombuffer(view, dtype=np.uint8)
     return digest_memory(array.ctypes.data, array.nbytes)

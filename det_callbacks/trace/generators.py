@@ -1,7 +1,10 @@
 """Random generators as inputs: an op that draws random numbers reads its generator's state."""
 
+import _random
 import random
+import sys
 from array import array
+from ctypes import string_at
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,9 @@ PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
+
+
+_python_random: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator behind the functions
 
 
 class GeneratorTrail:
@@ -91,9 +97,32 @@ def digest_generator(generator: Generator) -> int:
 
 
 def digest_python_generator() -> int:
-    """Return the digest of the state of Python's ``random``; some 15 microseconds."""
-    version, words, gauss = random.getstate()
-    return digest_bytes(array("I", words).tobytes() + repr((version, gauss)).encode())
+    """Return the digest of the state of Python's ``random``; 1 microsecond in CPython, else some 15.
+
+    That is its position and its 624 words as they lie in memory (``getstate`` makes a tuple of them), and the second
+    number of a pair of normal ones that it may hold back.
+    """
+    if _python_state is None:
+        _, (*words, position), held_back = random.getstate()
+        content = array("I", (position, *words)).tobytes()
+    else:
+        content = string_at(_python_state, _MT19937_BYTES)
+        held_back = _python_random.gauss_next
+    return digest_bytes(content if held_back is None else content + repr(held_back).encode())
+
+
+def _find_python_state() -> int | None:
+    """Return the address of the state of Python's ``random``; None where it does not lie as in CPython 3.11 to 3.14.
+
+    ``Modules/_randommodule.c``: ``PyObject_HEAD; int index; uint32_t state[624]``.
+    """
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < head + _MT19937_BYTES:
+        return None
+    address = id(_python_random) + head
+    *words, position = random.getstate()[1]
+    is_there = string_at(address, _MT19937_BYTES) == array("I", (position, *words)).tobytes()
+    return address if is_there else None
 
 
 def digest_numpy_generator() -> int:
@@ -106,3 +135,6 @@ def digest_numpy_generator() -> int:
     if isinstance(generator, np.random.MT19937):
         return digest_memory(generator.ctypes.state_address, _MT19937_BYTES)
     return digest_bytes(repr(generator.state).encode())
+
+
+_python_state = _find_python_state()

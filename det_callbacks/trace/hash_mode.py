@@ -24,6 +24,7 @@ from det_callbacks.trace.named import (
     record_generators,
     record_group,
 )
+from det_callbacks.trace.names import has_place
 from det_callbacks.trace.optimizers import OptimizerPhases
 from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
@@ -189,7 +190,10 @@ class HashMode:
         if self.is_off:
             self.recorder.abandon()
             return None
-        record_group(self.recorder, "state", "state", self._state())
+        entries = self._state()
+        places = record_group(self.recorder, "state", "state", entries)
+        if self.selection.level == "op":
+            self.recorder.names.keep(places, entries)
         self.trace = self.recorder.finish()
         return self.trace
 
@@ -231,7 +235,11 @@ class HashMode:
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()
-        self.recorder.parameter_names.clear()
-        self.recorder.parameter_names.update((id(value), name) for name, value in parameters)
-        if self.selection.level == "op":
-            self.recorder.names.refresh()
+        recorder = self.recorder
+        recorder.parameter_names.clear()
+        recorder.parameter_names.update((id(value), name) for name, value in parameters)
+        if self.selection.level == "op" and (
+            not recorder.names.known
+            or any(recorder.names.of(value) != name for name, value in parameters if has_place(value))
+        ):
+            recorder.names.refresh()

@@ -1,6 +1,7 @@
 """Which named tensor (parameter, buffer, optimizer state) an op reads or writes."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -9,47 +10,55 @@ from det_callbacks.trace.components import has_parts, holds_data
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
-_Key = tuple[int, int]
-"""Address of the storage, and of the first element."""
+Place = tuple[int, int]
+"""Address of a tensor's storage, and of its first element."""
 
 
 class NameTable:
-    """(storage, address of the first element) -> qualified name.
+    """Place of a tensor -> its qualified name.
 
     Names are those at the step's beginning (and of an optimizer's state when it is first seen), whatever happened in
     the steps before: a resumed run gives the same names as one that was never interrupted. State that is made inside
     a step has its names from the next one on. Every storage in the table is pinned by a weak reference, so that
-    neither part of a key can come to mean another tensor.
+    neither part of a place can come to mean another tensor.
 
     Attributes:
+        known: the mapping; public because the reads of a step use it once per tensor.
         list_state: returns the named tensors as they are now.
     """
 
     def __init__(self) -> None:
         self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
-        self._names: dict[_Key, str] = {}
+        self.known: dict[Place, str] = {}
         self._pins: list[int] = []
 
     def refresh(self) -> None:
         """List the named tensors as they are now; 1 microsecond each."""
-        names: dict[_Key, str] = {}
-        tensors: list[Tensor] = []
+        named: dict[Place, tuple[str, object]] = {}
         for name, value in self.list_state():
-            if isinstance(value, Tensor) and holds_data(value) and not has_parts(value) and value.numel():
-                names.setdefault(_key(value), name)
-                tensors.append(value)
-        if names != self._names:
+            if has_place(value):
+                named.setdefault(place_of(value), (name, value))
+        self.keep({place: name for place, (name, _) in named.items()}, list(named.values()))
+
+    def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
+        """Replace the table.
+
+        Args:
+            names: the new one.
+            entries: name and tensor, among them those at these places; what is no tensor is passed over.
+        """
+        if names != self.known:
             self.close()
-            self._names = names
-            self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
+            self.known = names
+            self._pins = [value.untyped_storage()._weak_ref() for _, value in entries if has_place(value)]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
-        return self._names.get(_key(tensor))
+        return self.known.get(place_of(tensor))
 
     def close(self) -> None:
         """Forget everything and let the storages' addresses go."""
-        self._names = {}
+        self.known = {}
         for pin in self._pins:
             _free_weak_ref(pin)  # type: ignore[no-untyped-call]
         self._pins = []
@@ -58,5 +67,11 @@ class NameTable:
         self.close()
 
 
-def _key(tensor: Tensor) -> _Key:
+def has_place(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a strided tensor with elements in memory."""
+    return isinstance(value, Tensor) and holds_data(value) and not has_parts(value) and value.numel() > 0
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where an ordinary strided tensor lies."""
     return tensor.untyped_storage()._cdata, tensor.data_ptr()

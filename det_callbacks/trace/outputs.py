@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.components import has_parts, unwrapped
-from det_callbacks.trace.named import flatten, record_outputs
+from det_callbacks.trace.named import flatten, record_output
 from det_callbacks.trace.recorder import Recorder
 
 
@@ -19,6 +19,7 @@ class ModuleOutputs:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._follows_gradients = "backward" in recorder.selection.phases
         self._step: object = None
 
     def open(self) -> None:
@@ -33,24 +34,23 @@ class ModuleOutputs:
 
     def _record(self, module: str, output: Any) -> None:
         recorder = self._recorder
-        selection = recorder.selection
-        if not recorder.selects(recorder.phase, module):
+        phase = recorder.phase
+        if not recorder.selects(phase, module):
             return
-        if isinstance(output, Tensor):
-            tensors = [("output", output)]
-        else:
-            tensors = [(name, value) for name, value in flatten(output, "output") if isinstance(value, Tensor)]
-        record_outputs(recorder, recorder.phase, module, [(name, unwrapped(value)) for name, value in tensors])
-        if "backward" not in selection.phases or not torch.is_grad_enabled():
-            return
-        for name, tensor in tensors:
-            if tensor.requires_grad and unwrapped(tensor) is tensor and not has_parts(tensor):
+        is_followed = self._follows_gradients and torch.is_grad_enabled()
+        entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
+        for name, tensor in entries:
+            if not isinstance(tensor, Tensor):
+                continue
+            inner = unwrapped(tensor)
+            record_output(recorder, phase, module, name, inner)
+            if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
                 tensor.register_hook(_GradientHook(self, self._step, module, name))
 
     def record_gradient(self, step: object, module: str, name: str, gradient: Tensor) -> None:
         """Record the gradient of an output, when its step is still under way."""
         if step is self._step:
-            record_outputs(self._recorder, "backward", module, [(f"grad of {name}", gradient)])
+            record_output(self._recorder, "backward", module, f"grad of {name}", gradient)
 
 
 class _GradientHook:

@@ -6,6 +6,7 @@ layout tables. Both are identified by their content, so ranks, attempts and runs
 """
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -177,7 +178,7 @@ def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layou
 
     It is the digest of previous chain, step, epoch, program id, layout id and digests, 8 bytes each, little-endian.
     """
-    head = np.array([previous, step, epoch, program_id, layout_id], dtype="<u8").tobytes()
+    head = struct.pack("<5Q", previous, step, epoch, program_id, layout_id)
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
 

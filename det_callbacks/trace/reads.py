@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Generator, Tensor
 
+from det_callbacks.digest import digest_memory
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
 from det_callbacks.trace.overloads import OpPlan
@@ -65,6 +67,29 @@ class Reads:
             ledger.writers[ledger.pin(tensor)] = position
         else:
             ledger.write(tensor, position)
+
+    def read_first(
+        self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[str | None]
+    ) -> None:
+        """Do the same for a strided tensor whose storage no site of this step has written or read."""
+        recorder = self._recorder
+        layouts = recorder.layouts
+        if tensor.is_cpu and not tensor.is_neg() and not tensor.is_nested:
+            slot = layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
+            if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes():
+                address = tensor.data_ptr()
+                position = len(recorder.digests)
+                ledger = recorder.ledger
+                pin: int = storage._weak_ref()  # type: ignore[assignment]
+                ledger.pins.append(pin)
+                ledger.writers[pin] = position
+                names.append(recorder.names.known.get((pin, address)))
+                self.row_edges.append(())
+                recorder.digests.append(digest_memory(address, slot.num_bytes))
+                recorder.layout_indices.append(slot.index)
+                reads.append(position)
+                return
+        self.read(tensor, reads, names)
 
     def _read_whole(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who made a tensor without storage (mkldnn); one that holds no data has no writer."""

@@ -35,6 +35,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_DIGEST = OpKind.DIGEST
 _MAX_SIBLINGS = 64
 
 
@@ -130,7 +131,7 @@ class Recorder:
         plan = self._plans.get(id(func))
         if plan is None:
             plan = self._plan(func)
-        if plan.kind is not OpKind.DIGEST:
+        if plan.kind is not _DIGEST:
             return self.passing.pass_through(plan, func, args, kwargs)
         if _graph_task_id() == -1:
             phase = self.phase
@@ -159,9 +160,12 @@ class Recorder:
                     kind = value.__class__
                     # only ordinary tensors are known by their storage; `writer` is then the one site that wrote it
                     if kind in _PLAIN and value.layout is _STRIDED:
-                        writer = writers.get(value.untyped_storage()._cdata)
+                        storage = value.untyped_storage()
+                        writer = writers.get(storage._cdata)
                         if writer.__class__ is int:
                             reads.append(writer)
+                        elif writer is None:
+                            self.reads.read_first(value, storage, reads, names)
                         else:
                             self.reads.read(value, reads, names)
                     elif kind in _SCALARS:
@@ -261,9 +265,11 @@ class Recorder:
         """Append a module's output; the digest of the one site that wrote the same bytes is taken over."""
         slot = self.layouts.of(tensor)
         if len(writers) == 1 and slot.is_raw:
-            written = self.layouts.at(self.layout_indices[writers[0]])
-            if written.is_raw and written.num_bytes == slot.num_bytes == tensor.untyped_storage().nbytes():
-                self.append_bits(self.digests[writers[0]], slot)
+            (writer,) = writers
+            written = self.layouts.at(self.layout_indices[writer])
+            is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
+            if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
+                self.append_bits(self.digests[writer], slot)
                 return
         self.append_bits(digest_as_laid_out(tensor, slot), slot)
 
@@ -345,6 +351,8 @@ class Recorder:
 
     def selects(self, phase: str, context: Context) -> bool:
         """Return whether ops at this place are digested."""
+        if self._selects_all:
+            return True
         module = context if isinstance(context, str) else context.module
         key = (phase, module)
         selected = self._selected.get(key)

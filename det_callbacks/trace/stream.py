@@ -4,6 +4,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,19 +52,33 @@ def encode_header(*, run_id: str, rank: int, attempt: int, segment: int) -> byte
     return bytes(schema.serialize().to_pybytes())
 
 
-def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: int, digests: np.ndarray) -> pa.Buffer:
-    """Return the message of one step: 480 bytes and 8 bytes a digest; 20 microseconds."""
-    head = pa.py_buffer(np.array([step, epoch, program_id, layout_id, chain], dtype="<u8"))
+def encode_step(step: int, epoch: int, program_id: int, layout_id: int, chain: int, digests: np.ndarray) -> bytes:
+    """Return the message of one step: 480 bytes and 8 bytes a digest; 2 microseconds.
+
+    Up to the values, all messages with as many digests are the same: Arrow makes the first one.
+    """
+    return b"".join(
+        (
+            _head_of_step(len(digests)),
+            struct.pack("<5Q2i", step, epoch, program_id, layout_id, chain, 0, len(digests)),
+            np.ascontiguousarray(digests, dtype="<u8").tobytes(),
+        )
+    )
+
+
+@lru_cache(maxsize=256)
+def _head_of_step(num_digests: int) -> bytes:
+    """Return what lies before the values in the message of a step: marker and metadata."""
+    head = pa.py_buffer(bytes(8 * len(_HEAD_TYPES)))
     columns = [
         pa.Array.from_buffers(kind, 1, [None, head.slice(8 * index, kind.bit_width // 8)])
         for index, kind in enumerate(_HEAD_TYPES)
     ]
-    values = pa.Array.from_buffers(
-        pa.uint64(), len(digests), [None, pa.py_buffer(np.ascontiguousarray(digests, dtype="<u8"))]
-    )
-    offsets = pa.py_buffer(np.array([0, len(digests)], dtype="<i4"))
+    values = pa.Array.from_buffers(pa.uint64(), num_digests, [None, pa.py_buffer(bytes(8 * num_digests))])
+    offsets = pa.py_buffer(struct.pack("<2i", 0, num_digests))
     columns.append(pa.Array.from_buffers(_DIGESTS_TYPE, 1, [None, offsets], children=[values]))
-    return pa.RecordBatch.from_arrays(columns, schema=STREAM_SCHEMA).serialize()
+    message = bytes(pa.RecordBatch.from_arrays(columns, schema=STREAM_SCHEMA).serialize())
+    return message[: len(message) - 8 * (_HEAD_WORDS + num_digests)]
 
 
 class StreamFile:

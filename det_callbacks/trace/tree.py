@@ -297,6 +297,9 @@ def plain_value(value: Any) -> Any:
 
 ArgumentTag = Literal["float", "int", "bool", "digest"]
 
+_AS_WORD = struct.Struct("<Q")
+_AS_DOUBLE = struct.Struct("<d")
+
 
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag]:
     """Return the 64 bits of the arguments that vary, and how to read them.
@@ -311,10 +314,10 @@ def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag]:
 
 def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
     """Return the 64 bits of a Python value, and how to read them."""
+    if isinstance(value, float):
+        return _AS_WORD.unpack(_AS_DOUBLE.pack(value))[0], "float"
     if isinstance(value, bool):
         return int(value), "bool"
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return value & 0xFFFF_FFFF_FFFF_FFFF, "int"
-    if isinstance(value, float):
-        return struct.unpack("<Q", struct.pack("<d", value))[0], "float"
     return digest_bytes(json.dumps([plain_value(value)], separators=(",", ":")).encode()), "digest"
