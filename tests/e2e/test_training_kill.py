@@ -17,8 +17,9 @@ from det_callbacks.trace.store import Run
 TRAIN = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from det_callbacks import DeterminismCallback
+from lightning.pytorch import seed_everything
 from faults import Training
+seed_everything(0)
 Training(options={{"max_epochs": int(sys.argv[2])}}).record(sys.argv[1])
 """
 STREAM = "rank-00000/attempt-000.arrows"
