@@ -23,10 +23,13 @@ env.MKL_CBWR, env.NCCL_ALGO, ...         machine  yes   variables that choose ke
 env.OMP_NUM_THREADS, MKL_NUM_THREADS     machine  no    act through torch.num_threads
 env.PYTHONHASHSEED, ...                  choice   yes   variables that ask for determinism
 settings.*, torch.default_dtype          choice   yes   seed, deterministic algorithms, precision
+code.git_commit, code.is_dirty           choice   no    a commit changes bits through what it changes
+config.sha256                            choice   no    a configuration through what it configures
 what the caller passes                   choice   yes   hyperparameters, strategy, accumulation, clipping
 =======================================  =======  ====  ==============================================================
 
-The settings' thread count is no choice here: it is ``torch.num_threads``, which most often comes with the machine.
+The settings' thread counts are no choices here: they are ``torch.num_threads`` and ``torch.num_interop_threads``, which
+most often come with the machine.
 """
 
 import enum
@@ -45,7 +48,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from det_callbacks.code_state import code_state
 from det_callbacks.settings import settings_in_force
+from det_callbacks.settings.process import start_environment
 from det_callbacks.verdict import EnvironmentDifference
 
 NOT_RECORDED = "<not recorded>"
@@ -70,7 +75,26 @@ _KERNEL_VARIABLES = (
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_ONLY_NAMES = frozenset({"config.sha256"})
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
+
+# Settings that are machine facts, or variables, and are recorded under those names.
+_KEPT_ELSEWHERE = frozenset(
+    {
+        "aten_cpu_capability",
+        "flash_attention_deterministic",
+        "mkl_cbwr",
+        "nccl_algo",
+        "nccl_max_nchannels",
+        "nccl_min_nchannels",
+        "nccl_proto",
+        "num_interop_threads",
+        "num_threads",
+        "nvte_allow_nondeterministic_algo",
+        "python_hash_seed",
+        "sdpa_backends",
+    }
+)
 
 # Names under which people keep what must not be copied into a file that is passed around.
 # Whole names: "num_tokens" and "pad_token" are hyperparameters.
@@ -150,10 +174,12 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
         entries[name] = EnvironmentEntry(value=value, is_machine=True, changes_bits=changes_bits)
     for name, value in _own_choices():
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
+    for name, value in code_state().items():
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
     for name, value in _flatten("", choices):
         if name in entries:
             raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=name not in _ONLY_NAMES)
     return Environment(entries=MappingProxyType(entries))
 
 
@@ -264,19 +290,19 @@ def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
 
 def _own_choices() -> Iterator[tuple[str, Any]]:
     for name, value in settings_in_force().items():
-        if name != "num_threads":  # torch.num_threads, a machine fact
+        if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
+            value = None  # use_deterministic_algorithms sets it, so that it acts through that
+        if name not in _KEPT_ELSEWHERE:
             yield f"settings.{name}", value
     backends: Any = torch.backends
     yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
-    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-        yield f"torch.backends.cuda.matmul.{name}", _plain(name, getattr(backends.cuda.matmul, name))
     yield "torch.backends.cuda.matmul.fp32_precision", backends.cuda.matmul.fp32_precision
     yield "torch.backends.cudnn.conv.fp32_precision", backends.cudnn.conv.fp32_precision
     yield "torch.backends.cudnn.rnn.fp32_precision", backends.cudnn.rnn.fp32_precision
     yield "torch.backends.mkldnn.matmul.fp32_precision", backends.mkldnn.matmul.fp32_precision
     for name in _DETERMINISM_VARIABLES:
-        yield f"env.{name}", os.environ.get(name)
+        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

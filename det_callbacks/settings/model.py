@@ -1,42 +1,44 @@
-"""What is enforced so that a run can repeat, what is in force, and how both are put back.
+"""The settings as a value: names, defaults, and what is allowed."""
 
-Three questions, three functions: :func:`enforce_determinism` sets, :func:`settings_in_force` asks torch and the
-process (never our own record of what was set), :func:`check_settings` compares the two.
-"""
-
-import os
-import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
 from det_callbacks.errors import SettingsError
+from det_callbacks.patterns import OpPattern
 
 MAX_SEED = 2**32 - 1  # the bound of NumPy's legacy generator, and so of Lightning's seed_everything
 
-_ALGORITHMS = ("error", "warn", "disabled")
-_WORKSPACES = (":4096:8", ":16:8")  # the two the documentation of torch.use_deterministic_algorithms names
-_PRECISIONS = ("highest", "high", "medium")
 _BOOLS = (True, False)
+_WORKSPACES = (":4096:8", ":16:8")  # the two the documentation of torch.use_deterministic_algorithms names
+_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
+# Intel oneMKL, developer guide, "Specifying Code Branches".
+_BRANCHES = ("AUTO", "COMPATIBLE", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 
-_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-# What lightning.fabric.utilities.seed.seed_everything(workers=True) leaves behind (read at Lightning 2.6.6): the
-# Trainer seeds its other processes from the first and gives DataLoader workers their seeds when the second is "1".
-_SEED_VARIABLE = "PL_GLOBAL_SEED"
-_WORKERS_VARIABLE = "PL_SEED_WORKERS"
-_VARIABLES = (_WORKSPACE_VARIABLE, _SEED_VARIABLE, _WORKERS_VARIABLE)
-
-# Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
-_deterministic: Any = torch.utils.deterministic
-_backends: Any = torch.backends
-
-# What a CUDA generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
-_CUDA_DEFAULT_SEED = 67280421310721
+_ONE_OF: Mapping[str, tuple[Any, ...]] = {
+    "deterministic_algorithms": ("error", "warn", "disabled"),
+    "fill_uninitialized_memory": _BOOLS,
+    "cublas_workspace_config": _WORKSPACES,
+    "cudnn_benchmark": _BOOLS,
+    "cudnn_deterministic": _BOOLS,
+    "cudnn_allow_tf32": _BOOLS,
+    "float32_matmul_precision": ("highest", "high", "medium"),
+    "fp16_reduced_precision_reduction": _BOOLS,
+    "bf16_reduced_precision_reduction": _BOOLS,
+    "inductor_deterministic": _BOOLS,
+    "inductor_max_autotune": _BOOLS,
+    "aten_cpu_capability": ("default", "avx2", "avx512"),
+    "flash_attention_deterministic": _BOOLS,
+    "nvte_allow_nondeterministic_algo": _BOOLS,
+}
+_INTEGERS: Mapping[str, tuple[int, int]] = {
+    "seed": (0, MAX_SEED),
+    "num_threads": (1, 2**31 - 1),
+    "num_interop_threads": (1, 2**31 - 1),
+    "nccl_min_nchannels": (1, 2**31 - 1),
+    "nccl_max_nchannels": (1, 2**31 - 1),
+    "python_hash_seed": (0, MAX_SEED),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,43 @@ class DeterminismSettings:
 
     Attributes:
         seed: seeds Python, NumPy and torch on every device, and through Lightning the DataLoader workers and the other
-            processes; 0 is a seed, 4294967295 the largest.
+            processes; 0 is a seed, 4294967295 the largest. Comes too late once the model has parameters. No cost.
         deterministic_algorithms: ``torch.use_deterministic_algorithms``: "error" raises at an op that has no
-            deterministic implementation, "warn" warns there, "disabled" allows them. (Not "off", which YAML reads as
+            deterministic implementation, "warn" lets it run, "disabled" allows them. (Not "off", which YAML reads as
             false.) Under "error" and "warn" some ops take a slower algorithm and Inductor does not autotune.
+        allow: ops that may be nondeterministic under "error" all the same, as patterns ``[phase/][module:]op``:
+            "aten.kthvalue.default", "decoder.*:aten.index_put_.default". Compared like any other setting. Costs a
+            dispatch mode, some 5 microseconds an op, where no trace at level op is open.
         fill_uninitialized_memory: whether ``torch.empty`` is filled under deterministic algorithms; costs a write per
             allocation, and hides reads of uninitialised memory instead of letting them differ.
         cublas_workspace_config: ":4096:8" (about 24 MiB of GPU memory) or ":16:8" (less memory, may be slower). cuBLAS
             reads it once, so it must be set before a CUDA context exists. No effect without CUDA.
         cudnn_benchmark: whether cuDNN times its algorithms and keeps the fastest, which may be another one each time.
-        cudnn_deterministic: whether cuDNN uses deterministic algorithms only.
-        float32_matmul_precision: "highest" (float32), "high" or "medium" (TF32 or bfloat16 inside, less exact).
+        cudnn_deterministic: whether cuDNN uses deterministic algorithms only; they can be slower.
+        cudnn_allow_tf32: whether convolutions may use TF32: about ten bits less, up to several times faster.
+        float32_matmul_precision: "highest" (float32), "high" or "medium" (TF32 or bfloat16 inside: less exact, faster).
+        fp16_reduced_precision_reduction: whether matrix products of float16 may add up in float16 (faster, less exact;
+            the order of the sum depends on the kernel chosen).
+        bf16_reduced_precision_reduction: the same for bfloat16.
+        sdpa_backends: the implementations that ``scaled_dot_product_attention`` may choose from on CUDA, among "math",
+            "flash", "mem_efficient" and "cudnn"; they give different bits. ("math",) is slowest and needs most memory.
+        inductor_deterministic: Inductor makes no choice by timing, so that compiled code is the same each time; some
+            kernels are slower. Importing Inductor's configuration takes a second.
+        inductor_max_autotune: whether Inductor times kernels and keeps the fastest.
+        nccl_algo: NCCL_ALGO, such as "Ring": the algorithm of collectives is the order of their sums. Read when a
+            communicator is made; so are the next three. Setting them can cost bandwidth.
+        nccl_proto: NCCL_PROTO, such as "Simple".
+        nccl_min_nchannels: NCCL_MIN_NCHANNELS.
+        nccl_max_nchannels: NCCL_MAX_NCHANNELS.
         num_threads: CPU threads within an op; sums over several threads depend on it.
+        num_interop_threads: CPU threads that run ops side by side. Can be set once in a process, before the first use.
+        mkl_cbwr: MKL_CBWR, the branch of Intel MKL, such as "COMPATIBLE": the same bits on every x86 CPU, at a third of
+            the speed or less. Read at start.
+        aten_cpu_capability: ATEN_CPU_CAPABILITY: "default", "avx2" or "avx512", the width of vectors. Read at start.
+        python_hash_seed: PYTHONHASHSEED: the order of sets of strings. Read at start; 0 turns randomisation off.
+        flash_attention_deterministic: FLASH_ATTENTION_DETERMINISTIC, the backward pass of the flash-attn package;
+            slower, more memory.
+        nvte_allow_nondeterministic_algo: NVTE_ALLOW_NONDETERMINISTIC_ALGO of Transformer Engine.
 
     Raises:
         SettingsError: for a value that is not allowed; the message names it and the allowed ones.
@@ -71,22 +98,53 @@ class DeterminismSettings:
 
     seed: int | None = None
     deterministic_algorithms: Literal["error", "warn", "disabled"] | None = "error"
+    allow: tuple[str, ...] = ()
     fill_uninitialized_memory: bool | None = None
     cublas_workspace_config: str | None = ":4096:8"
     cudnn_benchmark: bool | None = False
     cudnn_deterministic: bool | None = True
+    cudnn_allow_tf32: bool | None = None
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    fp16_reduced_precision_reduction: bool | None = None
+    bf16_reduced_precision_reduction: bool | None = None
+    sdpa_backends: tuple[str, ...] | None = None
+    inductor_deterministic: bool | None = None
+    inductor_max_autotune: bool | None = None
+    nccl_algo: str | None = None
+    nccl_proto: str | None = None
+    nccl_min_nchannels: int | None = None
+    nccl_max_nchannels: int | None = None
     num_threads: int | None = None
+    num_interop_threads: int | None = None
+    mkl_cbwr: str | None = None
+    aten_cpu_capability: Literal["default", "avx2", "avx512"] | None = None
+    python_hash_seed: int | None = None
+    flash_attention_deterministic: bool | None = None
+    nvte_allow_nondeterministic_algo: bool | None = None
 
     def __post_init__(self) -> None:
-        _require_integer("seed", self.seed, 0, MAX_SEED)
-        _require_one_of("deterministic_algorithms", self.deterministic_algorithms, _ALGORITHMS)
-        _require_one_of("fill_uninitialized_memory", self.fill_uninitialized_memory, _BOOLS)
-        _require_one_of("cublas_workspace_config", self.cublas_workspace_config, _WORKSPACES)
-        _require_one_of("cudnn_benchmark", self.cudnn_benchmark, _BOOLS)
-        _require_one_of("cudnn_deterministic", self.cudnn_deterministic, _BOOLS)
-        _require_one_of("float32_matmul_precision", self.float32_matmul_precision, _PRECISIONS)
-        _require_integer("num_threads", self.num_threads, 1, 2**31 - 1)
+        for name, allowed in _ONE_OF.items():
+            _require_one_of(name, getattr(self, name), allowed)
+        for name, (least, most) in _INTEGERS.items():
+            _require_integer(name, getattr(self, name), least, most)
+        for name in ("nccl_algo", "nccl_proto"):
+            _require_text(name, getattr(self, name))
+        if self.mkl_cbwr is not None and str(self.mkl_cbwr).removesuffix(",STRICT") not in _BRANCHES:
+            raise SettingsError(
+                f"mkl_cbwr={self.mkl_cbwr!r} is not allowed; use one of {', '.join(map(repr, _BRANCHES))}, each also "
+                "with ',STRICT' behind it, or None to leave it as it is."
+            )
+        object.__setattr__(self, "allow", _as_names("allow", self.allow))
+        for pattern in self.allow:
+            OpPattern.parse(pattern)
+        if self.sdpa_backends is not None:
+            backends = _as_names("sdpa_backends", self.sdpa_backends)
+            if not backends or any(name not in _BACKENDS for name in backends):
+                raise SettingsError(
+                    f"sdpa_backends={self.sdpa_backends!r} is not allowed; list some of "
+                    f"{', '.join(map(repr, _BACKENDS))}, or None to leave them as they are."
+                )
+            object.__setattr__(self, "sdpa_backends", tuple(name for name in _BACKENDS if name in backends))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
@@ -107,246 +165,6 @@ class DeterminismSettings:
         return cls(**{str(name): value for name, value in mapping.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingProblem:
-    """A setting that is asked for and not in force.
-
-    Attributes:
-        name: field of :class:`DeterminismSettings`.
-        wanted: its value there.
-        in_force: what torch or the process says.
-    """
-
-    name: str
-    wanted: Any
-    in_force: Any
-
-
-def settings_in_force() -> dict[str, Any]:
-    """Return what is in force now, keyed like the fields of :class:`DeterminismSettings`.
-
-    ``seed`` is the seed of torch's CPU generator, and None when that is none that Python, NumPy and Lightning could
-    share: an unseeded generator starts from 64 random bits. ``float32_matmul_precision`` is "mixed" when torch's older
-    and newer precision interfaces were both used and contradict each other.
-    """
-    seed = torch.initial_seed()
-    return {
-        "seed": seed if seed <= MAX_SEED else None,
-        "deterministic_algorithms": _algorithms_in_force(),
-        "fill_uninitialized_memory": _deterministic.fill_uninitialized_memory,
-        "cublas_workspace_config": os.environ.get(_WORKSPACE_VARIABLE),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "float32_matmul_precision": _matmul_precision_in_force(),
-        "num_threads": torch.get_num_threads(),
-    }
-
-
-def check_settings(settings: DeterminismSettings) -> tuple[SettingProblem, ...]:
-    """Return the settings that are asked for and not in force; empty when all are.
-
-    A seed is in force when torch's generator was seeded with it and Lightning will seed workers and processes with it.
-    """
-    in_force = settings_in_force()
-    problems = []
-    for field in fields(settings):
-        wanted, found = getattr(settings, field.name), in_force[field.name]
-        if wanted is not None and wanted != found:
-            problems.append(SettingProblem(name=field.name, wanted=wanted, in_force=found))
-    if settings.seed is not None and settings.seed == in_force["seed"]:
-        for variable, value in _seed_variables(settings.seed).items():
-            if os.environ.get(variable) != value:
-                found = f"{variable}={os.environ.get(variable)}"
-                problems.append(SettingProblem(name="seed", wanted=f"{variable}={value}", in_force=found))
-    return tuple(problems)
-
-
-def require_in_force(settings: DeterminismSettings) -> None:
-    """Raise ``SettingsError`` that names what is asked for and not in force."""
-    problems = check_settings(settings)
-    if problems:
-        shown = "; ".join(f"{item.name} should be {item.wanted!r} and is {item.in_force!r}" for item in problems)
-        raise SettingsError(
-            f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
-            "the model is built, or use the Hydra preset, which does."
-        )
-
-
-class EnforcedDeterminism:
-    """Settings that were applied, and the way back; made by :func:`enforce_determinism`.
-
-    As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
-    """
-
-    def __init__(self, settings: DeterminismSettings) -> None:
-        self.settings = settings
-        self._state: _ProcessState | None = _ProcessState()
-
-    def __enter__(self) -> "EnforcedDeterminism":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
-
-        The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
-        """
-        state, self._state = self._state, None
-        if state is not None:
-            state.restore()
-
-
-def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
-    """Apply settings at once; the result is also a context manager that puts everything back.
-
-    Call it before the model is built: weights that exist already were drawn without the seed.
-
-    Args:
-        settings: what to set, as :class:`DeterminismSettings` or a mapping with its field names.
-
-    Returns:
-        The applied settings; ``with`` it, or call its ``restore``, to undo them.
-
-    Raises:
-        SettingsError: a value is not allowed, or a setting comes too late. Nothing is changed then.
-
-    Example:
-        >>> with enforce_determinism(DeterminismSettings(seed=0)):
-        ...     first = torch.rand(2)
-        >>> with enforce_determinism(DeterminismSettings(seed=0)):
-        ...     assert torch.equal(first, torch.rand(2))
-    """
-    if not isinstance(settings, DeterminismSettings):
-        settings = DeterminismSettings.from_mapping(settings)
-    _refuse_late(settings)
-    enforced = EnforcedDeterminism(settings)
-    try:
-        _apply(settings)
-    except BaseException:
-        enforced.restore()
-        raise
-    return enforced
-
-
-def _apply(settings: DeterminismSettings) -> None:
-    if settings.cublas_workspace_config is not None:
-        os.environ[_WORKSPACE_VARIABLE] = settings.cublas_workspace_config
-    if settings.deterministic_algorithms is not None:
-        _set_algorithms(settings.deterministic_algorithms)
-    if settings.fill_uninitialized_memory is not None:
-        _deterministic.fill_uninitialized_memory = settings.fill_uninitialized_memory
-    if settings.cudnn_benchmark is not None:
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-    if settings.cudnn_deterministic is not None:
-        torch.backends.cudnn.deterministic = settings.cudnn_deterministic
-    if settings.float32_matmul_precision is not None:
-        torch.set_float32_matmul_precision(settings.float32_matmul_precision)
-    if settings.num_threads is not None:
-        torch.set_num_threads(settings.num_threads)
-    if settings.seed is not None:
-        # The same calls as Lightning's seed_everything(seed, workers=True), without importing Lightning.
-        os.environ.update(_seed_variables(settings.seed))
-        random.seed(settings.seed)
-        np.random.seed(settings.seed)
-        torch.manual_seed(settings.seed)
-
-
-def _refuse_late(settings: DeterminismSettings) -> None:
-    wanted, in_force = settings.cublas_workspace_config, os.environ.get(_WORKSPACE_VARIABLE)
-    if wanted is not None and wanted != in_force and _has_cuda_context():
-        raise SettingsError(
-            f"cublas_workspace_config={wanted!r} comes too late: a CUDA context exists, cuBLAS may have read "
-            f"{_WORKSPACE_VARIABLE}={in_force} already. Nothing was changed. Enforce the settings before anything "
-            f"touches the GPU, or start the program with {_WORKSPACE_VARIABLE}={wanted} set."
-        )
-
-
-class _ProcessState:
-    """Everything settings or a training can change in a running process, as it was when this was made."""
-
-    def __init__(self) -> None:
-        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
-        self._undo: list[Callable[[], object]] = []
-        self._keep_flags()
-        self._keep_generators()
-
-    def restore(self) -> None:
-        for name, value in self._variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        for undo in self._undo:
-            undo()
-
-    def _keep_flags(self) -> None:
-        algorithms = _algorithms_in_force()
-        self._undo.append(lambda: _set_algorithms(algorithms))
-        inductor = sys.modules.get("torch._inductor.config")
-        if inductor is not None:
-            # use_deterministic_algorithms overwrites this one, and it may have been another before.
-            self._keep_attribute(inductor, "deterministic")
-        self._keep_attribute(_deterministic, "fill_uninitialized_memory")
-        for name in ("benchmark", "deterministic", "allow_tf32"):
-            self._keep_attribute(torch.backends.cudnn, name)
-        precision = _matmul_precision_in_force()
-        if precision != "mixed":
-            self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
-        # The line above writes both of these as well, and knows no "none", which is where they start.
-        self._keep_attribute(_backends.cuda.matmul, "fp32_precision")
-        self._keep_attribute(_backends.mkldnn.matmul, "fp32_precision")
-        num_threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        self._undo.append(lambda: torch.set_num_threads(num_threads))
-        self._undo.append(lambda: torch.set_default_dtype(dtype))
-
-    def _keep_attribute(self, owner: Any, name: str) -> None:
-        value = getattr(owner, name)
-        self._undo.append(lambda: setattr(owner, name, value))
-
-    def _keep_generators(self) -> None:
-        python, numpy, seed, cpu = random.getstate(), np.random.get_state(), torch.initial_seed(), torch.get_rng_state()
-        self._undo.append(lambda: random.setstate(python))
-        self._undo.append(lambda: np.random.set_state(numpy))
-        self._undo.append(lambda: torch.set_rng_state(cpu))
-        if _has_cuda_context():
-            cuda = torch.cuda.get_rng_state_all()
-            self._undo.append(lambda: torch.cuda.set_rng_state_all(cuda))
-        else:
-            # Reading the states would create a CUDA context. A generator that does not exist yet will start from the
-            # seed of torch.manual_seed, or from torch's default when that was never called.
-            start = seed if seed <= MAX_SEED else _CUDA_DEFAULT_SEED
-            self._undo.append(lambda: torch.cuda.manual_seed_all(start))
-
-
-def _has_cuda_context() -> bool:
-    return bool(torch.cuda.is_initialized())
-
-
-def _algorithms_in_force() -> str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return "disabled"
-    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
-
-
-def _set_algorithms(value: str) -> None:
-    torch.use_deterministic_algorithms(value != "disabled", warn_only=value == "warn")
-
-
-def _matmul_precision_in_force() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer when the newer fp32_precision attributes say something else
-        return "mixed"
-
-
-def _seed_variables(seed: int) -> dict[str, str]:
-    return {_SEED_VARIABLE: str(seed), _WORKERS_VARIABLE: "1"}
-
-
 def _require_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     # By type as well: 1 and True are equal, and a number here is a mistake.
     if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
@@ -361,3 +179,16 @@ def _require_integer(name: str, value: Any, least: int, most: int) -> None:
         raise SettingsError(
             f"{name}={value!r} is not allowed; use an integer from {least} to {most}, or None to leave it as it is."
         )
+
+
+def _require_text(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise SettingsError(
+            f"{name}={value!r} is not allowed; use a text such as 'Ring', or None to leave it as it is."
+        )
+
+
+def _as_names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise SettingsError(f"{name}={value!r} is not allowed; use a list of texts.")
+    return tuple(value)

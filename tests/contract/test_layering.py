@@ -14,7 +14,8 @@ MAX_LINES = 400
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "verdict"),
-    ("digest", "environment", "settings"),
+    ("patterns",),
+    ("digest", "code_state", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "equivalence", "numerics", "compare"),
     ("report", "checkpoint", "ranks"),
@@ -134,6 +135,7 @@ def test_imports_go_downwards_only() -> None:
     [
         ("trace.store", "from det_callbacks.compare.align import align", "upwards"),
         ("digest.host", "import det_callbacks.trace.program", "upwards"),
+        ("nondeterminism.op_facts", "from det_callbacks.trace.program import Site", "upwards"),
         ("report", "from det_callbacks import cli\nfrom det_callbacks.cli import main", "upwards"),
         ("trace.store", "import lightning.pytorch as pl", "only callback, checkpoint, ranks may"),
         ("callback", "from hydra.utils import instantiate", "only hydra may"),

@@ -88,7 +88,7 @@ def differences_of(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> d
         ({"settings": {"seed": 2, "deterministic_algorithms": "disabled"}}, "settings.seed", False, True),
         ({"variables": {"MKL_CBWR": "COMPATIBLE"}}, "env.MKL_CBWR", True, True),
         ({"variables": {"NCCL_ALGO": "Ring"}}, "env.NCCL_ALGO", True, True),
-        ({"variables": {"PYTHONHASHSEED": "12345"}}, "env.PYTHONHASHSEED", False, True),
+        ({"variables": {"FLASH_ATTENTION_DETERMINISTIC": "1"}}, "env.FLASH_ATTENTION_DETERMINISTIC", False, True),
         ({"variables": {"MKL_NUM_THREADS": "1"}}, "env.MKL_NUM_THREADS", True, False),
     ],
 )

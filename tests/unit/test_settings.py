@@ -10,7 +10,6 @@ import torch
 from lightning.fabric.utilities.seed import seed_everything
 from omegaconf import OmegaConf
 
-from det_callbacks import settings as settings_module
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import (
     DeterminismSettings,
@@ -19,6 +18,7 @@ from det_callbacks.settings import (
     enforce_determinism,
     settings_in_force,
 )
+from det_callbacks.settings import enforce as settings_module
 
 NOTHING = {
     "seed": None,
@@ -227,7 +227,7 @@ def test_a_hydra_node_is_a_mapping() -> None:
 
 def test_cublas_variable_after_a_cuda_context_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_state()
-    monkeypatch.setattr(settings_module, "_has_cuda_context", lambda: True)
+    monkeypatch.setattr(settings_module, "has_cuda_context", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
     assert process_state() == before

@@ -1,0 +1,30 @@
+"""What is enforced so that a run can repeat, what is in force, and how both are put back.
+
+Three questions, three functions: :func:`enforce_determinism` sets, :func:`settings_in_force` asks torch and the
+process (never our own record of what was set), :func:`check_settings` compares the two.
+"""
+
+from det_callbacks.settings.check import (
+    SettingProblem,
+    check_settings,
+    require_in_force,
+    require_seeded_before,
+    settings_in_force,
+)
+from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_determinism
+from det_callbacks.settings.knobs import KNOBS, Knob
+from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
+
+__all__ = [
+    "KNOBS",
+    "MAX_SEED",
+    "DeterminismSettings",
+    "EnforcedDeterminism",
+    "Knob",
+    "SettingProblem",
+    "check_settings",
+    "enforce_determinism",
+    "require_in_force",
+    "require_seeded_before",
+    "settings_in_force",
+]

@@ -1,0 +1,278 @@
+"""Settings put in force: as a call, a context manager or a decorator, and the way back."""
+
+import functools
+import inspect
+import os
+import random
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from det_callbacks.errors import SettingsError
+from det_callbacks.settings.knobs import (
+    KNOBS,
+    Knob,
+    algorithms_in_force,
+    inductor_config,
+    load_inductor_config,
+    matmul_precision_in_force,
+    sdpa_in_force,
+    set_algorithms,
+    set_sdpa,
+)
+from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
+from det_callbacks.settings.process import restart_command
+from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, forget_parameters, seed_all
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_deterministic: Any = torch.utils.deterministic
+_backends: Any = torch.backends
+
+# What a CUDA generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
+_CUDA_DEFAULT_SEED = 67280421310721
+
+_VARIABLES = (
+    SEED_VARIABLE,
+    WORKERS_VARIABLE,
+    *(knob.variable for knob in KNOBS.values() if knob.variable is not None and knob.is_restorable),
+)
+
+
+class EnforcedDeterminism:
+    """Settings that were applied, and the way back; made by :func:`enforce_determinism`.
+
+    As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
+    As a decorator it puts the settings in force for each call of the function.
+
+    Attributes:
+        settings: what was applied.
+        permanent: names of the settings that were applied and that no running process can put back: the number of
+            interop threads. (What only a restart can set is never applied, only found in force or refused.)
+    """
+
+    def __init__(self, settings: DeterminismSettings) -> None:
+        self.settings = settings
+        self.permanent: tuple[str, ...] = tuple(
+            name
+            for name, knob in KNOBS.items()
+            if knob.when == "once" and getattr(settings, name) not in (None, knob.read())
+        )
+        self._state: _ProcessState | None = _ProcessState(settings)
+
+    def __enter__(self) -> "EnforcedDeterminism":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Return the function with the settings in force while it runs, and only then.
+
+        Raises:
+            TypeError: it is a coroutine or a generator function, which go on running after their call has returned.
+        """
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            self.restore()
+            raise TypeError(
+                f"{function.__qualname__} goes on running after its call has returned; use `with "
+                "enforce_determinism(settings):` inside it."
+            )
+        self.restore()
+
+        @functools.wraps(function)
+        def enforced(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with enforce_determinism(self.settings):
+                return function(*args, **kwargs)
+
+        return enforced
+
+    def restore(self) -> None:
+        """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
+
+        The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
+        """
+        state, self._state = self._state, None
+        if state is not None:
+            state.restore()
+
+
+def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
+    """Apply settings at once; the result is also a context manager and a decorator that put everything back.
+
+    Call it before the model is built: weights that exist already were drawn without the seed, and the callback refuses
+    to train them. With a seed it costs some 30 milliseconds, else a few microseconds.
+
+    Args:
+        settings: what to set, as :class:`DeterminismSettings` or a mapping with its field names.
+
+    Returns:
+        The applied settings; ``with`` it, or call its ``restore``, to undo them.
+
+    Raises:
+        SettingsError: a value is not allowed, or a setting comes too late. Nothing is changed then. What only a restart
+            can set (``mkl_cbwr``, ``aten_cpu_capability``, ``python_hash_seed``) is refused with the command line that
+            sets it, unless it is in force already.
+
+    Example:
+        >>> with enforce_determinism(DeterminismSettings(seed=0)):
+        ...     first = torch.rand(2)
+        >>> with enforce_determinism(DeterminismSettings(seed=0)):
+        ...     assert torch.equal(first, torch.rand(2))
+    """
+    if not isinstance(settings, DeterminismSettings):
+        settings = DeterminismSettings.from_mapping(settings)
+    refuse_late(settings)
+    enforced = EnforcedDeterminism(settings)
+    try:
+        _apply(settings)
+    except BaseException:
+        enforced.restore()
+        raise
+    return enforced
+
+
+def refuse_late(settings: DeterminismSettings) -> None:
+    """Raise ``SettingsError`` that names every setting that can no longer be made in this process."""
+    late: list[str] = []
+    variables: dict[str, str] = {}
+    for name, knob in KNOBS.items():
+        wanted = getattr(settings, name)
+        if wanted is None:
+            continue
+        reason = too_late(knob, wanted)
+        if reason is not None:
+            late.append(f"{name}={wanted!r} comes too late: {reason}")
+            if knob.variable is not None:
+                variables[knob.variable] = knob.as_text(wanted)
+    if late:
+        raise SettingsError(
+            f"{'; '.join(late)}. Nothing was changed. Start the program with "
+            f"{' and '.join(f'{name}={value}' for name, value in variables.items())} set:\n"
+            f"    {restart_command(variables)}"
+        )
+
+
+def too_late(knob: Knob, wanted: Any) -> str | None:
+    """Return why a setting can no longer be made in this process; None when it can, or is in force."""
+    in_force = knob.read()
+    if wanted == in_force:
+        return None
+    if knob.when == "start":
+        return f"{knob.variable} is read when the process starts, and {in_force!r} was in force then"
+    if knob.when == "before_cuda" and has_cuda_context():
+        return f"a CUDA context exists, and cuBLAS may have read {knob.variable}={in_force} already"
+    if knob.when == "before_nccl" and has_nccl_communicator():
+        return f"an NCCL process group exists, and NCCL has read {knob.variable}={in_force} already"
+    return None
+
+
+def has_cuda_context() -> bool:
+    """Return whether this process has used a GPU."""
+    return bool(torch.cuda.is_initialized())
+
+
+def has_nccl_communicator() -> bool:
+    """Return whether the default process group is one of NCCL."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend()).lower()
+    )
+
+
+def _apply(settings: DeterminismSettings) -> None:
+    for name, knob in KNOBS.items():
+        wanted = getattr(settings, name)
+        if wanted is None or knob.apply is None:
+            continue
+        if knob.when != "once":
+            knob.apply(wanted)
+        elif wanted != knob.read():
+            _apply_once(knob, wanted)
+    if settings.seed is not None:
+        seed_all(settings.seed)
+
+
+def _apply_once(knob: Knob, wanted: Any) -> None:
+    assert knob.apply is not None
+    try:
+        knob.apply(wanted)
+    except RuntimeError as error:
+        raise SettingsError(
+            f"{knob.name}={wanted!r} comes too late: the pool of {knob.read()} threads has been used, or was set "
+            f"before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything is "
+            "computed."
+        ) from error
+
+
+class _ProcessState:
+    """Everything settings or a training can change in a running process, as it was when this was made."""
+
+    def __init__(self, settings: DeterminismSettings) -> None:
+        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
+        self._has_seeded = settings.seed is not None
+        self._undo: list[Callable[[], object]] = []
+        self._keep_flags(settings)
+        self._keep_generators()
+
+    def restore(self) -> None:
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for undo in self._undo:
+            undo()
+        if self._has_seeded:
+            forget_parameters()
+
+    def _keep_flags(self, settings: DeterminismSettings) -> None:
+        algorithms = algorithms_in_force()
+        self._undo.append(lambda: set_algorithms(algorithms))
+        if settings.inductor_deterministic is not None or settings.inductor_max_autotune is not None:
+            load_inductor_config()  # here, so that what it starts with is put back
+        inductor = inductor_config()
+        if inductor is not None:
+            # use_deterministic_algorithms overwrites the first one, and it may have been another before.
+            for name in ("deterministic", "max_autotune"):
+                self._keep_attribute(inductor, name)
+        self._keep_attribute(_deterministic, "fill_uninitialized_memory")
+        for name in ("benchmark", "deterministic", "allow_tf32"):
+            self._keep_attribute(torch.backends.cudnn, name)
+        precision = matmul_precision_in_force()
+        if precision != "mixed":
+            self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
+        # The line above writes both of these as well, and knows no "none", which is where they start.
+        self._keep_attribute(_backends.cuda.matmul, "fp32_precision")
+        self._keep_attribute(_backends.mkldnn.matmul, "fp32_precision")
+        for kind in ("fp16", "bf16"):
+            self._keep_attribute(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
+        sdpa = sdpa_in_force()
+        self._undo.append(lambda: set_sdpa(sdpa))
+        num_threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        self._undo.append(lambda: torch.set_num_threads(num_threads))
+        self._undo.append(lambda: torch.set_default_dtype(dtype))
+
+    def _keep_attribute(self, owner: Any, name: str) -> None:
+        value = getattr(owner, name)
+        self._undo.append(lambda: setattr(owner, name, value))
+
+    def _keep_generators(self) -> None:
+        python, numpy, seed, cpu = random.getstate(), np.random.get_state(), torch.initial_seed(), torch.get_rng_state()
+        self._undo.append(lambda: random.setstate(python))
+        self._undo.append(lambda: np.random.set_state(numpy))
+        self._undo.append(lambda: torch.set_rng_state(cpu))
+        if has_cuda_context():
+            cuda = torch.cuda.get_rng_state_all()
+            self._undo.append(lambda: torch.cuda.set_rng_state_all(cuda))
+        else:
+            # Reading the states would create a CUDA context. A generator that does not exist yet will start from the
+            # seed of torch.manual_seed, or from torch's default when that was never called.
+            start = seed if seed <= MAX_SEED else _CUDA_DEFAULT_SEED
+            self._undo.append(lambda: torch.cuda.manual_seed_all(start))
