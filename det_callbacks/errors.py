@@ -108,6 +108,10 @@ class TraceError(DetCallbacksError):
     """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
 
 
+class OpFactsError(DetCallbacksError):
+    """What the installed torch says of its ops cannot be read: its docstring is missing or has another form."""
+
+
 class DetCallbacksWarning(UserWarning):
     """Root of the warnings of det_callbacks."""
 

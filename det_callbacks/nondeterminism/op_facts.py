@@ -1,0 +1,211 @@
+"""Which ops torch calls nondeterministic, and which draw random numbers: read from the torch that is installed.
+
+Two sources, both read when asked, so that nothing here goes stale: the two lists in the docstring of
+``torch.use_deterministic_algorithms``, and the tag ``nondeterministic_seeded`` of the registered aten ops. The
+docstring speaks of modules and functions, a trace of aten ops; names are translated by rule and, where no rule leads
+there, by the table ``ALIASES``.
+"""
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from det_callbacks.errors import OpFactsError
+
+# looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
+_all_op_names = torch._C._dispatch_get_all_op_names
+
+Behaviour = Literal["alternate algorithm", "error", "random"]
+"""What an op does: under ``use_deterministic_algorithms(True)`` it takes another algorithm or raises RuntimeError;
+random: it draws from a generator, whatever that setting is."""
+
+Device = Literal["cuda", "cpu", "any"]
+
+BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
+
+_UPSAMPLE = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_INDEX_ADD = ("index_add", "index_add_")
+_CONVOLUTION = ("convolution", "convolution_backward")
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    # Each of these is one aten op, which tells them apart by its arguments; what makes cuDNN choose a deterministic
+    # kernel holds for the backward too.
+    **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
+    # Derivatives that are made of ops with other names.
+    "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
+    "torch.gather": ("scatter_add", "scatter_add_"),
+    "torch.index_select": _INDEX_ADD,
+    "torch.repeat_interleave": _INDEX_ADD,
+    "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
+    "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
+    # Python functions that choose an op by their arguments; "aa" is antialias=True.
+    "torch.nn.functional.interpolate": (
+        *(f"upsample_{mode}_backward" for mode in _UPSAMPLE),
+        "_upsample_bilinear2d_aa_backward",
+        "_upsample_bicubic2d_aa_backward",
+    ),
+    "torch.nn.functional.grid_sample": ("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    # There is no one-dimensional kernel.
+    "torch.nn.MaxUnpool1d": ("max_unpool2d",),
+    # Only the loss over images raises (ATen/native/cuda/NLLLoss2d.cu); nll_loss_forward, which a classifier runs, sums
+    # in a fixed order (ATen/native/cuda/Loss.cu).
+    "torch.nn.NLLLoss": ("nll_loss2d", "nll_loss2d_forward"),
+}
+"""Documented name -> aten ops, where the rule of ``_aten_names`` does not lead to them."""
+
+_SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
+_ROLE = re.compile(r":[\w:]+:`~?([^`]+)`")
+_BULLET = re.compile(rf"{_ROLE.pattern}\s*(.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFact:
+    """What torch says of one op.
+
+    Attributes:
+        name: as documented ("torch.nn.NLLLoss"); of a tagged op its aten name ("aten.bernoulli").
+        ops: the aten ops that it stands for, without overload ("aten.nll_loss2d_forward"), sorted; empty where none of
+            this torch's ops could be found for it.
+        behaviour: what the op does.
+        device: where; any where torch names none.
+        condition: when, in torch's words without their markup ("when called on a CUDA tensor"); "" where it says none.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    behaviour: Behaviour
+    device: Device
+    condition: str = ""
+
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether it holds for the derivative only, and not for the op itself."""
+        return _is_of_backward(self.condition)
+
+
+def read_op_facts() -> tuple[OpFact, ...]:
+    """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s.
+
+    Raises:
+        OpFactsError: torch's docstring does not hold the two lists, or is not there (``python -OO``).
+
+    Example:
+        >>> [fact.behaviour for fact in read_op_facts() if fact.name == "torch.histc"]
+        ['error']
+    """
+    registered = _aten_overloads()
+    facts = [
+        *parse_docstring(torch.use_deterministic_algorithms.__doc__ or "", registered),
+        *(
+            OpFact(name=f"aten.{name}", ops=(f"aten.{name}",), behaviour="random", device="any")
+            for name, overloads in registered.items()
+            if any(_draws(name, overload) for overload in overloads)
+        ),
+    ]
+    return tuple(sorted(facts, key=lambda fact: (BEHAVIOURS.index(fact.behaviour), fact.name, fact.condition)))
+
+
+def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
+    """Return the entries of the two lists of ``torch.use_deterministic_algorithms``, in their order.
+
+    Args:
+        docstring: of that function.
+        registered: names of the aten ops that there are, without namespace and overload.
+
+    Raises:
+        OpFactsError: one of the lists is missing or empty.
+    """
+    facts = [_fact(behaviour, lines, registered) for behaviour, lines in _bullets(docstring)]
+    missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
+    if missing:
+        raise OpFactsError(
+            f"The docstring of torch.use_deterministic_algorithms in torch {torch.__version__} has no list of ops for: "
+            f"{', '.join(sorted(missing))}. Its form is that of torch 2.13; python -OO removes it."
+        )
+    return facts
+
+
+def _bullets(docstring: str) -> Iterator[tuple[Behaviour, list[str]]]:
+    # A list stands indented below a paragraph that ends in "``mode=True``:"; a bullet may go on and hold a list itself.
+    behaviour: Behaviour | None = None
+    paragraph, bullet = "", list[str]()
+    for line in [*inspect.cleandoc(docstring).splitlines(), "end"]:
+        text = line.strip()
+        is_bullet = line.startswith(" ") and text.startswith("* ")
+        if (is_bullet or not line.startswith(" ")) and text:
+            if bullet and behaviour:
+                yield behaviour, bullet
+            bullet = []
+        if not text:
+            paragraph = ""
+        elif is_bullet:
+            bullet = [text[2:]]
+        elif line.startswith(" "):
+            bullet += [text] if bullet else []
+        else:
+            paragraph = f"{paragraph} {text}"
+            is_heading = paragraph.endswith("``mode=True``:")
+            behaviour = next((_SECTIONS[words] for words in _SECTIONS if is_heading and words in paragraph), None)
+
+
+def _fact(behaviour: Behaviour, lines: list[str], registered: Collection[str]) -> OpFact:
+    text = " ".join(line for line in lines if not line.startswith("- "))
+    found = _BULLET.fullmatch(text)
+    name, condition = found.groups() if found else (text, "")
+    choices = ", ".join(line[2:] for line in lines if line.startswith("- "))
+    condition = _without_markup(f"{condition} {choices}")
+    return OpFact(
+        name=_without_markup(name),
+        ops=tuple(f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered),
+        behaviour=behaviour,
+        device=_device(condition),
+        condition=condition,
+    )
+
+
+def _without_markup(text: str) -> str:
+    return " ".join(_ROLE.sub(r"\1", text).replace("`", "").split())
+
+
+def _is_of_backward(condition: str) -> bool:
+    return "differentiate" in condition or "requires grad" in condition
+
+
+def _device(condition: str) -> Device:
+    has_cuda, has_cpu = "CUDA" in condition, "CPU" in condition
+    if has_cuda == has_cpu:
+        return "any"
+    return "cuda" if has_cuda else "cpu"
+
+
+def _aten_names(name: str, condition: str) -> set[str]:
+    """Return the aten ops of a documented name, whether there are such ops or not.
+
+    "torch.nn.ReflectionPad1d" is reflection_pad1d, or its backward where the condition speaks of that;
+    "torch.Tensor.put_" is put_ and put, since what is said of one form of an op holds for the other.
+    """
+    if name in ALIASES:
+        return set(ALIASES[name])
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])
+    base = words.lower().removesuffix("_")
+    if _is_of_backward(condition):
+        return {f"{base}_backward", f"_{base}_backward"}
+    return {base, f"{base}_"}
+
+
+def _aten_overloads() -> dict[str, list[str]]:
+    overloads: dict[str, list[str]] = {}
+    for full_name in sorted(_all_op_names()):
+        namespace, _, rest = full_name.partition("::")
+        name, _, overload = rest.partition(".")
+        if namespace == "aten":
+            overloads.setdefault(name, []).append(overload or "default")
+    return overloads
+
+
+def _draws(name: str, overload: str) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags

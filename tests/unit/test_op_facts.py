@@ -1,0 +1,252 @@
+"""What torch says of its ops: read whole, and translated to ops that there are and that really run."""
+
+import json
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from op_calls import CALLS, INDEX, Call, reduced, vector
+from tracing import traced
+
+from det_callbacks.errors import OpFactsError
+from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, read_op_facts
+from det_callbacks.nondeterminism.op_facts import ALIASES
+
+DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
+FACTS = read_op_facts()
+DOCUMENTED = [fact for fact in FACTS if fact.behaviour != "random"]
+
+# Documented names for which there is no aten op -> why. None in torch 2.13.
+WITHOUT_OPS: Mapping[str, str] = {}
+
+# Documented names whose op leaves no site in a trace -> why.
+WITHOUT_SITES: Mapping[str, str] = {"torch.Tensor.resize_": "it writes nothing, and new memory is uninitialised"}
+
+LISTS = """Sets something.
+
+    These normally-nondeterministic operations will act
+    deterministically when ``mode=True``:
+
+        * :class:`torch.nn.Conv1d` when called on CUDA tensor
+        * a thing without markup
+        * :func:`~torch.Tensor.put_` when ``accumulate=True`` and called on a CPU
+          or CUDA tensor
+
+    The following operations will throw a :class:`RuntimeError` when ``mode=True``:
+
+        * :func:`torch.nonesuch` when called on a CPU tensor
+        * :func:`torch.nn.functional.interpolate` when differentiated and one of these modes is used:
+
+          - ``linear``
+          - ``bilinear``
+
+        * :func:`torch.histc`
+
+    Other lists are none of ours:
+
+        * :func:`torch.relu` when called on a CUDA tensor
+"""
+
+
+def fact(name: str, words: str = "") -> OpFact:
+    (found,) = [fact for fact in FACTS if fact.name == name and words in fact.condition]
+    return found
+
+
+def bullets(behaviour: str) -> Iterator[str]:
+    """Yield the documented names, by splitting the docstring at words that torch 2.13 has there."""
+    _, alternate, error = DOCSTRING.split("normally-nondeterministic operations will")
+    for line in (alternate if behaviour == "alternate algorithm" else error).split("In addition,")[0].splitlines():
+        if line.strip().startswith("* :"):
+            yield line.split("`")[1]
+
+
+# reading
+
+
+@pytest.mark.parametrize("behaviour", ["alternate algorithm", "error"])
+def test_every_bullet_is_read(behaviour: str) -> None:
+    names = [fact.name for fact in DOCUMENTED if fact.behaviour == behaviour]
+    assert len(names) > 20
+    assert names == sorted(bullets(behaviour))
+
+
+def test_names_conditions_and_devices_are_taken_apart() -> None:
+    facts = parse_docstring(LISTS, {"convolution", "put", "put_", "histc", "upsample_linear1d_backward"})
+    assert [(fact.name, fact.behaviour, fact.device, fact.condition, fact.ops) for fact in facts] == [
+        ("torch.nn.Conv1d", "alternate algorithm", "cuda", "when called on CUDA tensor", ("aten.convolution",)),
+        ("a thing without markup", "alternate algorithm", "any", "", ()),
+        (
+            "torch.Tensor.put_",
+            "alternate algorithm",
+            "any",
+            "when accumulate=True and called on a CPU or CUDA tensor",
+            ("aten.put", "aten.put_"),
+        ),
+        ("torch.nonesuch", "error", "cpu", "when called on a CPU tensor", ()),
+        (
+            "torch.nn.functional.interpolate",
+            "error",
+            "any",
+            "when differentiated and one of these modes is used: linear, bilinear",
+            ("aten.upsample_linear1d_backward",),
+        ),
+        ("torch.histc", "error", "any", "", ("aten.histc",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "missing"),
+    [
+        ("", "alternate algorithm, error"),
+        (LISTS.replace("RuntimeError", "ValueError"), "error"),
+        (LISTS.replace("will act\n", "will behave\n"), "alternate algorithm"),
+        (LISTS.replace("mode=True``:", "mode``:"), "alternate algorithm, error"),
+    ],
+)
+def test_a_docstring_without_the_lists_is_an_error(docstring: str, missing: str) -> None:
+    with pytest.raises(OpFactsError, match=rf"has no list of ops for: {missing}\. ") as caught:
+        parse_docstring(docstring, ())
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "behaviour", "device"),
+    [
+        ("torch.nn.Conv2d", "", "alternate algorithm", "cuda"),
+        ("torch.Tensor.__getitem__", "", "alternate algorithm", "cpu"),
+        ("torch.Tensor.index_copy", "", "alternate algorithm", "any"),
+        ("torch.Tensor.index_put", "accumulate=False", "alternate algorithm", "any"),
+        ("torch.Tensor.index_put", "accumulate=True", "alternate algorithm", "cpu"),
+        ("torch.histc", "", "error", "cuda"),
+        ("torch.nn.MaxUnpool2d", "", "error", "any"),
+        ("aten.native_dropout", "", "random", "any"),
+        ("aten.bernoulli_", "", "random", "any"),
+    ],
+)
+def test_behaviours_and_devices(name: str, words: str, behaviour: str, device: str) -> None:
+    found = fact(name, words)
+    assert (found.behaviour, found.device) == (behaviour, device)
+
+
+def test_a_condition_has_torchs_words_without_their_markup() -> None:
+    assert fact("torch.nn.functional.interpolate").condition == (
+        "when attempting to differentiate a CUDA tensor and one of the following modes is used: "
+        "linear, bilinear, bicubic, trilinear"
+    )
+    assert not [fact.condition for fact in DOCUMENTED if "`" in fact.condition or "  " in fact.condition]
+
+
+def test_random_ops_are_those_that_torch_tags() -> None:
+    named = {op for fact in FACTS if fact.behaviour == "random" for op in fact.ops}
+    assert {"aten.rand", "aten.normal_", "aten.native_dropout", "aten.multinomial"} <= named
+    assert not {"aten.relu", "aten.mm", "aten.convolution"} & named
+    for op in named:  # an entry has no overloads, so what it says must hold for all of them
+        packet = getattr(torch.ops.aten, op.removeprefix("aten."))
+        for overload in packet.overloads():
+            assert torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags, (op, overload)
+
+
+def test_facts_are_in_a_stable_order() -> None:
+    assert read_op_facts() == FACTS
+    assert list(FACTS) == sorted(FACTS, key=lambda fact: (fact.behaviour, fact.name, fact.condition))
+    assert all(list(fact.ops) == sorted(set(fact.ops)) for fact in FACTS)
+
+
+# names
+
+
+def test_every_documented_op_is_translated() -> None:
+    assert {fact.name for fact in DOCUMENTED if not fact.ops} == set(WITHOUT_OPS)
+    for found in FACTS:
+        for op in found.ops:
+            assert hasattr(torch.ops.aten, op.removeprefix("aten.")), (found.name, op)
+
+
+def test_every_alias_leads_to_ops_that_there_are() -> None:
+    assert set(ALIASES) <= {fact.name for fact in DOCUMENTED}
+    for name, ops in ALIASES.items():
+        assert fact(name).ops == tuple(sorted(f"aten.{op}" for op in ops))
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("torch.nn.ReflectionPad1d", ("aten.reflection_pad1d_backward",)),
+        ("torch.nn.AdaptiveAvgPool2d", ("aten._adaptive_avg_pool2d_backward",)),
+        ("torch.nn.CTCLoss", ("aten._ctc_loss_backward",)),
+        ("torch.Tensor.scatter_add_", ("aten.scatter_add", "aten.scatter_add_")),
+        ("torch.nn.MaxUnpool3d", ("aten.max_unpool3d",)),
+        ("torch.nn.NLLLoss", ("aten.nll_loss2d", "aten.nll_loss2d_forward")),
+    ],
+)
+def test_names_are_translated(name: str, ops: tuple[str, ...]) -> None:
+    assert fact(name).ops == ops
+
+
+# calls
+
+
+def applying(call: Call) -> set[tuple[str, str]]:
+    """Return name and condition of the documented facts that may be about what a call and its derivative run."""
+
+    def body() -> None:
+        output = call()
+        if output.requires_grad:
+            output.sum().backward()
+
+    return {
+        (found.name, found.condition)
+        for found in DOCUMENTED
+        for site in traced(body).program.sites
+        if may_apply(found, op=site.op, phase=site.phase, arguments=json.loads(site.arguments), varying=site.varying)
+    }
+
+
+def test_there_is_a_call_for_every_documented_op() -> None:
+    assert set(CALLS) == {fact.name for fact in DOCUMENTED}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_ops_are_those_that_run(name: str) -> None:
+    found = [applying(call) for call in CALLS[name]]
+    if name in WITHOUT_SITES:
+        assert found == [set()]
+        return
+    assert all(name in {name for name, _ in facts} for facts in found)
+    wanted = {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name}
+    assert wanted <= set().union(*found)
+
+
+@pytest.mark.parametrize(
+    ("call", "conditions"),
+    [
+        (CALLS["torch.Tensor.put_"][0], ["when accumulate=False"]),
+        (
+            CALLS["torch.Tensor.put_"][1],
+            ["when accumulate=True and called on a CUDA tensor", "with accumulate=True when called on a CPU tensor"],
+        ),
+        (reduced("mean"), ["when reduce='sum' or reduce='mean' and called on CUDA tensor"]),
+        (reduced("prod"), ["when reduce='prod' and called on CUDA tensor"]),
+        (reduced("amax"), []),
+        (CALLS["torch.nn.Conv2d"][0], ["when called on CUDA tensor"]),
+        (CALLS["torch.nn.ConvTranspose3d"][0], ["when called on CUDA tensor"]),
+        (lambda: vector().detach().index_select(0, INDEX), []),
+        (lambda: torch.nn.ReflectionPad1d(1)(torch.ones(1, 2, 4)), []),
+        (lambda: torch.nn.NLLLoss()(torch.ones(2, 4, requires_grad=True), INDEX), []),
+    ],
+)
+def test_arguments_and_phase_exclude_what_cannot_be_meant(call: Call, conditions: list[str]) -> None:
+    names = ("torch.Tensor.put_", "torch.Tensor.scatter_reduce", "torch.nn.", "torch.index_select")
+    found = sorted(condition for name, condition in applying(call) if name.startswith(names))
+    assert found == conditions
+
+
+def test_an_argument_of_unknown_value_excludes_nothing() -> None:
+    put = {words: fact("torch.Tensor.index_put", words) for words in ("accumulate=False", "accumulate=True")}
+    call = {"op": "aten.index_put_.default", "phase": "forward"}
+    for words, found in put.items():
+        assert may_apply(found, **call, arguments={}, varying=("accumulate",))
+        assert may_apply(found, **call, arguments={"accumulate": True}) == (words == "accumulate=True")
+        assert may_apply(found, **call, arguments={}) == (words == "accumulate=False")
+    assert may_apply(fact("torch.nn.Conv1d"), op="aten.convolution.default", phase="forward", arguments={})
