@@ -16,8 +16,14 @@ from rich.progress import Progress
 
 from det_callbacks.compare import compare_runs
 from det_callbacks.errors import DetCallbacksError, SelectionError
+from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report import (
+    find_op_usage,
+    op_facts_to_dict,
+    op_usage_to_dict,
     render_digest_places,
+    render_op_facts,
+    render_op_usage,
     render_ops,
     render_run,
     render_step,
@@ -93,6 +99,23 @@ def _diff(options: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
+def _ops(options: argparse.Namespace) -> int:
+    run = None if options.used_by is None else Run.open(options.used_by)
+    facts = read_op_facts()
+    if run is None:
+        if options.json:
+            _print_json(op_facts_to_dict(facts))
+        else:
+            render_op_facts(facts, make_console())
+        return 0
+    usage = find_op_usage(run, facts)
+    if options.json:
+        _print_json(op_usage_to_dict(usage, facts, run))
+    else:
+        render_op_usage(usage, facts, run, make_console())
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="det-callbacks",
@@ -124,6 +147,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.set_defaults(run=_diff)
+
+    ops = commands.add_parser(
+        "ops",
+        help="which ops are not deterministic",
+        description="Show what the installed torch says of its ops: which are not deterministic, and which draw.",
+    )
+    ops.add_argument("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
+    ops.add_argument("--json", action="store_true", help="JSON on standard output")
+    ops.set_defaults(run=_ops)
     return parser
 
 

@@ -1,0 +1,213 @@
+"""The command ops: what torch says of its ops, and of those that a real recording holds."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import BLOCKS, WIDTH, Deep, Training
+from torch import Tensor, nn
+
+from det_callbacks import cli
+from det_callbacks.nondeterminism import read_op_facts
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
+)
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+class Middle(nn.Module):
+    """A convolution, a padding, dropout and an index_add: torch says something of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.pad = nn.ReflectionPad1d(1)
+        self.drop = nn.Dropout()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        padded = self.drop(self.pad(self.conv(inputs[:, None])))[:, 0, 1:-1]
+        return torch.zeros_like(padded).index_add(1, torch.arange(WIDTH), padded)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Training(model=partial(Deep, middle=Middle)).record(tmp_path_factory.mktemp("ops") / "run")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command ops in this process; return its exit status, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main(["ops", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def entries(out: str) -> dict[str, Any]:
+    return {entry["name"]: entry for entry in json.loads(out)["entries"]}
+
+
+# all of them
+
+
+def test_ops_lists_what_torch_says(command: Command) -> None:
+    status, out, err = command()
+    assert (status, err) == (0, "")
+    facts = read_op_facts()
+    counts = Counter(fact.behaviour for fact in facts)
+    lines = out.splitlines()
+    assert lines[0] == (
+        f"torch {torch.__version__}: {len(facts)} entries ({counts['alternate algorithm']} alternate algorithm, "
+        f"{counts['error']} error, {counts['random']} random)"
+    )
+    assert lines[4].split() == ["name", "behaviour", "device", "ops", "condition"]
+    assert [line.split()[0] for line in lines[5:]] == [fact.name for fact in facts]
+    (row,) = [line for line in lines if line.startswith("torch.histc ")]
+    assert row.split() == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]
+
+
+def test_ops_json_is_whole_and_the_same_every_time(command: Command) -> None:
+    status, out, err = command("--json")
+    assert (status, err) == (0, "")
+    assert command("--json")[1] == out
+    content = json.loads(out)
+    assert {key: content[key] for key in ("schema", "torch", "run")} == {
+        "schema": 1,
+        "torch": torch.__version__,
+        "run": None,
+    }
+    assert content["counts"] == Counter(entry["behaviour"] for entry in content["entries"])
+    assert entries(out)["torch.nn.ReflectionPad1d"] == {
+        "name": "torch.nn.ReflectionPad1d",
+        "ops": ["aten.reflection_pad1d_backward"],
+        "behaviour": "error",
+        "device": "cuda",
+        "condition": "when attempting to differentiate a CUDA tensor",
+    }
+
+
+# those of a run
+
+
+def test_ops_used_by_a_run_have_their_modules_and_counts(run: Path, command: Command) -> None:
+    status, out, err = command("--used-by", run, "--json")
+    assert (status, err) == (0, "")
+    used = entries(out)
+    assert list(used) == ["torch.index_add", "torch.nn.Conv1d", "torch.nn.ReflectionPad1d", "aten.bernoulli_"]
+    modules = {name: {row["module"]: row["sites"] for row in entry["modules"]} for name, entry in used.items()}
+    assert modules == {
+        "torch.index_add": {"middle": 1},
+        "torch.nn.Conv1d": {"middle.conv": 4},  # its output, and the gradients of input, weight and bias
+        "torch.nn.ReflectionPad1d": {"middle.pad": 1},
+        "aten.bernoulli_": {"middle.drop": 1} | {f"net.{block}.drop": 1 for block in range(BLOCKS)},
+    }
+    sites = Run.open(run).view(0, 0, 1).program.sites
+    for entry in used.values():
+        for row in entry["modules"]:
+            here = [site for site in sites if site.op in entry["used"] and site.module == row["module"]]
+            assert len(here) == row["sites"], (entry["name"], row)
+
+
+def test_ops_used_by_a_run_as_a_table(run: Path, command: Command) -> None:
+    status, out, err = command("--used-by", run)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    opened = Run.open(run)
+    assert lines[0] == f"run {opened.run_id} in {run}: complete"
+    assert lines[1].startswith("recorded: level op, modules ['*']")
+    ops = {site.op for step in range(4) for site in opened.view(0, 0, step).program.sites if site.op}
+    assert lines[2].startswith(f"{len(ops)} ops in 2 programs; torch {torch.__version__}: ")
+    assert lines[2].endswith("; 4 may be about this run")
+    (row,) = [line for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
+    assert row.split()[:6] == [
+        "torch.nn.ReflectionPad1d",
+        "error",
+        "cuda",
+        "middle.pad",
+        "1",
+        "aten.reflection_pad1d_backward.default",
+    ]
+    assert sum(line.startswith("aten.bernoulli_ ") for line in lines) == 1 + BLOCKS
+    assert lines[-1].startswith("sites: in one step.")
+
+
+def test_a_run_without_its_backward_has_only_what_torch_says_of_forwards(tmp_path: Path, command: Command) -> None:
+    training = Training(model=partial(Deep, middle=Middle))
+    folder = training.record(tmp_path / "run", phases=("forward",), modules=("middle.*",))
+    _, out, _ = command("--used-by", folder, "--json")
+    assert [(name, entry["used"]) for name, entry in entries(out).items()] == [
+        ("torch.nn.Conv1d", ["aten.convolution.default"]),
+        ("aten.bernoulli_", ["aten.bernoulli_.float"]),
+    ]
+
+
+def test_a_run_of_which_torch_says_nothing(tmp_path: Path, command: Command) -> None:
+    folder = Training().record(tmp_path / "run", phases=("forward",), modules=("head",))
+    status, out, err = command("--used-by", folder)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].endswith("; 0 may be about this run")
+    status, out, _ = command("--used-by", folder, "--json")
+    assert (status, json.loads(out)["entries"]) == (0, [])
+
+
+# what it cannot do
+
+
+def test_a_run_that_holds_no_ops_is_no_run_that_uses_none(tmp_path: Path, command: Command) -> None:
+    folder = Training().record(tmp_path / "run", level="module")
+    for options in ((), ("--json",)):
+        status, out, err = command("--used-by", folder, *options)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"det-callbacks: {folder} holds no ops (level module, 4 steps of rank 0)")
+        assert 'level="op"' in err
+
+
+def test_a_damaged_program_is_named(tmp_path: Path, command: Command) -> None:
+    folder = Training().record(tmp_path / "run")
+    program = sorted((folder / "programs").iterdir())[0]
+    program.write_bytes(program.read_bytes()[:-8])
+    status, out, err = command("--used-by", folder)
+    assert (status, out) == (2, "")
+    assert program.name in err
+
+
+def test_torch_without_its_docstring_is_an_error(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr(torch.use_deterministic_algorithms, "__doc__", None)
+    status, out, err = command()
+    assert (status, out) == (2, "")
+    assert "has no list of ops for: alternate algorithm, error" in err
+
+
+def test_a_process_says_in_one_line_that_there_is_no_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "det_callbacks", "ops", "--used-by", str(tmp_path / "nowhere"), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("det-callbacks: There is no run at ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["ops", "--used-by"])
+    assert leaving.value.code == 2
+    assert "usage: det-callbacks ops" in capsys.readouterr().err
