@@ -96,6 +96,24 @@ class SettingsError(DetCallbacksError):
     """A determinism setting is invalid, conflicts with another, comes too late, or is not in force."""
 
 
+class NondeterministicOpError(SettingsError, RuntimeError):
+    """An op without a deterministic implementation was called, and the allow-list does not let it through.
+
+    Args:
+        message: the text shown to the user.
+        op: ``namespace.op.overload``.
+        module: qualified name of the module that called it.
+    """
+
+    def __init__(self, message: str, op: str = "", module: str = "") -> None:
+        super().__init__(message, op, module)
+        self.op = op
+        self.module = module
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class SelectionError(DetCallbacksError, ValueError):
     """What was asked to be recorded or verified selects nothing, or is not what the reference holds."""
 
@@ -118,6 +136,10 @@ class DetCallbacksWarning(UserWarning):
 
 class DivergenceWarning(DetCallbacksWarning):
     """The run diverged, and ``on_divergence="warn"`` was asked for."""
+
+
+class NondeterministicOpWarning(DetCallbacksWarning):
+    """An op without a deterministic implementation was called under ``deterministic_algorithms="warn"``."""
 
 
 class CoverageWarning(DetCallbacksWarning):

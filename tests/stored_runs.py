@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 
 SELECTION = {"level": "op"}
 

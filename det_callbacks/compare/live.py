@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
 
 KEPT_STEPS = 100
@@ -68,6 +69,10 @@ class Verification:
     def num_segments(self) -> int:
         """Fits that the reference holds."""
         return len(self._ranks.segments)
+
+    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the list of ops without a deterministic implementation that were called so far."""
+        self._writer.put_nondeterministic_ops(ops)
 
     def begin_segment(self, segment: int) -> None:
         """Start a fit; the verdict on the fits before it no longer holds."""

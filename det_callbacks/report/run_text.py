@@ -10,6 +10,7 @@ from rich.text import Text
 from det_callbacks.digest import format_digest
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
+from det_callbacks.trace.alerts import NondeterministicOp
 from det_callbacks.trace.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.trace.store import RankRun, Run
 
@@ -27,6 +28,10 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}",
         f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(len(rank.segments), 'fit')}",
     ):
+        console.print(Text(line), soft_wrap=True)
+    for found in map(NondeterministicOp.from_dict, run.nondeterministic_ops(rank.rank)):
+        allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
+        line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
         console.print(Text(line), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))
     rows = [

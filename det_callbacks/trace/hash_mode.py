@@ -1,20 +1,15 @@
 """HashMode: what one step computed, as digests."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
-from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # looked at in torch 2.13
 
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
@@ -32,28 +27,12 @@ from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 
 
-class _Interceptor(TorchDispatchMode):
+class _Interceptor(DispatchMode):
     """Hands every op to the recorder; passes them through once it was turned off."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder: Recorder | None = recorder
-        set_code_exec_strategy(
-            type(self).__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        )
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch would put around __torch_dispatch__ costs 3 microseconds per op. What it does, keeping
-        # Dynamo out of this code when it runs between the parts of a compiled function, __init__ does once.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -208,6 +187,20 @@ class HashMode:
         if self.is_open:
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
 
+    def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with phase forward while it runs."""
+        recorder = self.recorder
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            outer = recorder.phase
+            recorder.phase = "forward"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.phase = outer
+
+        return marked
+
     def _leave(self) -> None:
         self.is_open = False
         self._phases.close()
@@ -216,13 +209,13 @@ class HashMode:
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is None:
             return
-        if _get_current_dispatch_mode() is interceptor:
+        if interceptor.is_on_top:
             interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             return
         interceptor.recorder = None  # leaving would pop whatever is on top, and that is not ours
         self.is_off = True
         warnings.warn(
-            f"Another dispatch mode ({type(_get_current_dispatch_mode()).__name__}) was opened inside the step and "
+            f"Another dispatch mode ({interceptor.describe_top()}) was opened inside the step and "
             "left open; det_callbacks turned its own mode off and records nothing from here on. Close that mode "
             "before the step ends.",
             CoverageWarning,

@@ -78,7 +78,10 @@ class Passing:
         self.skipped["unselected"] += 1
         if phase != "optimizer" and (_is_grad_enabled() or self._recorder.backward.is_unclaimed()):
             self._touch(func, plan)
-        out = func(*args, **kwargs)
+        try:
+            out = plan.call(*args, **kwargs)
+        except RuntimeError as error:
+            out = self._recorder.let_through(error, self._recorder.num_sites, func, phase, context, args, kwargs)
         for tensor in written_arguments(plan, args, kwargs):
             self._forget((tensor,), {})
         return out

@@ -6,6 +6,8 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory, digest_output
+from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
@@ -25,6 +28,7 @@ from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
+from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, scalar_bits
@@ -48,12 +52,14 @@ class Recorder:
 
     Attributes:
         phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
+        alerts: what is told of ops without a deterministic implementation; set before the first step.
         names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
+        self.alerts: Alerts | None = None
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
         self.phase = "other"
@@ -177,6 +183,8 @@ class Recorder:
             if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
                 was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
             out = plan.call(*args, **kwargs)
+        except RuntimeError as error:
+            out = self.let_through(error, mark, func, phase, context, args, kwargs)
         except BaseException:
             self.reads.roll_back(mark)
             raise
@@ -299,6 +307,29 @@ class Recorder:
         if not parts:
             self.ledger.write_whole(output, position)
 
+    def let_through(
+        self,
+        error: RuntimeError,
+        mark: int,
+        func: Any,
+        phase: str,
+        context: Context,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a call again that raised because the op has no deterministic implementation, when it is allowed."""
+        module, source = (context, None) if isinstance(context, str) else (context.module, context.source)
+        try:
+            if self.alerts is None or not self.alerts.is_alert(error):
+                raise error
+            if source is None:
+                source = capture_source()
+            call = partial(func, *args, **kwargs)
+            return self.alerts.handle(error, call, op=str(func), phase=phase, module=module, source=source)
+        except BaseException:
+            self.reads.roll_back(mark)
+            raise
+
     # prediction
 
     def _other_event(
@@ -362,5 +393,8 @@ class Recorder:
         return selected
 
     def _plan(self, func: Any) -> OpPlan:
-        plan = self._plans[id(func)] = make_plan(func)
+        plan = make_plan(func)
+        if self.alerts is not None and self.alerts.may_warn(plan.base):
+            plan = replace(plan, call=self.alerts.trap(plan.call))
+        self._plans[id(func)] = plan
         return plan

@@ -26,6 +26,7 @@ FORMAT_VERSION = 1
 MANIFEST = "run.json"
 PROGRAMS = "programs"
 LAYOUTS = "layouts"
+NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
 PROGRAM_SCHEMA = pa.schema(
     [
@@ -260,10 +261,15 @@ def layout_path(folder: Path, identity: int) -> Path:
     return folder / LAYOUTS / f"{format_digest(identity)}.parquet"
 
 
+def rank_folder(rank: int) -> str:
+    """Return the name of the folder of a process."""
+    return f"rank-{rank:05d}"
+
+
 def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
     """Return where the steps of a process lie; ``number`` counts the fits of that attempt."""
     segment = f".segment-{number:03d}" if number else ""
-    return folder / f"rank-{rank:05d}" / f"attempt-{attempt:03d}{segment}.arrows"
+    return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
 
 def _write_table(path: Path, table: pa.Table) -> None:

@@ -26,7 +26,10 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
 
 # Recipes use public names; who measures or shows the engine itself says so here.
 PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
-    ("recipes/overhead/ours.py", "det_callbacks.trace.store"): "measures what a step leaves on disk, without a Trainer",
+    (
+        "recipes/overhead/ours.py",
+        "det_callbacks.trace.writer",
+    ): "measures what a step leaves on disk",
 }
 
 

@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
-from det_callbacks import callback as callback_module
+from det_callbacks.callback import determinism as callback_module
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
 
 RunApp = Callable[..., int]
@@ -311,7 +311,7 @@ def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_
 
             import hydra
 
-            from det_callbacks import callback
+            from det_callbacks.callback import determinism as callback
 
 
             @hydra.main(version_base="1.3", config_path="conf", config_name="config")

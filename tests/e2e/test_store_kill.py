@@ -14,7 +14,8 @@ from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, write
 
 from det_callbacks.compare import compare_runs
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 
 HERE = Path(__file__).parent
 KILLS = 30

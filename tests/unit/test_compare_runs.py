@@ -11,7 +11,8 @@ from det_callbacks.errors import (
 )
 from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 
 ENVIRONMENT = capture_environment().to_dict()
 

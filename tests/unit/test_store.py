@@ -22,10 +22,11 @@ from stored_runs import (
 )
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
-from det_callbacks.trace import store
+from det_callbacks.trace import writer as writer_module
 from det_callbacks.trace.program import chain_digest
 from det_callbacks.trace.run_files import read_manifest, stream_path
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 
 WHOLE_STEPS = st.integers(1, 3).flatmap(
     lambda num_sites: st.tuples(
@@ -364,7 +365,7 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, mom
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "write_manifest", killed)
+    monkeypatch.setattr(writer_module, "write_manifest", killed)
     act = {"create": lambda: create(path), "segment": writer and writer.start_segment, "resume": lambda: resume(path)}
     with pytest.raises(KeyboardInterrupt):
         act[moment]()

@@ -1,4 +1,4 @@
-"""DeterminismCallback: when Lightning calls us."""
+"""DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
+from det_callbacks.callback.arguments import check_alone, check_arguments
 from det_callbacks.compare.live import Verification, free_folder, open_reference
 from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import (
@@ -20,19 +22,15 @@ from det_callbacks.errors import (
     DivergenceWarning,
     NotComparableError,
     NothingComparedError,
-    SelectionError,
     TraceError,
 )
 from det_callbacks.report import count, print_closing_line, recorded_line, verdict_lines, verified_line
-from det_callbacks.settings import DeterminismSettings, require_in_force, settings_in_force
+from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
-from det_callbacks.trace.store import Run, RunWriter
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
-
-MODES = ("record", "verify", "disabled")
-STEPS = ("all", "common")
-ON_DIVERGENCE = ("raise", "collect", "warn")
 
 _num_fits = 0
 
@@ -45,7 +43,7 @@ def runs_finished() -> int:
     return _num_fits
 
 
-class DeterminismCallback(Callback):
+class DeterminismCallback(AlertCallback):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
@@ -70,6 +68,7 @@ class DeterminismCallback(Callback):
 
     Attributes:
         verdict: the Verdict of a verification; None before its end and in other modes.
+        choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction).
@@ -102,15 +101,14 @@ class DeterminismCallback(Callback):
         overwrite: bool = False,
     ) -> None:
         super().__init__()
-        _require_one_of("mode", mode, MODES)
-        _require_one_of("steps", steps, STEPS)
-        _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-        if not isinstance(reference, str | Path) or not str(reference):
-            raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
-        if current is not None and (not isinstance(current, str | Path) or not str(current)):
-            raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
-        if not isinstance(overwrite, bool):
-            raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
+        check_arguments(
+            reference=reference,
+            mode=mode,
+            current=current,
+            steps=steps,
+            on_divergence=on_divergence,
+            overwrite=overwrite,
+        )
         self.reference = Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)
@@ -127,15 +125,14 @@ class DeterminismCallback(Callback):
         self.on_divergence = on_divergence
         self.overwrite = overwrite
         self.verdict: Verdict | None = None
+        self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
         self._writer: RunWriter | None = None
         self._verification: Verification | None = None
         self._segment = -1
         self._step = -1
-        self._is_first = False
-        self._is_fitting = False
-        self._num_steps = 0
-        self._num_sites = 0
+        self._is_first = self._is_fitting = False
+        self._num_steps = self._num_sites = 0
         self._restore_training_step: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,7 +145,10 @@ class DeterminismCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.mode == "disabled" or stage != TrainerFn.FITTING:
+        if self.mode == "disabled":
+            return
+        if stage != TrainerFn.FITTING:
+            self._begin_alerts(self.settings, pl_module)
             return
         if trainer.world_size > 1:
             raise DetCallbacksError(
@@ -156,17 +156,12 @@ class DeterminismCallback(Callback):
                 'Use devices=1, or mode="disabled".'
             )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(
-            isinstance(other, DeterminismCallback) and other.mode != "disabled"
-            for other in callbacks
-            if other is not self
-        ):
-            raise SelectionError(
-                "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
-                "Give it one; to record and verify, train twice."
-            )
+        check_alone([other for other in callbacks if isinstance(other, DeterminismCallback)])
         if self.settings is not None:
-            require_in_force(self.settings)
+            require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
+            if self.settings.seed is not None:
+                require_seeded_before(pl_module)
+        self._begin_alerts(self.settings, pl_module)
         if self.mode == "verify" and self._verification is None:
             self._open_reference()
 
@@ -180,10 +175,12 @@ class DeterminismCallback(Callback):
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         is_resumed = trainer.ckpt_path is not None
+        allow = [] if self.settings is None else list(self.settings.allow)
+        choices = {**trainer_choices(trainer, pl_module), **self.choices, "settings": {"allow": allow}}
         manifest = {
             "selection": self.selection.to_dict(),
-            "settings": settings_in_force(),
-            "environment": capture_environment(choices=trainer_choices(trainer, pl_module)).to_dict(),
+            "settings": {**settings_in_force(), "allow": allow},
+            "environment": capture_environment(choices=choices).to_dict(),
         }
         if self.mode == "record":
             if self._writer is None:
@@ -210,6 +207,9 @@ class DeterminismCallback(Callback):
         self._is_first = not is_resumed
         self._is_fitting = True
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
+        self._hash_mode.recorder.alerts = self._alerts
+        if self._alerts is not None:
+            self._alerts.on_new = self._put_alerts
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -225,18 +225,7 @@ class DeterminismCallback(Callback):
         strategy (read at Lightning 2.6.6), so that one attribute of the strategy is set for the time of the fit.
         """
         strategy = trainer.strategy
-        training_step = strategy.training_step
-        recorder = hash_mode.recorder
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            outer = recorder.phase
-            recorder.phase = "forward"
-            try:
-                return training_step(*args, **kwargs)
-            finally:
-                recorder.phase = outer
-
-        strategy.training_step = marked  # type: ignore[method-assign]
+        strategy.training_step = hash_mode.marks_forward(strategy.training_step)  # type: ignore[method-assign]
         self._restore_training_step = partial(strategy.__dict__.pop, "training_step", None)
 
     # a step
@@ -247,9 +236,12 @@ class DeterminismCallback(Callback):
     ) -> None:
         if self._hash_mode is None:
             return
-        self._hash_mode.abandon()  # a step that a module ended by returning -1
+        self._close_step()  # one that a module ended by returning -1
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if not self.selection.selects_step(self._step):
+        is_selected = self.selection.selects_step(self._step)
+        if self.selection.level != "op" or not is_selected:
+            self._open_watch()
+        if not is_selected:
             return
         expected = None
         if self._verification is not None:
@@ -272,6 +264,7 @@ class DeterminismCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._close_watch()
         if self._hash_mode is None or not self._hash_mode.is_open:
             return
         self._hash_mode.record_values("state", outputs, "outputs")
@@ -298,6 +291,10 @@ class DeterminismCallback(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close_step()
+
+    def _close_step(self) -> None:
+        self._close_watch()
         if self._hash_mode is not None:
             self._hash_mode.abandon()
 
@@ -359,6 +356,7 @@ class DeterminismCallback(Callback):
         """Leave nothing behind on a path that did not reach the end of training."""
         was_fitting = self._is_fitting
         self._close_trace()
+        self._end_alerts()
         if not was_fitting:
             return
         reason = type(exception).__name__
@@ -380,6 +378,12 @@ class DeterminismCallback(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # only a fit that has nothing to train comes here without on_train_end
         self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_alerts()
+
+    def _put_alerts(self) -> None:
+        assert self._alerts is not None
+        if (keeper := self._writer or self._verification) is not None:
+            keeper.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
 
     def _close_trace(self) -> None:
         global _num_fits
@@ -389,11 +393,8 @@ class DeterminismCallback(Callback):
         hash_mode, self._hash_mode = self._hash_mode, None
         if hash_mode is not None:
             hash_mode.abandon()
+            if self._alerts is not None and self._alerts.found:
+                self._put_alerts()  # with the number of calls
         restore, self._restore_training_step = self._restore_training_step, None
         if restore is not None:
             restore()
-
-
-def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
