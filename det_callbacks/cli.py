@@ -15,12 +15,14 @@ from typing import Any
 from rich.progress import Progress
 
 from det_callbacks.compare import compare_runs
+from det_callbacks.doctor import diagnose
 from det_callbacks.errors import DetCallbacksError, SelectionError
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report import (
     find_op_usage,
     op_facts_to_dict,
     op_usage_to_dict,
+    render_diagnosis,
     render_digest_places,
     render_op_facts,
     render_op_usage,
@@ -116,6 +118,16 @@ def _ops(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    against = None if options.against is None else Run.open(options.against)
+    diagnosis = diagnose(against=against)
+    if options.json:
+        _print_json(diagnosis.to_dict())
+    else:
+        render_diagnosis(diagnosis, make_console())
+    return 0 if diagnosis.is_well else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="det-callbacks",
@@ -156,6 +168,18 @@ def _parser() -> argparse.ArgumentParser:
     ops.add_argument("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
     ops.add_argument("--json", action="store_true", help="JSON on standard output")
     ops.set_defaults(run=_ops)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="which settings are in force here",
+        description="Show which determinism settings are in force in a new process here, what is missing or too late, "
+        "and the line to add for each. Exit 1 when something asked for is not in force.",
+    )
+    doctor.add_argument(
+        "--against", metavar="RUN", help="ask for what was in force in this run, and show how this machine differs"
+    )
+    doctor.add_argument("--json", action="store_true", help="JSON on standard output")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 

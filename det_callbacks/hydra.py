@@ -4,12 +4,14 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 """
 
 import atexit
+import hashlib
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import DeterminismCallback, runs_finished
@@ -26,6 +29,9 @@ from det_callbacks.errors import DetCallbacksError, NothingComparedError, Settin
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
+
+_config_sha256: ContextVar[str | None] = ContextVar("det_callbacks_config_sha256", default=None)
+"""Digest of the running job's configuration; set before the task function and taken back after it."""
 
 _LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
 
@@ -47,7 +53,10 @@ def determinism_callback(*, reference: str, current: str | None = None, **argume
         folder = _job_folder(current)
     elif HydraConfig.initialized() and arguments.get("mode", "verify") == "verify":
         folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
-    return DeterminismCallback(_job_folder(reference), current=folder, **arguments)
+    callback = DeterminismCallback(_job_folder(reference), current=folder, **arguments)
+    if (sha256 := _config_sha256.get()) is not None:
+        callback.choices["config"] = {"sha256": sha256}
+    return callback
 
 
 class DeterminismJobCallback(Callback):
@@ -92,6 +101,8 @@ class DeterminismJobCallback(Callback):
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "
                 "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
             )
+        token = _config_sha256.set(_digest_config(config))
+        self._undo.callback(_config_sha256.reset, token)
         self._undo.callback(_restore_variables, dict(os.environ))
         self._undo.enter_context(warnings.catch_warnings())
         # Nothing to set is still everything to put back, so that no job leaks into the next.
@@ -112,6 +123,21 @@ class DeterminismJobCallback(Callback):
             _print_error(_nothing_ran(mode))
             # The exit status can no longer be changed in an orderly way.
             os._exit(NothingComparedError.exit_code)
+
+
+def _digest_config(config: DictConfig) -> str | None:
+    """Return the SHA-256 of the resolved configuration, without what record and verify have different.
+
+    None when it does not resolve: then what is missing is not needed, or the program will say so.
+    """
+    own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("determinism", "hydra")])
+    callbacks = OmegaConf.select(own, "callbacks")
+    if isinstance(callbacks, DictConfig) and "determinism" in callbacks:
+        own.callbacks = OmegaConf.masked_copy(callbacks, [str(key) for key in callbacks if key != "determinism"])
+    try:
+        return hashlib.sha256(OmegaConf.to_yaml(own, resolve=True, sort_keys=True).encode()).hexdigest()
+    except OmegaConfBaseException:
+        return None
 
 
 def _restore_variables(variables: dict[str, str]) -> None:

@@ -102,8 +102,9 @@ def describe(finding: Finding) -> str:
 
 
 def show_choices(environment: Sequence[EnvironmentDifference]) -> str:
-    """Return the differing choices in words, "" when there are none."""
-    choices = sorted((entry for entry in environment if not entry.is_machine), key=lambda entry: not is_setting(entry))
+    """Return the differing choices that can change bits in words, "" when there are none."""
+    choices = [entry for entry in environment if not entry.is_machine and entry.changes_bits]
+    choices.sort(key=lambda entry: not is_setting(entry))
     return _listed(choices)
 
 

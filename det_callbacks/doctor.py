@@ -1,0 +1,233 @@
+"""What is in force in this process, what is missing or too late, and what tells this machine from a reference's."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from det_callbacks.compare.live import reference_environment
+from det_callbacks.environment import capture_environment, compare_environments
+from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
+from det_callbacks.settings.enforce import too_late
+from det_callbacks.trace.store import Run
+
+State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
+
+_ONLY_CUDA = frozenset(
+    {
+        "cublas_workspace_config",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "cudnn_allow_tf32",
+        "fp16_reduced_precision_reduction",
+        "bf16_reduced_precision_reduction",
+        "sdpa_backends",
+        "nccl_algo",
+        "nccl_proto",
+        "nccl_min_nchannels",
+        "nccl_max_nchannels",
+        "flash_attention_deterministic",
+        "nvte_allow_nondeterministic_algo",
+    }
+)
+
+WHY: Mapping[str, str] = {
+    "seed": "Without it weights, dropout and shuffling are others in each process.",
+    "deterministic_algorithms": "Without it some ops add up in whatever order their threads finish.",
+    "fill_uninitialized_memory": "Uninitialised memory that is read differs from run to run.",
+    "cublas_workspace_config": "Without it cuBLAS may split a matrix product differently each time.",
+    "cudnn_benchmark": "Timing decides which convolution algorithm runs, and may decide otherwise next time.",
+    "cudnn_deterministic": "Some cuDNN algorithms add up in no fixed order.",
+    "cudnn_allow_tf32": "TF32 rounds the inputs of convolutions to ten bits.",
+    "float32_matmul_precision": "It chooses between float32, TF32 and bfloat16 inside matrix products.",
+    "fp16_reduced_precision_reduction": "It lets products of float16 add up in float16.",
+    "bf16_reduced_precision_reduction": "It lets products of bfloat16 add up in bfloat16.",
+    "sdpa_backends": "The implementations of attention give different bits.",
+    "inductor_deterministic": "Without it Inductor chooses kernels by timing.",
+    "inductor_max_autotune": "Timing decides which kernels compiled code runs.",
+    "nccl_algo": "The algorithm of a collective is the order of its sum.",
+    "nccl_proto": "The protocol of a collective changes the order of its sum.",
+    "nccl_min_nchannels": "The number of channels splits a collective's sum.",
+    "nccl_max_nchannels": "The number of channels splits a collective's sum.",
+    "num_threads": "Sums are split among threads.",
+    "num_interop_threads": "It runs whole ops side by side, and changes no sum.",
+    "mkl_cbwr": "MKL chooses its kernels by the CPU.",
+    "aten_cpu_capability": "The width of vectors is the order of sums.",
+    "python_hash_seed": "The order of a set of strings is another one in each process.",
+    "flash_attention_deterministic": "The backward pass of flash-attn adds up in no fixed order without it.",
+    "nvte_allow_nondeterministic_algo": "Transformer Engine takes faster kernels that differ from run to run.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingFinding:
+    """One setting here and now.
+
+    Attributes:
+        name: field of ``DeterminismSettings``.
+        wanted: value asked for; None where it is left alone.
+        in_force: what torch or the process says.
+        state: how the two compare.
+        to_do: line of code, variable or reason; "" where there is nothing to do.
+        why: what it does, in a sentence.
+    """
+
+    name: str
+    wanted: Any
+    in_force: Any
+    state: State
+    to_do: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentFinding:
+    """An entry of the environment that is another one than in a reference.
+
+    Attributes:
+        name: of the entry.
+        reference: value there.
+        here: value here.
+        is_machine: a machine fact, not a choice.
+        changes_bits: whether it can change bits by itself.
+        to_do: line that makes it the reference's; "" where there is none.
+    """
+
+    name: str
+    reference: Any
+    here: Any
+    is_machine: bool
+    changes_bits: bool
+    to_do: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        facts: a few lines on this place, by name.
+        settings: every setting.
+        against: the reference compared with, None when none was.
+        differences: how this place differs from it, those that can change bits first.
+    """
+
+    facts: Mapping[str, Any]
+    settings: tuple[SettingFinding, ...]
+    against: str | None
+    differences: tuple[EnvironmentFinding, ...]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether everything asked for is in force, or can have no effect here."""
+        return all(finding.state not in ("not in force", "too late") for finding in self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "schema": 1,
+            "is_well": self.is_well,
+            "facts": dict(self.facts),
+            "settings": [asdict(finding) for finding in self.settings],
+            "against": self.against,
+            "differences": [asdict(finding) for finding in self.differences],
+        }
+
+
+def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None = None) -> Diagnosis:
+    """Look at this process; nothing is changed.
+
+    Args:
+        settings: what is asked for; None are the defaults, or with ``against`` what was in force there.
+        against: a recorded run.
+    """
+    if settings is None:
+        settings = DeterminismSettings() if against is None else _settings_of(against)
+    in_force = settings_in_force()
+    findings = tuple(_find(name, getattr(settings, name), found) for name, found in in_force.items())
+    differences: tuple[EnvironmentFinding, ...] = ()
+    if against is not None:
+        if torch.cuda.is_available():
+            torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
+        differences = _differences(against)
+    return Diagnosis(
+        facts=_facts(),
+        settings=findings,
+        against=None if against is None else str(against.path),
+        differences=differences,
+    )
+
+
+def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
+    knob = KNOBS.get(name)
+    late = None if knob is None or wanted is None else too_late(knob, wanted)
+    state: State
+    to_do = ""
+    if wanted is None:
+        state = "left alone"
+    elif wanted == found:
+        state = "in force"
+    elif name in _ONLY_CUDA and not torch.cuda.is_available():
+        state = "no effect here"
+    else:
+        state = "not in force" if late is None else "too late"
+        to_do = _line(name, wanted) if late is None else f"restart with {_line(name, wanted)} ({late})"
+    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, why=WHY[name])
+
+
+def _line(name: str, value: Any) -> str:
+    if name == "seed":
+        return f"det_callbacks.enforce_determinism({{'seed': {value}}})  # before the model is built"
+    return KNOBS[name].how(value)
+
+
+def _settings_of(run: Run) -> DeterminismSettings:
+    recorded = run.manifest.get("settings")
+    known = DeterminismSettings.__dataclass_fields__
+    values = {name: value for name, value in dict(recorded or {}).items() if name in known and value is not None}
+    if values.get("float32_matmul_precision") == "mixed":
+        del values["float32_matmul_precision"]
+    if values.get("inductor_deterministic") == (values.get("deterministic_algorithms") in ("error", "warn")):
+        del values["inductor_deterministic"]  # it follows from the other
+    return DeterminismSettings.from_mapping({**dict.fromkeys(known), **values})
+
+
+def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
+    here = capture_environment()
+    found = [
+        EnvironmentFinding(
+            name=entry.name,
+            reference=entry.reference,
+            here=entry.current,
+            is_machine=entry.is_machine,
+            changes_bits=entry.changes_bits,
+            to_do=_line_for_entry(entry.name, entry.reference),
+        )
+        for entry in compare_environments(reference_environment(run), here)
+        # what a Trainer or a configuration chose is nothing that can be seen without it
+        if entry.name in here.entries and not entry.name.startswith(("settings.", "code."))
+    ]
+    return tuple(sorted(found, key=lambda finding: (not finding.changes_bits, finding.name)))
+
+
+def _line_for_entry(name: str, value: Any) -> str:
+    if name.startswith("env."):
+        variable = name.removeprefix("env.")
+        return f"unset {variable}" if value is None else f"export {variable}={value}"
+    if name in ("torch.num_threads", "torch.num_interop_threads"):
+        return KNOBS[name.removeprefix("torch.")].how(value)
+    package, _, is_version = name.rpartition(".")
+    if is_version == "version" and package in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
+        return f"pip install {package}=={str(value).partition('+')[0]}"
+    if name == "torch.cpu_capability":
+        return f"export ATEN_CPU_CAPABILITY={str(value).lower()}"
+    return ""
+
+
+def _facts() -> dict[str, Any]:
+    entries = capture_environment().entries
+    names = ("python.version", "torch.version", "lightning.version", "cpu.model", "torch.cpu_capability")
+    facts = {name: entries[name].value for name in (*names, "torch.num_threads")}
+    count = torch.cuda.device_count()
+    return {**facts, "cuda": f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"}

@@ -1,0 +1,129 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from stored_runs import SELECTION
+
+from det_callbacks.cli import main
+from det_callbacks.doctor import WHY, diagnose
+from det_callbacks.environment import capture_environment
+from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
+
+Capture = pytest.CaptureFixture[str]
+
+
+def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None) -> Path:
+    """A run whose manifest is that of this process, changed."""
+    manifest = {"selection": SELECTION, "settings": settings_in_force(), "environment": capture_environment().to_dict()}
+    change(manifest)
+    writer = RunWriter.create(path, manifest=manifest)
+    writer.close(complete=True)
+    return path
+
+
+def states(**arguments) -> dict[str, str]:
+    return {finding.name: finding.state for finding in diagnose(**arguments).settings}
+
+
+def test_it_has_a_sentence_for_every_setting():
+    assert set(WHY) == set(settings_in_force())
+
+
+def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):
+    with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
+        assert states()["deterministic_algorithms"] == "not in force"
+        assert main(["doctor"]) == 1
+        text = capsys.readouterr().out
+        assert "not in force    deterministic_algorithms = 'error', here 'disabled'. Without it some ops" in text
+        assert "det_callbacks.enforce_determinism({'deterministic_algorithms': 'error'})" in text
+        assert "1 setting not in force: deterministic_algorithms" in text
+    with enforce_determinism(DeterminismSettings()):
+        assert main(["doctor"]) == 0
+        assert "all in force" in capsys.readouterr().out
+
+
+def test_what_comes_too_late_is_said_with_the_variable(capsys: Capture):
+    diagnosis = diagnose(DeterminismSettings(python_hash_seed=11, deterministic_algorithms=None))
+    (finding,) = [finding for finding in diagnosis.settings if finding.name == "python_hash_seed"]
+    assert finding.state == "too late"
+    assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
+    assert not diagnosis.is_well
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without CUDA")
+def test_what_only_cuda_reads_is_no_fault_without_it():
+    with enforce_determinism({"cublas_workspace_config": None, "cudnn_deterministic": False}):
+        found = states()
+        assert found["cublas_workspace_config"] == found["cudnn_deterministic"] == "no effect here"
+        assert found["cudnn_benchmark"] == "in force"
+        assert diagnose().is_well
+
+
+def test_another_thread_count_and_version_than_in_the_reference(tmp_path: Path, capsys: Capture):
+    def change(manifest):
+        entries = manifest["environment"]
+        entries["torch.num_threads"]["value"] += 1
+        manifest["settings"]["num_threads"] += 1
+        entries["numpy.version"]["value"] = "1.0.0"
+        entries["cpu.count"]["value"] = 96
+        entries["hparams.lr"] = {"value": 0.1, "is_machine": False, "changes_bits": True}
+
+    with enforce_determinism(DeterminismSettings()):
+        path = recorded(tmp_path / "run", change)
+        diagnosis = diagnose(against=Run.open(path))
+        assert [entry.name for entry in diagnosis.differences] == ["numpy.version", "torch.num_threads", "cpu.count"]
+        assert [entry.changes_bits for entry in diagnosis.differences] == [True, True, False]
+        assert [entry.to_do for entry in diagnosis.differences] == [
+            "pip install numpy==1.0.0",
+            f"torch.set_num_threads({torch.get_num_threads() + 1})",
+            "",
+        ]
+        assert [finding.name for finding in diagnosis.settings if finding.state == "not in force"] == ["num_threads"]
+        assert main(["doctor", "--against", str(path)]) == 1
+        text = capsys.readouterr().out
+        assert f"Different from {path}" in text
+        assert "can change bits" in text
+        assert main(["doctor", "--against", str(path), "--json"]) == 1
+        form = json.loads(capsys.readouterr().out)
+        assert form == diagnosis.to_dict() | {"settings": form["settings"]}
+        assert form["schema"] == 1
+
+
+def test_the_same_place_differs_in_nothing(tmp_path: Path, capsys: Capture):
+    with enforce_determinism(DeterminismSettings(seed=3)):
+        path = recorded(tmp_path / "run")
+        assert main(["doctor", "--against", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert f"Different from {path}\nnothing" in text
+        assert "in force        seed = 3" in text
+
+
+@pytest.mark.parametrize("what", ["nothing", "file"])
+def test_a_reference_that_is_none_is_an_error(tmp_path: Path, capsys: Capture, what: str):
+    path = tmp_path / "run"
+    if what == "file":
+        path.write_text("x")
+    assert main(["doctor", "--against", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_in_a_new_process_and_piped():
+    done = subprocess.run(
+        [sys.executable, "-m", "det_callbacks", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": "4"},
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert "python_hash_seed 4" in done.stdout
