@@ -66,19 +66,19 @@ def require_in_force(settings: DeterminismSettings, *, suspects: Mapping[str, st
 
     Args:
         settings: what is asked for.
-        suspects: setting -> what is known to overwrite it ("Trainer(deterministic=False)").
+        suspects: setting -> what leaves it as it is, if it was used ("Trainer(deterministic=False)").
     """
     problems = check_settings(settings)
     if problems:
         shown = "; ".join(
             f"{item.name} should be {item.wanted!r} and is {item.in_force!r}"
-            + (f" (set by {suspects[item.name]}, which overwrites it)" if item.name in suspects else "")
+            + (f" (as {suspects[item.name]} leaves it)" if item.name in suspects else "")
             for item in problems
         )
         raise SettingsError(
             f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
             "the model is built, or use the Hydra preset, which does."
-            + (" Leave out the conflicting argument of the Trainer." if suspects else "")
+            + (" Those arguments of the Trainer overwrite what is in force: leave them out." if suspects else "")
         )
 
 

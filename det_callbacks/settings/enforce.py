@@ -25,7 +25,7 @@ from det_callbacks.settings.knobs import (
 )
 from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
 from det_callbacks.settings.process import restart_command
-from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, forget_parameters, seed_all
+from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -78,10 +78,14 @@ class EnforcedDeterminism:
         Raises:
             TypeError: it is a coroutine or a generator function, which go on running after their call has returned.
         """
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        if (
+            inspect.iscoroutinefunction(function)
+            or inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
             self.restore()
             raise TypeError(
-                f"{function.__qualname__} goes on running after its call has returned; use `with "
+                f"{getattr(function, '__qualname__', function)} goes on running after its call has returned; use `with "
                 "enforce_determinism(settings):` inside it."
             )
         self.restore()
@@ -216,8 +220,9 @@ class _ProcessState:
 
     def __init__(self, settings: DeterminismSettings) -> None:
         self._variables = {name: os.environ.get(name) for name in _VARIABLES}
-        self._has_seeded = settings.seed is not None
         self._undo: list[Callable[[], object]] = []
+        if settings.seed is not None:
+            self._undo.append(keep_earlier_parameters())
         self._keep_flags(settings)
         self._keep_generators()
 
@@ -229,8 +234,6 @@ class _ProcessState:
                 os.environ[name] = value
         for undo in self._undo:
             undo()
-        if self._has_seeded:
-            forget_parameters()
 
     def _keep_flags(self, settings: DeterminismSettings) -> None:
         algorithms = algorithms_in_force()

@@ -4,7 +4,7 @@ import gc
 import os
 import random
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -36,9 +36,14 @@ def drawn_before_seeding(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if _parameters.has(parameter)]
 
 
-def forget_parameters() -> None:
-    """Forget which parameters were there: the seed was taken back."""
-    _parameters.known = {}
+def keep_earlier_parameters() -> Callable[[], None]:
+    """Return what makes it known again which parameters were there at the seeding before the one to come."""
+    known = _parameters.known
+
+    def put_back() -> None:
+        _parameters.known = known
+
+    return put_back
 
 
 class _Earlier:
