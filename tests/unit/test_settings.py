@@ -1,7 +1,6 @@
 import os
-import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.seed import seed_everything
 from omegaconf import OmegaConf
+from process_state import NOTHING, VARIABLES, process_state
+from torch import nn
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import (
@@ -16,53 +17,19 @@ from det_callbacks.settings import (
     SettingProblem,
     check_settings,
     enforce_determinism,
+    require_seeded_before,
     settings_in_force,
 )
 from det_callbacks.settings import enforce as settings_module
 
-NOTHING = {
-    "seed": None,
-    "deterministic_algorithms": None,
-    "cublas_workspace_config": None,
-    "cudnn_benchmark": None,
-    "cudnn_deterministic": None,
-}
-
-
-def process_state() -> dict[str, Any]:
-    """Asked of torch, NumPy, Python and the environment directly, not through the module under test."""
-    return {
-        "python": random.getstate(),
-        "numpy": pickle.dumps(np.random.get_state()),
-        "torch": torch.get_rng_state().tolist(),
-        "algorithms": (torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode()),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
-        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
-        "precision": (
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.backends.mkldnn.matmul.fp32_precision,
-        ),
-        "threads": torch.get_num_threads(),
-        "dtype": torch.get_default_dtype(),
-        "variables": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
-    }
-
 
 @pytest.fixture(autouse=True)
 def _same_process_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before = process_state()
     yield
     assert process_state() == before, "a test of settings left something behind"
-
-
-def raise_when_in_force(name: str, value: Any, in_force: Callable[[], bool]) -> None:
-    assert in_force()
-    assert settings_in_force()[name] == value
-    assert check_settings(DeterminismSettings(**{**NOTHING, name: value})) == ()
-    raise KeyError
 
 
 def draw() -> tuple[float, float, float]:
@@ -81,41 +48,6 @@ def test_defaults_enforce_algorithms_and_choose_nothing_else() -> None:
         assert torch.backends.cudnn.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert "PL_GLOBAL_SEED" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "in_force"),
-    [
-        ("deterministic_algorithms", "error", lambda: torch.get_deterministic_debug_mode() == 2),
-        ("deterministic_algorithms", "warn", lambda: torch.get_deterministic_debug_mode() == 1),
-        ("deterministic_algorithms", "disabled", lambda: torch.get_deterministic_debug_mode() == 0),
-        ("fill_uninitialized_memory", False, lambda: not torch.utils.deterministic.fill_uninitialized_memory),
-        ("cublas_workspace_config", ":16:8", lambda: os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"),
-        ("cudnn_benchmark", True, lambda: torch.backends.cudnn.benchmark),
-        ("cudnn_deterministic", True, lambda: torch.backends.cudnn.deterministic),
-        ("float32_matmul_precision", "medium", lambda: torch.get_float32_matmul_precision() == "medium"),
-        ("num_threads", 1, lambda: torch.get_num_threads() == 1),
-    ],
-)
-def test_each_setting_is_set_found_in_force_and_restored_after_an_exception(
-    name: str, value: Any, in_force: Callable[[], bool]
-) -> None:
-    # From a place where every setting is another one, so that "in force" cannot be true by accident.
-    elsewhere = {
-        "deterministic_algorithms": "warn" if value != "warn" else "error",
-        "fill_uninitialized_memory": True,
-        "cublas_workspace_config": ":4096:8",
-        "cudnn_benchmark": False,
-        "cudnn_deterministic": False,
-        "num_threads": 2,
-    }
-    with enforce_determinism(elsewhere):
-        before = process_state()
-        assert not in_force()
-        assert check_settings(DeterminismSettings(**{**NOTHING, name: value})) != ()
-        with pytest.raises(KeyError), enforce_determinism({**NOTHING, name: value}):
-            raise_when_in_force(name, value, in_force)
-        assert process_state() == before
 
 
 def test_the_task_cannot_leak_what_it_changed_itself() -> None:
@@ -168,6 +100,7 @@ def test_applies_when_called_and_restores_once() -> None:
     assert process_state() == before
     outer = enforce_determinism(DeterminismSettings(seed=4))
     enforced.restore()
+    assert enforced.permanent == ()
     assert settings_in_force()["seed"] == 4, "a second restore must not undo what came later"
     outer.restore()
 
@@ -185,36 +118,6 @@ def test_inductor_flag_that_torch_overwrites_goes_back() -> None:
         inductor.deterministic = before
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("seed", -1, "0 to 4294967295"),
-        ("seed", 4294967296, "0 to 4294967295"),
-        ("seed", True, "an integer"),
-        ("seed", "7", "an integer"),
-        ("deterministic_algorithms", "off", "'disabled'"),
-        ("deterministic_algorithms", False, "'disabled'"),
-        ("deterministic_algorithms", True, "'error'"),
-        ("fill_uninitialized_memory", "yes", "True, False"),
-        ("cublas_workspace_config", "4096", "':4096:8', ':16:8'"),
-        ("cublas_workspace_config", ":4096:2", "':4096:8', ':16:8'"),
-        ("cudnn_benchmark", 1, "True, False"),
-        ("cudnn_deterministic", "true", "True, False"),
-        ("float32_matmul_precision", "low", "'highest', 'high', 'medium'"),
-        ("num_threads", 0, "from 1"),
-        ("num_threads", 2.0, "an integer"),
-    ],
-)
-def test_invalid_values_are_refused_by_name_with_the_allowed_ones(name: str, value: Any, told: str) -> None:
-    before = process_state()
-    with pytest.raises(SettingsError) as refused:
-        enforce_determinism({name: value})
-    assert f"{name}={value!r}" in str(refused.value)
-    assert told in str(refused.value)
-    assert refused.value.exit_code == 2
-    assert process_state() == before
-
-
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(SettingsError, match=r"setting sead; the settings are seed, deterministic_algorithms"):
         DeterminismSettings.from_mapping({"sead": 1, "seed": 1})
@@ -230,6 +133,33 @@ def test_cublas_variable_after_a_cuda_context_is_refused_and_nothing_applied(mon
     monkeypatch.setattr(settings_module, "has_cuda_context", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
+    assert process_state() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"nccl_algo": "Ring"}, "NCCL_ALGO=Ring set"),
+        ({"nccl_proto": "LL"}, "NCCL_PROTO=LL set"),
+        ({"nccl_min_nchannels": 2, "nccl_max_nchannels": 4}, "NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4 set"),
+    ],
+)
+def test_nccl_variables_after_a_communicator_are_refused_and_nothing_applied(
+    settings: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = process_state()
+    backend = "gloo"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    with enforce_determinism({"seed": 1, **settings}):
+        assert check_settings(DeterminismSettings(**settings, **NOTHING)) == (), "gloo reads none of them"
+        backend = "cpu:gloo,cuda:nccl"
+        with enforce_determinism(settings):
+            pass  # in force already
+    assert process_state() == before
+    with pytest.raises(SettingsError, match="an NCCL process group exists, and NCCL has read NCCL_") as refused:
+        enforce_determinism({"seed": 1, **settings})
+    assert f"Nothing was changed. Start the program with {line}:\n    NCCL_" in str(refused.value)
     assert process_state() == before
 
 
@@ -289,3 +219,26 @@ def test_an_unseeded_process_has_no_seed() -> None:
         assert settings_in_force()["seed"] is None
         torch.manual_seed(0)
         assert settings_in_force()["seed"] == 0
+
+
+def test_weights_older_than_the_seed_are_named_until_the_seed_is_taken_back() -> None:
+    early = nn.Linear(2, 2, device="meta")
+    with enforce_determinism({"seed": 1}):
+        with enforce_determinism({"seed": 2}):
+            pass
+        with pytest.raises(
+            SettingsError, match=r"2 of the model's 2 parameters \(weight, bias\) existed when it was set"
+        ):
+            require_seeded_before(early)
+        require_seeded_before(nn.Linear(2, 2))
+    require_seeded_before(early)
+
+
+def test_a_second_seed_is_too_late_for_what_the_first_one_drew() -> None:
+    with enforce_determinism({"seed": 1}):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        with enforce_determinism({"seed": 1}):
+            model.append(nn.Linear(2, 2))
+            with pytest.raises(SettingsError, match=r"3 of the model's 5 parameters \(0.weight, 0.bias, 1.weight\)"):
+                require_seeded_before(model)
+        require_seeded_before(model)
