@@ -70,7 +70,9 @@ class _AlertMode(DispatchMode):
         if known is None:
             base = str(func).rpartition(".")[0]
             known = self._calls[id(func)] = (func, self._alerts.trap(func) if self._alerts.may_warn(base) else func)
-        if torch.is_grad_enabled():
+        # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
+        # thread counts nodes of its own, which only a pass that makes a graph adds to.
+        if torch.is_grad_enabled() or _graph_task_id() == -1:
             self._module_of_node.setdefault(_next_sequence_number() - 1, self._modules.current)
         try:
             return known[1](*args, **kwargs)

@@ -18,6 +18,7 @@ from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarn
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.settings.knobs import algorithms_in_force
+from det_callbacks.trace.source import Entry, capture_source, engine_entry
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
@@ -136,11 +137,13 @@ class Alerts:
             op: ``namespace.op.overload``.
             phase: of the call.
             module: qualified name.
-            source: the user's lines.
+            source: the user's lines; replaced by those of a backward or a hook that the user wrote.
 
         Raises:
             NondeterministicOpError: it may not be made.
         """
+        if phase == "backward" and engine_entry() is not Entry.ENGINE:
+            source = capture_source()  # a backward written in Python: its own line, not that of its forward
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
         message = str(error).split(", but you set")[0]
         found = NondeterministicOp(
@@ -169,7 +172,8 @@ class Alerts:
 
         Not those about ops that were not caught: nothing goes unsaid.
         """
-        if message not in self._silenced:
+        # What is added within a catch_warnings of the user's goes with its end.
+        if self._silenced.get(message) not in warnings.filters:
             warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
             self._silenced[message] = warnings.filters[0]
 
