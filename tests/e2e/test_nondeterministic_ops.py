@@ -25,7 +25,7 @@ from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarn
 from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.store import Run
 
-PLACES = ("forward", "backward", "validation", "test")
+PLACES = ("forward", "backward", "validation", "test", "predict")
 PUT = "aten.put_.default"
 LEVELS = ("op", "state")
 NUM_STEPS = 2
@@ -78,6 +78,9 @@ class Model(pl.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.decoder(self.encoder(batch[0]), "test")
 
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.decoder(self.encoder(batch[0]), "predict")
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -87,7 +90,7 @@ def settings(algorithms: str = "error", *allow: str) -> DeterminismSettings:
 
 
 def train(place: str, callback: DeterminismCallback | None, *, model: pl.LightningModule | None = None) -> Model:
-    """Fit, and test when the op is there; the settings must be in force already."""
+    """Fit, test or predict, as the place of the op needs; the settings must be in force already."""
     model = Model(place) if model is None else model
     callbacks = [] if callback is None else [callback]
     trainer = quiet_trainer(*callbacks, num_sanity_val_steps=0)
@@ -95,6 +98,8 @@ def train(place: str, callback: DeterminismCallback | None, *, model: pl.Lightni
     loader = DataLoader(TensorDataset(inputs), batch_size=4)
     if place == "test":
         trainer.test(model, loader, verbose=False)
+    elif place == "predict":
+        trainer.predict(model, loader)
     else:
         trainer.fit(model, loader, loader)
     return model
@@ -150,7 +155,7 @@ def test_it_is_refused_with_module_and_line(place: str, level: str, tmp_path: Pa
     assert str(error).startswith(f"{PUT} in decoder at ")
     assert f"test_nondeterministic_ops.py:{line} in put ({phase}) has no deterministic implementation" in str(error)
     assert f"DeterminismSettings(allow=('decoder:{PUT}',))" in str(error)
-    if place != "test":
+    if place not in ("test", "predict"):
         (found,) = listed(tmp_path / "run")
         assert (found["op"], found["module"], found["phase"], found["num_calls"]) == (PUT, "decoder", phase, 1)
         assert found["is_allowed"] is False
@@ -165,7 +170,7 @@ def test_what_is_allowed_is_let_through_and_listed(
     phase = "backward" if place == "backward" else "forward"
     watched(tmp_path / "run", place, settings("error", f"{phase}/decoder*:{PUT}"), level=level)
     assert of_ops(heard) == of_torch(heard) == []
-    if place != "test":
+    if place not in ("test", "predict"):
         (found,) = listed(tmp_path / "run")
         assert (found["op"], found["module"], found["phase"], found["is_allowed"]) == (PUT, "decoder", phase, True)
         assert found["num_calls"] == NUM_STEPS
@@ -237,7 +242,7 @@ def test_it_is_warned_of_once_per_place_instead_of_torch(
     assert message.startswith(f"{PUT} in decoder at ")
     assert f"test_nondeterministic_ops.py:{line} in put" in message
     assert of_torch(heard) == []
-    if place != "test":
+    if place not in ("test", "predict"):
         (found,) = listed(tmp_path / "run")
         assert (found["module"], found["is_allowed"], found["num_calls"]) == ("decoder", False, NUM_STEPS)
 
