@@ -24,7 +24,7 @@ from det_callbacks.settings.knobs import (
     set_sdpa,
 )
 from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
-from det_callbacks.settings.process import restart_command
+from det_callbacks.settings.process import restart_command, start_environment
 from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
 _P = ParamSpec("_P")
@@ -146,11 +146,19 @@ def refuse_late(settings: DeterminismSettings) -> None:
     """Raise ``SettingsError`` that names every setting that can no longer be made in this process."""
     late: list[str] = []
     variables: dict[str, str] = {}
+    start = start_environment()
     for name, knob in KNOBS.items():
         wanted = getattr(settings, name)
         if wanted is None:
             continue
         reason = too_late(knob, wanted)
+        is_at_start = knob.when == "start" and start.get(knob.variable or "") == knob.as_text(wanted)
+        if reason is not None and is_at_start:
+            raise SettingsError(
+                f"{name}={wanted!r} cannot be had here: {knob.variable}={knob.as_text(wanted)} was set when the process"
+                f" started, and {knob.read()!r} is in force all the same. Nothing was changed. Ask for what this"
+                " machine can do, or for None."
+            )
         if reason is not None:
             late.append(f"{name}={wanted!r} comes too late: {reason}")
             if knob.variable is not None:

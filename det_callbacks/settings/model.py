@@ -129,6 +129,12 @@ class DeterminismSettings:
             _require_integer(name, getattr(self, name), least, most)
         for name in ("nccl_algo", "nccl_proto"):
             _require_text(name, getattr(self, name))
+        least_channels, most_channels = self.nccl_min_nchannels, self.nccl_max_nchannels
+        if least_channels is not None and most_channels is not None and least_channels > most_channels:
+            raise SettingsError(
+                f"nccl_min_nchannels={least_channels} is more than nccl_max_nchannels={most_channels}; give it at most "
+                "that, or leave one of them None."
+            )
         if self.mkl_cbwr is not None and str(self.mkl_cbwr).removesuffix(",STRICT") not in _BRANCHES:
             raise SettingsError(
                 f"mkl_cbwr={self.mkl_cbwr!r} is not allowed; use one of {', '.join(map(repr, _BRANCHES))}, each also "

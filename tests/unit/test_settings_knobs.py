@@ -13,7 +13,14 @@ import torch._inductor.config as inductor
 from process_state import NOTHING, VARIABLES, process_state, sdpa
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.settings import KNOBS, DeterminismSettings, check_settings, enforce_determinism, settings_in_force
+from det_callbacks.settings import (
+    KNOBS,
+    DeterminismSettings,
+    check_settings,
+    enforce,
+    enforce_determinism,
+    settings_in_force,
+)
 
 matmul: Any = torch.backends.cuda.matmul
 
@@ -269,3 +276,16 @@ def test_a_value_has_one_form(name: str, value: Any, stored: Any) -> None:
     settings = DeterminismSettings.from_mapping({name: value})
     assert getattr(settings, name) == stored
     assert hash(settings) == hash(DeterminismSettings(**{name: stored}))
+
+
+def test_more_channels_at_least_than_at_most_are_refused() -> None:
+    with pytest.raises(SettingsError, match="nccl_min_nchannels=4 is more than nccl_max_nchannels=2"):
+        DeterminismSettings(nccl_min_nchannels=4, nccl_max_nchannels=2)
+    DeterminismSettings(nccl_min_nchannels=2, nccl_max_nchannels=2)
+
+
+def test_what_the_machine_cannot_do_is_not_answered_with_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default"
+    monkeypatch.setattr(enforce, "start_environment", lambda: {"ATEN_CPU_CAPABILITY": wanted})
+    with pytest.raises(SettingsError, match=rf"ATEN_CPU_CAPABILITY={wanted} was set when the process started"):
+        enforce_determinism(DeterminismSettings(aten_cpu_capability=wanted))
