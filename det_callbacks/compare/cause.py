@@ -94,6 +94,8 @@ def describe(finding: Finding) -> str:
         return f"{what}; the difference came in through what it reads"
     if finding.arguments is not None and not finding.arguments.is_known:
         reason = "the two runs kept digests of other arguments of it"
+    elif finding.arguments is not None:
+        reason = "a number read back from a tensor before differs too, and Python may have passed it on"
     elif divergence.op:
         reason = "something that the trace did not see wrote what it reads"
     else:

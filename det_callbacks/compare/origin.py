@@ -29,20 +29,28 @@ class OriginFinder:
             _by_position(len(current.program), alignment.current, differs),
         )
         self._partners = alignment
+        self._first_value = tuple(
+            next((at for at, flag in enumerate(flags) if flag and view.program.sites[at].role == "value"), len(flags))
+            for flags, view in zip(self._differs, (reference, current), strict=True)
+        )
         self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
 
-    def is_origin(self, reference: int, current: int, *, is_comparable: bool = True) -> bool | None:
+    def is_origin(
+        self, reference: int, current: int, *, is_comparable: bool = True, has_other_arguments: bool = False
+    ) -> bool | None:
         """Return whether the difference at two aligned sites starts there.
 
         Args:
             reference: position in the reference, -1 where only the current step has the site.
             current: position in the current step, -1 where only the reference has it.
             is_comparable: False where the op's arguments could not be compared.
+            has_other_arguments: the op was called with other arguments.
 
         Returns:
             True when nothing the op read differs, on either side; False when something does, or when the site is a
             source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
-            be proven: what wrote it was not recorded, or was seen to have been changed unseen.
+            be proven: what wrote it was not recorded, or was seen to have been changed unseen; or the op was called
+            with other arguments after a number read back from a tensor differed, which Python may have passed on.
         """
         site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
         position, side = (current, 1) if current >= 0 else (reference, 0)
@@ -54,7 +62,7 @@ class OriginFinder:
         # recorded writers nothing is known.
         if not site.op or not is_comparable or current in self._current.unseen_writes:
             return None
-        return True
+        return None if has_other_arguments and position > self._first_value[side] else True
 
     def has_differing_input(self, reference: int, current: int) -> bool:
         """Return whether something that was read at two aligned sites differs, on either side."""

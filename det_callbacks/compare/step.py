@@ -173,7 +173,10 @@ class _Description:
 
     def _is_origin(self, row: int) -> bool | None:
         known = self._changes.arguments.get(row)
-        return self._finder.is_origin(*self._places(row), is_comparable=known is None or known.is_known)
+        is_comparable = known is None or known.is_known
+        return self._finder.is_origin(
+            *self._places(row), is_comparable=is_comparable, has_other_arguments=known is not None
+        )
 
     def _finding(self, row: int, is_origin: bool | None) -> Finding:
         left, right = self._places(row)
