@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules import module as _module  # its dictionaries of global hooks: looked at in torch 2.13
 
 from det_callbacks.trace.checkpoints import Checkpoints, running_region
 
 UNKNOWN_MODULE = "?"
 
+_global_pre_hooks: dict[int, Any] = _module._global_forward_pre_hooks
+_global_hooks: dict[int, Any] = _module._global_forward_hooks
+_always_called: dict[int, bool] = _module._global_forward_hooks_always_called
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
 
@@ -46,7 +48,9 @@ class ModuleStack:
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
         self._stack: list[_Call] = []
-        self._handles: list[RemovableHandle] = []
+        self._key: int | None = None
+        self._enter_hook = self._enter
+        self._leave_hook = self._leave
         self._has_refreshed = False
         self.current = ""
         self.backward_pass = -1
@@ -57,16 +61,22 @@ class ModuleStack:
         self._has_refreshed = False
         if self._root is not None and not self._names:
             self._refresh(self._root, "")
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        # Not by register_module_forward_hook, which takes another key each time: Dynamo guards on the keys, and would
+        # compile anew in every step until it gives up.
+        key = -1
+        while key in _global_hooks or key in _global_pre_hooks:
+            key -= 1
+        self._key = key
+        _global_pre_hooks[key] = self._enter_hook
+        _global_hooks[key] = self._leave_hook
+        _always_called[key] = True
 
     def close(self) -> None:
         """Remove the hooks and leave every module; may be called more than once."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._key is not None:
+            for hooks in (_global_pre_hooks, _global_hooks, _always_called):
+                hooks.pop(self._key, None)
+        self._key = None
         self._stack.clear()
         self._set_current()
 
