@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.functional import cross_entropy, layer_norm
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,7 +20,7 @@ CARELESS_LAYERS: set[int] = set()
 TEXT = Path(logging.__file__).read_text(encoding="utf-8")[:4000]  # a text that every Python has
 
 
-@torch.library.custom_op("recipe::sum_rows", mutates_args=())
+@library.custom_op("recipe::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, layer: int) -> Tensor:
     """Sum the rows of a matrix; in a careless layer they are added in the order in which they happen to arrive.
 

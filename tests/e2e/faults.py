@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,7 +62,7 @@ WRONG_KERNEL_CALLS: set[int] = set()
 _num_kernel_calls = 0
 
 
-@torch.library.custom_op("planted_faults::double", mutates_args=())
+@library.custom_op("planted_faults::double", mutates_args=())
 def double(values: Tensor) -> Tensor:
     """A kernel of one's own, which torch sees as one op."""
     global _num_kernel_calls

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from attribution_networks import Attending, Gpt, Recurrent, ResNet, Views
 from module_oracle import name_frames, standing_in
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +98,7 @@ class Functional(nn.Module):
         return Turn.apply(Scale.apply(Turn.apply(x @ self.weight), 3.0))
 
 
-@torch.library.custom_op("attribution::soften", mutates_args=())
+@library.custom_op("attribution::soften", mutates_args=())
 def soften(x: Tensor, strength: float) -> Tensor:
     return torch.tanh(x * strength)
 
