@@ -14,6 +14,7 @@ from stored_runs import digests_of, small_layout, small_program
 from det_callbacks.environment import capture_environment
 from det_callbacks.trace.program import Layout, Program
 from det_callbacks.trace.selection import Selection
+from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
 
 STEPS_OF_A_FIT = 60
@@ -37,16 +38,26 @@ def write(writer: RunWriter, segment: int, step: int) -> None:
     writer.append(step, 0, program.id, layout.id, digests)
 
 
+def next_step(path: Path, told: Path) -> tuple[int, int]:
+    """Return (segment, step) of what comes after the last step told of.
+
+    The last fit may have been killed before any of its steps was told of; a step not told of is written again.
+    """
+    last_segment = Run.open(path).rank(0).segments[-1]
+    lines = told.read_text().splitlines() if told.exists() else []
+    if not lines:
+        return last_segment, 0
+    segment, step = (int(word) for word in lines[-1].split())
+    return (segment, step + 1) if segment == last_segment else (last_segment, 0)
+
+
 def write_until_killed(path: Path) -> None:
     """Start a run, or go on with one where it ended, and never stop."""
     told = (path.parent / f"{path.name}.told").open("a", buffering=1)
     segment, step = 0, 0
     if (path / "run.json").exists():
+        segment, step = next_step(path, Path(told.name))
         writer = RunWriter.resume(path, manifest=MANIFEST)
-        lines = Path(told.name).read_text().splitlines()
-        if lines:
-            segment, step = (int(word) for word in lines[-1].split())
-            step += 1
     else:
         writer = RunWriter.create(path, manifest=MANIFEST, overwrite=True)
     while True:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, write
+from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, next_step, write
 
 from det_callbacks.compare import compare_runs
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
@@ -122,6 +122,23 @@ def test_what_a_kill_left_can_be_compared_up_to_there(
         assert (verdict.verdict, verdict.counts.steps_compared) == ("match", num_steps)
         assert "incomplete" in verdict.explanation
     assert compare_runs(whole, killed).verdict == "diverged"
+
+
+def test_a_fit_killed_before_its_first_step_is_gone_on_with(tmp_path: Path) -> None:
+    path, told = tmp_path / "run", tmp_path / "run.told"
+    killed = RunWriter.create(path, manifest=MANIFEST)
+    write(killed, 0, 0)
+    told.write_text("0 0\n")
+    assert next_step(path, told) == (0, 1)
+    killed.start_segment()
+    assert next_step(path, told) == (1, 0)
+    resumed = RunWriter.resume(path, manifest=MANIFEST)
+    write(resumed, 1, 0)
+    resumed.close(complete=True)
+    killed.close(complete=False)
+    run = Run.open(path)
+    assert run.is_complete
+    assert [(record.segment, record.step) for record in run.rank(0).iterate()] == [(0, 0), (1, 0)]
 
 
 def test_what_the_storm_checks_can_fail(tmp_path: Path) -> None:
