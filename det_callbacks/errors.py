@@ -126,6 +126,10 @@ class TraceError(DetCallbacksError):
     """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
 
 
+class ReplayError(DetCallbacksError):
+    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be put back into a live tensor."""
+
+
 class OpFactsError(DetCallbacksError):
     """What the installed torch says of its ops cannot be read: its docstring is missing or has another form."""
 
