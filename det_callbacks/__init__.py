@@ -21,6 +21,15 @@ from det_callbacks.errors import (
     SettingsError,
     TraceError,
 )
+from det_callbacks.observe import (
+    ObserverContext,
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
@@ -42,6 +51,7 @@ __all__ = [
     "NondeterministicOpWarning",
     "NotComparableError",
     "NothingComparedError",
+    "ObserverContext",
     "ReferenceFormatError",
     "ReferenceNotFoundError",
     "ReplayError",
@@ -52,5 +62,11 @@ __all__ = [
     "Verdict",
     "compare_runs",
     "digest_tensor",
+    "disable_hash_mode",
+    "enable_hash_mode",
     "enforce_determinism",
+    "observe",
+    "observe_grad",
+    "observe_non_deterministic",
+    "observe_non_deterministic_grad",
 ]

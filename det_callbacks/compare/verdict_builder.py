@@ -2,9 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
 from det_callbacks.compare.step import StepDifference, compare_steps
@@ -66,6 +66,7 @@ class VerdictBuilder:
         self._ops_seen = self._ops_digested = 0
         self._ops_skipped: Counter[str] = Counter()
         self._opaque: set[str] = set()
+        self._replayed: Mapping[str, Any] = {}
 
     @property
     def has_divergence(self) -> bool:
@@ -110,6 +111,10 @@ class VerdictBuilder:
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
         self._environment = tuple(differences)
+
+    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
+        """Set what was put back from the reference, as the coverage shows it."""
+        self._replayed = replayed
 
     def note(self, text: str) -> None:
         """Add a sentence to the explanation: what was left out of the comparison, and why."""
@@ -168,6 +173,7 @@ class VerdictBuilder:
                 ops_digested=self._ops_digested,
                 ops_skipped=dict(sorted(self._ops_skipped.items())),
                 opaque_regions=tuple(sorted(self._opaque)),
+                replayed=self._replayed,
             ),
             environment=self._environment,
         )
