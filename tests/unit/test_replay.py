@@ -86,7 +86,7 @@ def test_any_bits_come_back(
         tensor = LAYOUTS[layout](of_bytes(dtype, shape, seed))
         if lazy in ("conj", "both") and dtype.is_complex:
             tensor = tensor.conj()
-        if lazy in ("neg", "both") and (dtype.is_complex or dtype in (torch.float32, torch.bfloat16, torch.int32)):
+        if lazy in ("neg", "both") and (dtype.is_complex or dtype in (torch.float32, torch.float64, torch.int32)):
             tensor = torch._neg_view(tensor)
         return tensor
 
