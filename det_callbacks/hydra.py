@@ -6,7 +6,6 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 import atexit
 import hashlib
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -18,14 +17,16 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import DeterminismCallback, runs_finished
+from det_callbacks.callback import DeterminismCallback, runs_finished, take_unfinished
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
+from det_callbacks.report import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
@@ -89,11 +90,15 @@ class DeterminismJobCallback(Callback):
             runs_before = self._runs_before
             self._close()
             error = job_return._return_value  # the property raises it (Hydra 1.3.8)
+            if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
+                error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
             if job_return.status == JobStatus.FAILED:
                 if isinstance(error, DetCallbacksError):
                     _fail(job_return, error)
             elif runs_before is not None and runs_finished() == runs_before:
                 _fail(job_return, _nothing_ran(_mode(config)))
+            if (unfinished := take_unfinished()) is not None and job_return.status != JobStatus.FAILED:
+                _fail(job_return, unfinished)
 
     def _open(self, config: DictConfig) -> None:
         if OmegaConf.is_missing(config.determinism, "reference"):
@@ -121,8 +126,7 @@ class DeterminismJobCallback(Callback):
         """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""
         if runs_finished() == self._runs_before:
             _print_error(_nothing_ran(mode))
-            # The exit status can no longer be changed in an orderly way.
-            os._exit(NothingComparedError.exit_code)
+            end_process(NothingComparedError.exit_code)
 
 
 def _digest_config(config: DictConfig) -> str | None:
@@ -186,8 +190,7 @@ def _print_error(error: DetCallbacksError) -> None:
     if os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0"):
         traceback.print_exception(error)
     else:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+        print_error(error)
 
 
 @contextmanager

@@ -14,33 +14,15 @@ from typing_extensions import override
 
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
 from det_callbacks.callback.arguments import check_alone, check_arguments
-from det_callbacks.compare.live import Verification, free_folder, open_reference
+from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.verifying import Verifying
 from det_callbacks.environment import capture_environment, trainer_choices
-from det_callbacks.errors import (
-    DetCallbacksError,
-    DivergenceError,
-    DivergenceWarning,
-    NotComparableError,
-    NothingComparedError,
-    TraceError,
-)
-from det_callbacks.report import count, print_closing_line, recorded_line, verdict_lines, verified_line
+from det_callbacks.errors import DetCallbacksError, TraceError
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
-
-_num_fits = 0
-
-
-def runs_finished() -> int:
-    """Return how many fits a DeterminismCallback has ended in this process, with or without success.
-
-    The Hydra job callback asks it to notice a job whose callback never ran.
-    """
-    return _num_fits
 
 
 class DeterminismCallback(AlertCallback):
@@ -67,7 +49,8 @@ class DeterminismCallback(AlertCallback):
         overwrite: record: replace a run that is there.
 
     Attributes:
-        verdict: the Verdict of a verification; None before its end and in other modes.
+        verdict: the Verdict of a verification; None before the end of a fit and in other modes. Where the reference
+            holds more fits than have run, it counts theirs as missing.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
@@ -127,12 +110,9 @@ class DeterminismCallback(AlertCallback):
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
-        self._writer: RunWriter | None = None
-        self._verification: Verification | None = None
-        self._segment = -1
+        self._run: Recording | Verifying | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
-        self._num_steps = self._num_sites = 0
         self._restore_training_step: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,16 +142,20 @@ class DeterminismCallback(AlertCallback):
             if self.settings.seed is not None:
                 require_seeded_before(pl_module)
         self._begin_alerts(self.settings, pl_module)
-        if self.mode == "verify" and self._verification is None:
-            self._open_reference()
+        if self._run is None:
+            self._run = self._new_run()
+        if isinstance(self._run, Verifying):
+            self.selection = self._run.check_reference(self.selection)
 
-    def _open_reference(self) -> Run:
-        run, self.selection = open_reference(self.reference, self.selection, steps=self.steps)
-        return run
+    def _new_run(self) -> Recording | Verifying:
+        if self.mode == "record":
+            return Recording(self.reference, overwrite=self.overwrite)
+        return Verifying(self.reference, self.current, steps=self.steps, on_divergence=self.on_divergence)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.mode == "disabled":
+        run = self._run
+        if run is None:
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         is_resumed = trainer.ckpt_path is not None
@@ -182,27 +166,12 @@ class DeterminismCallback(AlertCallback):
             "settings": {**settings_in_force(), "allow": allow},
             "environment": capture_environment(choices=choices).to_dict(),
         }
-        if self.mode == "record":
-            if self._writer is None:
-                path = self.reference
-                if is_resumed and (path / "run.json").exists() and not self.overwrite:
-                    self._writer = RunWriter.resume(path, manifest=manifest)
-                else:
-                    self._writer = RunWriter.create(path, manifest=manifest, overwrite=self.overwrite)
-            else:
-                self._writer.start_segment()
-        elif self._verification is None:
-            self._verification = Verification(
-                self._open_reference(),
-                self.current or free_folder(Path(trainer.log_dir or trainer.default_root_dir)),
-                rank=trainer.global_rank,
-                manifest=manifest,
-                steps=self.steps,
-            )
-        self._segment += 1
         self.verdict = None
-        if self._verification is not None:
-            self._verification.begin_segment(self._segment)
+        if isinstance(run, Recording):
+            run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
+        else:
+            root = Path(trainer.log_dir or trainer.default_root_dir)
+            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank)
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._is_fitting = True
@@ -243,10 +212,8 @@ class DeterminismCallback(AlertCallback):
             self._open_watch()
         if not is_selected:
             return
-        expected = None
-        if self._verification is not None:
-            expected = self._verification.expectation(self._segment, self._step)
-        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=expected)
+        assert self._run is not None
+        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(self._step))
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -272,22 +239,13 @@ class DeterminismCallback(AlertCallback):
         if trace is None:
             raise TraceError(
                 f"Step {self._step} could not be traced, because a dispatch mode was left open in it, so nothing after "
-                f"step {self._step - 1} would be {'recorded' if self._writer else 'verified'}. Close that mode within "
-                "the training step."
+                f"step {self._step - 1} would be {'recorded' if self.mode == 'record' else 'verified'}. Close that "
+                "mode within the training step."
             )
         self._is_first = False
-        self._num_steps += 1
-        self._num_sites += len(trace.digests)
-        epoch = trainer.current_epoch
-        if self._writer is not None:
-            self._writer.put_program(trace.program)
-            if not self._writer.has_layout(trace.layout_id):
-                self._writer.put_layout(trace.layout)
-            self._writer.append(self._step, epoch, trace.program.id, trace.layout_id, trace.digests)
-        elif self._verification is not None:
-            differs = self._verification.add(trace, segment=self._segment, step=self._step, epoch=epoch)
-            if differs and self.on_divergence == "raise":
-                self._end_verification(is_resumed=True, is_early=True)
+        assert self._run is not None
+        if self._run.add(trace, step=self._step, epoch=trainer.current_epoch):
+            self._end_fit(is_resumed=True, is_early=True)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -302,54 +260,17 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=trainer.ckpt_path is not None)
 
-    def _finish_fit(self, *, is_resumed: bool) -> None:
+    def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
             return
-        if self._writer is None:
-            self._end_verification(is_resumed=is_resumed, is_early=False)
-            return
         self._close_trace()
-        self._writer.close(complete=self._num_steps > 0)
-        if not self._num_steps:
-            raise NothingComparedError(
-                f"Nothing was recorded in {self.reference}: the fit had no step that every_n_steps="
-                f"{self.selection.every_n_steps} selects."
-            )
-        print_closing_line(
-            recorded_line(
-                path=self.reference,
-                num_steps=self._num_steps,
-                num_sites=self._num_sites,
-                num_bytes=self._writer.bytes_written,
-                level=self.selection.level,
-            )
-        )
-
-    def _end_verification(self, *, is_resumed: bool, is_early: bool) -> None:
-        verification = self._verification
-        assert verification is not None
-        self._close_trace()
-        if not is_early:
-            verification.end_segment(self._segment, is_resumed=is_resumed)
-        pending = 0 if is_early else max(0, verification.num_segments - self._segment - 1)
+        assert self._run is not None
         try:
-            verdict = verification.finish(pending=pending)
-        except NothingComparedError:
-            verification.close(complete=False)
-            raise
-        verification.close(complete=True)
-        self.verdict = verdict
-        print_closing_line(verified_line(verdict, level=self.selection.level))
-        if verdict.verdict == "match":
-            return
-        text = verdict_lines(verdict)
-        if self.on_divergence == "warn" or (pending and not verification.has_divergence):
-            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
-            return
-        error = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
-        raise error(text, verdict)
+            self._run.end_fit(is_resumed=is_resumed, is_early=is_early)
+        finally:
+            self.verdict = self._run.verdict
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -357,38 +278,25 @@ class DeterminismCallback(AlertCallback):
         was_fitting = self._is_fitting
         self._close_trace()
         self._end_alerts()
-        if not was_fitting:
-            return
-        reason = type(exception).__name__
-        if self._writer is not None:
-            self._writer.close(complete=False)
-            print_closing_line(
-                f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "
-                f"{self.reference} is incomplete"
-            )
-        elif self._verification is not None:
-            if self._verification.has_divergence:
-                self.verdict = self._verification.finish()
-            self._verification.close(complete=False)
-            found = "no verdict" if self.verdict is None else self.verdict.verdict
-            num_steps = count(self._verification.num_steps, "step")
-            print_closing_line(f"det_callbacks: verification stopped by {reason} after {num_steps}: {found}")
+        if was_fitting:
+            assert self._run is not None
+            self._run.stop(type(exception).__name__)
+            self.verdict = self._run.verdict
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # only a fit that has nothing to train comes here without on_train_end
-        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=trainer.ckpt_path is not None)
         self._end_alerts()
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None
-        if (keeper := self._writer or self._verification) is not None:
-            keeper.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
+        assert self._run is not None
+        self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
 
     def _close_trace(self) -> None:
-        global _num_fits
         if self._is_fitting:
-            _num_fits += 1
+            note_ended()
         self._is_fitting = False
         hash_mode, self._hash_mode = self._hash_mode, None
         if hash_mode is not None:

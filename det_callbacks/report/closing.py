@@ -29,6 +29,25 @@ def verified_line(verdict: Verdict, *, level: str) -> str:
     )
 
 
+def waiting_line(verdict: Verdict, *, num_fits: int, num_ended: int, level: str) -> str:
+    """Return the line of a fit that agreed, where the reference holds more fits: no verdict yet."""
+    counts = verdict.counts
+    return (
+        f"det_callbacks: fit {num_ended} of {num_fits} agrees: verified {count(counts.steps_compared, 'step')}, "
+        f"{count(counts.sites_compared, 'site')} at level {level}, against {verdict.reference}; the verdict comes with "
+        f"fit {num_fits}"
+    )
+
+
+def unfinished_text(verdict: Verdict, *, num_fits: int, num_ended: int) -> str:
+    """Return what is wrong with a process that ended before all fits of the reference ran."""
+    return (
+        f"{verdict.verdict}: the reference {verdict.reference} holds {num_fits} fits, and this process ended after "
+        f"{num_ended}. {verdict.explanation} Run the other fits with the same callback, or compare what both have with "
+        f'steps="common".'
+    )
+
+
 def print_closing_line(text: str) -> None:
     """Print a closing line to standard output, coloured by its verdict on a terminal."""
     console = Console(soft_wrap=True, highlight=False)

@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
-from det_callbacks.callback import determinism as callback_module
+from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
 
 RunApp = Callable[..., int]
@@ -64,7 +64,7 @@ VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
 
 
 def finish_a_fit() -> None:
-    callback_module._num_fits += 1
+    fits_of_process._num_ended += 1
 
 
 def process_state() -> dict[str, Any]:
@@ -157,6 +157,29 @@ def test_our_errors_are_a_message_and_their_own_status(
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("determinism.level=opp", "got 'opp'"),
+        ("determinism.phases=[fwd]", "fwd"),
+        ("determinism.steps=some", "got 'some'"),
+        ("determinism.on_divergence=stop", "got 'stop'"),
+        ("determinism.every_n_steps=0", "every_n_steps=0"),
+    ],
+)
+def test_an_argument_that_hydra_passes_on_is_our_error(
+    override: str, told: str, run_app: RunApp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(config: DictConfig) -> None:
+        hydra.utils.instantiate(config.callbacks)
+        pytest.fail("the callback was built")
+
+    assert run_app(task, *VERIFY, override) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
+
+
 def test_full_error_adds_the_traceback(
     run_app: RunApp, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +209,20 @@ def test_a_job_without_a_fit_is_not_verified(
     assert told.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in told
     assert run_app(task, *VERIFY, "seed=1") == 0
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(
+    multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(config: DictConfig) -> None:
+        finish_a_fit()
+        if config.seed == 1:
+            error = DivergenceError("one fit of two")
+            fits_of_process.wait(task, fits_of_process.Waiting(error=error, is_fatal=True))
+
+    assert run_app(task, *(("--multirun", "seed=1,2") if multirun else ()), *VERIFY) == 1
+    assert capsys.readouterr().err.count("DivergenceError: one fit of two") == 1
 
 
 def test_other_failures_are_left_to_hydra(run_app: RunApp, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,12 +348,12 @@ def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_
 
             import hydra
 
-            from det_callbacks.callback import determinism as callback
+            from det_callbacks.callback import fits
 
 
             @hydra.main(version_base="1.3", config_path="conf", config_name="config")
             def main(config):
-                callback._num_fits += {fits}
+                fits._num_ended += {fits}
                 sys.exit(0)
 
 
