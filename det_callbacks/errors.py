@@ -126,6 +126,10 @@ class TraceError(DetCallbacksError):
     """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
 
 
+class StepNotRepeatableError(DetCallbacksError):
+    """A training step changed something that cannot be put back, or fails when it is run again, so no audit of it."""
+
+
 class OpFactsError(DetCallbacksError):
     """What the installed torch says of its ops cannot be read: its docstring is missing or has another form."""
 
