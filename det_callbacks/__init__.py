@@ -3,12 +3,14 @@
 from det_callbacks.callback import DeterminismCallback
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import digest_tensor
+from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
     CoverageWarning,
     DetCallbacksError,
     DetCallbacksWarning,
     DivergenceError,
     DivergenceWarning,
+    EquivalenceError,
     NondeterministicOpError,
     NondeterministicOpWarning,
     NotComparableError,
@@ -25,6 +27,7 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
 __all__ = [
+    "BitwiseEquivalenceMode",
     "Counts",
     "Coverage",
     "CoverageWarning",
@@ -36,11 +39,13 @@ __all__ = [
     "DivergenceError",
     "DivergenceWarning",
     "EnvironmentDifference",
+    "EquivalenceError",
     "HashMode",
     "NondeterministicOpError",
     "NondeterministicOpWarning",
     "NotComparableError",
     "NothingComparedError",
+    "OpMismatch",
     "ReferenceFormatError",
     "ReferenceNotFoundError",
     "RunExistsError",

@@ -108,7 +108,7 @@ class Passing:
             context: Context = recorder.modules.current
         else:
             phase = "backward"
-            context = recorder.backward_context()
+            context = recorder.backward.context()
         event = recorder.at.likely
         if event is None or not event.fits(func, phase, context, [], [], [], 0):
             event = next(

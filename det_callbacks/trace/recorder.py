@@ -144,7 +144,7 @@ class Recorder:
             context: Context = self.modules.current
         else:
             phase = "backward"
-            context = self.backward_context()
+            context = self.backward.context()
         if not self._selects_all and not self.selects(phase, context):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
 
@@ -372,13 +372,6 @@ class Recorder:
         self.tree.add(event)
         parent.likely = event
         return event
-
-    def backward_context(self) -> Context:
-        """Return where the running op of a backward pass belongs."""
-        modules = self.modules
-        if modules.backward_pass == _graph_task_id():
-            return self.backward.in_module(modules.current, recomputed=modules.is_recomputed)
-        return self.backward.attribute()
 
     def selects(self, phase: str, context: Context) -> bool:
         """Return whether ops at this place are digested."""
