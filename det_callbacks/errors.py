@@ -8,6 +8,7 @@ and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not compar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from det_callbacks.audit import AuditReport
     from det_callbacks.equivalence import OpMismatch
     from det_callbacks.verdict import Verdict
 
@@ -58,6 +59,24 @@ class EquivalenceError(DetCallbacksError):
     def __init__(self, message: str, mismatch: "OpMismatch | None" = None) -> None:
         super().__init__(message, mismatch)
         self.mismatch = mismatch
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AuditError(DetCallbacksError):
+    """An audit found something that gives other bits when it is run again.
+
+    Args:
+        message: the text shown to the user.
+        report: what was found.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
+        super().__init__(message, report)
+        self.report = report
 
     def __str__(self) -> str:
         return str(self.args[0])

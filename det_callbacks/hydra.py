@@ -37,7 +37,9 @@ _config_sha256: ContextVar[str | None] = ContextVar("det_callbacks_config_sha256
 _LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
 
 
-def determinism_callback(*, reference: str, current: str | None = None, **arguments: Any) -> DeterminismCallback:
+def determinism_callback(
+    *, reference: str | None = None, current: str | None = None, **arguments: Any
+) -> DeterminismCallback:
     """Return a :class:`DeterminismCallback` whose folders are those of this Hydra job.
 
     Relative paths start at the directory where the program was started, also where Hydra changes the working
@@ -45,16 +47,17 @@ def determinism_callback(*, reference: str, current: str | None = None, **argume
     sweep: record and verify the same sweep.
 
     Args:
-        reference: folder of the run to record or to verify against.
+        reference: folder of the run to record or to verify against; an audit needs none.
         current: folder of a verification; None is ``determinism`` in the job's output directory.
         arguments: the other arguments of :class:`DeterminismCallback`.
     """
     folder = None
     if current is not None:
         folder = _job_folder(current)
-    elif HydraConfig.initialized() and arguments.get("mode", "verify") == "verify":
+    elif HydraConfig.initialized() and arguments.get("mode", "verify") in ("verify", "audit"):
         folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
-    callback = DeterminismCallback(_job_folder(reference), current=folder, **arguments)
+    path = None if reference is None else _job_folder(reference)
+    callback = DeterminismCallback(path, current=folder, **arguments)
     if (sha256 := _config_sha256.get()) is not None:
         callback.choices["config"] = {"sha256": sha256}
     return callback

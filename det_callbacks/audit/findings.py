@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 Judgement = Literal["nondeterministic", "transient", "not held"]
@@ -108,13 +107,11 @@ def escape_pattern(text: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
 
 
-def write_replay_list(path: Path, patterns: Sequence[str], comments: Iterable[str] = ()) -> None:
-    """Write a YAML list of patterns that the argument ``replay`` takes as it is."""
+def replay_list(patterns: Sequence[str], comments: Iterable[str] = ()) -> str:
+    """Return a YAML list of patterns that the argument ``replay`` takes as it is."""
     lines = [f"# {comment}" for comment in comments]
     lines += [f"- {_quoted(pattern)}" for pattern in patterns] or ["[]"]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import StepNotRepeatableError
 
-_ATOMS = (
+_ATOMS: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, enum.Enum, range, slice),
     *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, re.Pattern, pathlib.PurePath),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
@@ -39,8 +39,8 @@ _ATOMS = (
 _LEFT = (DataLoader, Dataset)
 """Data: large, and not what a step changes."""
 
-_ITERATORS = (
-    *(type(iter(empty)) for empty in ([], (), "", b"", range(0), {}, set())),
+_ITERATORS: tuple[Any, ...] = (
+    *map(type, (iter([]), iter(()), iter(""), iter(b""), iter(range(0)), iter({}), iter(set()))),
     *(itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat),
     *(zip, map, filter, enumerate, reversed),
 )
@@ -115,7 +115,7 @@ class HeldState:
         self._hold_by("Python's generator", random.getstate, random.setstate)
         self._hold_by("NumPy's generator", lambda: np.random.get_state(legacy=False), np.random.set_state)
         self._hold_by("torch's CPU generator", torch.get_rng_state, torch.set_rng_state)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # no annotation in torch
+        if torch.cuda.is_initialized():
             self._hold_by("CUDA's generators", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
 
     def _hold_by(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
@@ -276,7 +276,13 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Return where a tensor lies and how; it changes when another tensor was put into its place."""
     if tensor.layout is not torch.strided:
         return (id(tensor), tuple(tensor.shape))
-    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -311,7 +317,8 @@ def _refill_sequence(value: Any, before: list[Any]) -> bool:
     if isinstance(value, array.array | bytearray):
         if list(value) == before:
             return False
-        value[:] = type(value)(before) if isinstance(value, bytearray) else array.array(value.typecode, before)
+        del value[:]
+        value.extend(before)
         return True
     if _is_unchanged(list(value), before):
         return False

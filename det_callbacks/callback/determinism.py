@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
 from det_callbacks.callback.arguments import check_alone, check_arguments
+from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
@@ -33,9 +35,11 @@ class DeterminismCallback(AlertCallback):
 
     Args:
         reference: folder of the reference: written by record, read by verify. Relative to the working directory.
-        mode: "record" writes the reference, "verify" compares with it, "disabled" does nothing.
-        current: verify: folder for the verdict and the diverging steps; by default ``determinism/verify-NNN`` below
-            the Trainer's log directory.
+            None for an audit, which needs none.
+        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops or steps again to find what is
+            nondeterministic, "disabled" does nothing.
+        current: verify: folder for the verdict and the diverging steps, by default ``determinism/verify-NNN`` below
+            the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
@@ -47,10 +51,14 @@ class DeterminismCallback(AlertCallback):
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
         overwrite: record: replace a run that is there.
+        audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
+        audit_steps: audit: the steps to audit, by number.
+        audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
 
     Attributes:
         verdict: the Verdict of a verification; None before the end of a fit and in other modes. Where the reference
             holds more fits than have run, it counts theirs as missing.
+        audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
@@ -59,6 +67,8 @@ class DeterminismCallback(AlertCallback):
         NotComparableError: it differs, and so does the machine in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
         RunExistsError: record would write over a run.
+        AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
+        StepNotRepeatableError: an audited step changed what cannot be put back.
 
     In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
     left at their defaults; others than the reference's are refused.
@@ -70,9 +80,9 @@ class DeterminismCallback(AlertCallback):
 
     def __init__(
         self,
-        reference: str | Path,
+        reference: str | Path | None,
         *,
-        mode: Literal["record", "verify", "disabled"] = "verify",
+        mode: Literal["record", "verify", "audit", "disabled"] = "verify",
         current: str | Path | None = None,
         modules: Sequence[str] = ("*",),
         level: Literal["op", "module", "state"] = "op",
@@ -82,6 +92,9 @@ class DeterminismCallback(AlertCallback):
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
         overwrite: bool = False,
+        audit: Literal["ops", "step"] = "ops",
+        audit_steps: Sequence[int] = (0, 1, 2),
+        audit_runs: int = 2,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -91,8 +104,11 @@ class DeterminismCallback(AlertCallback):
             steps=steps,
             on_divergence=on_divergence,
             overwrite=overwrite,
+            audit=audit,
+            audit_steps=audit_steps,
+            audit_runs=audit_runs,
         )
-        self.reference = Path(reference)
+        self.reference = None if reference is None else Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)
         self.selection = Selection(
@@ -107,10 +123,14 @@ class DeterminismCallback(AlertCallback):
         self.settings = settings
         self.on_divergence = on_divergence
         self.overwrite = overwrite
+        self.audit = audit
+        self.audit_steps = tuple(audit_steps)
+        self.audit_runs = audit_runs
+        self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
-        self._run: Recording | Verifying | None = None
+        self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
         self._restore_training_step: Callable[[], None] | None = None
@@ -118,7 +138,7 @@ class DeterminismCallback(AlertCallback):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
         # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
-        fresh = vars(DeterminismCallback(self.reference))
+        fresh = vars(DeterminismCallback(None, mode="disabled"))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
 
     # before training
@@ -147,7 +167,16 @@ class DeterminismCallback(AlertCallback):
         if isinstance(self._run, Verifying):
             self.selection = self._run.check_reference(self.selection)
 
-    def _new_run(self) -> Recording | Verifying:
+    def _new_run(self) -> Recording | Verifying | Auditing:
+        if self.mode == "audit":
+            return Auditing(
+                self.current,
+                kind=self.audit,
+                steps=self.audit_steps,
+                num_runs=self.audit_runs,
+                on_divergence=self.on_divergence,
+            )
+        assert self.reference is not None
         if self.mode == "record":
             return Recording(self.reference, overwrite=self.overwrite)
         return Verifying(self.reference, self.current, steps=self.steps, on_divergence=self.on_divergence)
@@ -158,6 +187,11 @@ class DeterminismCallback(AlertCallback):
         if run is None:
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+        if isinstance(run, Auditing):
+            self.audit_report = None
+            run.begin_fit(trainer, pl_module, self.selection)
+            self._is_fitting = True
+            return
         is_resumed = trainer.ckpt_path is not None
         allow = [] if self.settings is None else list(self.settings.allow)
         choices = {**trainer_choices(trainer, pl_module), **self.choices, "settings": {"allow": allow}}
@@ -182,6 +216,8 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.attach(trainer)
         if self._hash_mode is None:
             return
         self._hash_mode.optimizers = list(trainer.optimizers)
@@ -203,16 +239,21 @@ class DeterminismCallback(AlertCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._hash_mode is None:
+        if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if isinstance(self._run, Auditing):
+            self._open_watch()
+            self._run.begin_step(self._step)
+            return
+        assert self._hash_mode is not None
         is_selected = self.selection.selects_step(self._step)
         if self.selection.level != "op" or not is_selected:
             self._open_watch()
         if not is_selected:
             return
-        assert self._run is not None
+        assert isinstance(self._run, Recording | Verifying)
         self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(self._step))
 
     @override
@@ -226,11 +267,15 @@ class DeterminismCallback(AlertCallback):
     ) -> None:
         if self._hash_mode is not None:
             self._hash_mode.recorder.phase = "gradient"
+        elif isinstance(self._run, Auditing):
+            self._run.before_optimizer()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.end_step(self._step)
         self._close_watch()
         if self._hash_mode is None or not self._hash_mode.is_open:
             return
@@ -243,7 +288,7 @@ class DeterminismCallback(AlertCallback):
                 "mode within the training step."
             )
         self._is_first = False
-        assert self._run is not None
+        assert isinstance(self._run, Recording | Verifying)
         if self._run.add(trace, step=self._step, epoch=trainer.current_epoch):
             self._end_fit(is_resumed=True, is_early=True)
 
@@ -252,6 +297,8 @@ class DeterminismCallback(AlertCallback):
         self._close_step()
 
     def _close_step(self) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.end_step(self._step)
         self._close_watch()
         if self._hash_mode is not None:
             self._hash_mode.abandon()
@@ -266,6 +313,12 @@ class DeterminismCallback(AlertCallback):
         if not self._is_fitting:
             return
         self._close_trace()
+        if isinstance(self._run, Auditing):
+            try:
+                self._run.end_fit()
+            finally:
+                self.audit_report = self._run.outcome
+            return
         assert self._run is not None
         try:
             self._run.end_fit(is_resumed=is_resumed, is_early=is_early)
@@ -281,7 +334,8 @@ class DeterminismCallback(AlertCallback):
         if was_fitting:
             assert self._run is not None
             self._run.stop(type(exception).__name__)
-            self.verdict = self._run.verdict
+            if not isinstance(self._run, Auditing):
+                self.verdict = self._run.verdict
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -291,13 +345,15 @@ class DeterminismCallback(AlertCallback):
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None
-        assert self._run is not None
+        assert isinstance(self._run, Recording | Verifying)
         self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
 
     def _close_trace(self) -> None:
         if self._is_fitting:
             note_ended()
         self._is_fitting = False
+        if isinstance(self._run, Auditing):
+            self._run.detach()
         hash_mode, self._hash_mode = self._hash_mode, None
         if hash_mode is not None:
             hash_mode.abandon()

@@ -202,12 +202,12 @@ def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run
     return run, recorded
 
 
-def free_folder(root: Path) -> Path:
-    """Return a folder below this one in which no verification was written yet."""
+def free_folder(root: Path, *, kind: str = "verify") -> Path:
+    """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
     number = 0
-    while (root / "determinism" / f"verify-{number:03d}").exists():
+    while (root / "determinism" / f"{kind}-{number:03d}").exists():
         number += 1
-    return root / "determinism" / f"verify-{number:03d}"
+    return root / "determinism" / f"{kind}-{number:03d}"
 
 
 def reference_environment(run: Run) -> Environment:

@@ -1,5 +1,6 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
+from det_callbacks.report.audit_text import audit_line, audit_lines
 from det_callbacks.report.closing import (
     count,
     print_closing_line,
@@ -20,6 +21,8 @@ from det_callbacks.report.verdict_text import render_verdict, verdict_lines
 __all__ = [
     "OpUsage",
     "OpUse",
+    "audit_line",
+    "audit_lines",
     "count",
     "end_process",
     "find_op_usage",
