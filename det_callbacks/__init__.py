@@ -1,10 +1,12 @@
 """Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
+from det_callbacks.audit import AuditFinding, AuditReport
 from det_callbacks.callback import DeterminismCallback
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import digest_tensor
 from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
+    AuditError,
     CoverageWarning,
     DetCallbacksError,
     DetCallbacksWarning,
@@ -20,6 +22,7 @@ from det_callbacks.errors import (
     RunExistsError,
     SelectionError,
     SettingsError,
+    StepNotRepeatableError,
     TraceError,
 )
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
@@ -27,6 +30,9 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
 __all__ = [
+    "AuditError",
+    "AuditFinding",
+    "AuditReport",
     "BitwiseEquivalenceMode",
     "Counts",
     "Coverage",
@@ -51,6 +57,7 @@ __all__ = [
     "RunExistsError",
     "SelectionError",
     "SettingsError",
+    "StepNotRepeatableError",
     "TraceError",
     "Verdict",
     "compare_runs",

@@ -258,9 +258,10 @@ class HeldState:
             before = dict(attributes)
             is_module = isinstance(value, torch.nn.Module)
             for attribute, item in before.items():
-                # the tables of a module are what its attributes are read from: their names are the user's
-                inner = name if is_module and attribute in ("_parameters", "_buffers", "_modules") else None
-                yield inner or f"{name}.{attribute}", item
+                if is_module and attribute in ("_parameters", "_buffers", "_modules"):
+                    # first, so that they are known by the names that the user gave them
+                    yield from ((f"{name}.{inner}", entry) for inner, entry in item.items())
+                yield f"{name}.{attribute}", item
             self._held.append(_Held(f"attributes of {name}", functools.partial(_refill_dict, attributes, before)))
         for kind in type(value).__mro__:
             slots = kind.__dict__.get("__slots__", ())
