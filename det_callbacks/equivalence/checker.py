@@ -124,7 +124,7 @@ class Checker:
             standin = [kind for kind in types if kind not in _PLAIN]
             if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
                 reason = reason or "no_data"
-            elif standin:
+            elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]
                 # the class runs ops on the tensors that it is made of, and those come here again, one by one
                 self.skipped["subclass"] += 1
                 return NotImplemented

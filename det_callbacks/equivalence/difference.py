@@ -35,7 +35,7 @@ def has_same_bits(first: Any, second: Any) -> bool:
     """
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and scalar_bits(first) == scalar_bits(second)
-    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
+    if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
         return False
     if first.layout is not torch.strided or first.is_nested:
         return digest_tensor(first) == digest_tensor(second)
@@ -53,7 +53,7 @@ def difference_of(first: Any, second: Any) -> Difference:
     if not isinstance(first, Tensor):
         return _difference_of_numbers(first, second)
     counted: tuple[int, int | None] = (first.numel(), None)
-    if isinstance(second, Tensor) and first.shape == second.shape and first.dtype == second.dtype:
+    if isinstance(second, Tensor) and _sizes(first) == _sizes(second) and first.dtype == second.dtype:
         pairs = [*zip(_elements(first), _elements(second), strict=False)]
         if pairs and all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs):
             counts = [count_differing(one, other) for one, other in pairs]
@@ -63,7 +63,7 @@ def difference_of(first: Any, second: Any) -> Difference:
             total = sum(num for num, _ in counts) or first.numel()
             counted = total, max(known) if known and len(known) == len(distances) else None
     return Difference(
-        shape=tuple(first.shape),
+        shape=_sizes(first),
         dtype=str(first.dtype).removeprefix("torch."),
         num_elements=first.numel(),
         num_differing=counted[0],
@@ -81,6 +81,11 @@ def _difference_of_numbers(first: Any, second: Any) -> Difference:
             one, other = (torch.tensor(value, dtype=dtype, device="cpu") for value in (first, second))
             distance = count_differing(one, other)[1]
     return Difference(shape=(), dtype=type(first).__name__, num_elements=1, num_differing=1, max_ulps=distance)
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape; of a nested tensor the number of its tensors, whose shapes count one by one."""
+    return (tensor.size(0),) if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
 
 
 def _elements(tensor: Tensor) -> list[Tensor]:
