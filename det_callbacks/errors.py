@@ -168,6 +168,10 @@ class StepNotRepeatableError(DetCallbacksError):
     """A training step changed something that cannot be put back, or fails when it is run again, so no audit of it."""
 
 
+class ReplayError(DetCallbacksError):
+    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be put back into a live tensor."""
+
+
 class OpFactsError(DetCallbacksError):
     """What the installed torch says of its ops cannot be read: its docstring is missing or has another form."""
 

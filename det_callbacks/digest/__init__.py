@@ -1,6 +1,12 @@
 """tensor -> 64 bits."""
 
-from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest.components import (
+    digest_output,
+    digest_tensor,
+    digest_tensors,
+    inner_tensors,
+    unobserved,
+)
 from det_callbacks.digest.host import (
     DIGEST_VERSION,
     digest_bytes,
@@ -20,4 +26,6 @@ __all__ = [
     "digest_tensor",
     "digest_tensors",
     "format_digest",
+    "inner_tensors",
+    "unobserved",
 ]

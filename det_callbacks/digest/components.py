@@ -88,7 +88,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
     span = None if _len_torch_function_stack() else _span(tensor, False)
     if span is not None:
         return digest_memory(*span)
-    with _unobserved():
+    with unobserved():
         return _digest(tensor, memory_order=False)
 
 
@@ -105,7 +105,7 @@ def digest_output(tensor: torch.Tensor) -> int:
     span = None if _len_torch_function_stack() else _span(tensor, True)
     if span is not None:
         return digest_memory(*span)
-    with _unobserved():
+    with unobserved():
         return _digest(tensor, memory_order=True)
 
 
@@ -119,7 +119,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     digests = [0] * len(tensors)
     in_place: list[int] = []
     spans: list[tuple[int, int]] = []
-    with _unobserved():
+    with unobserved():
         for index, tensor in enumerate(tensors):
             span = _span(tensor, False)
             if span is None:
@@ -133,8 +133,8 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
-    """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done to take a digest."""
+def unobserved() -> Iterator[None]:
+    """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done inside."""
     with _DisableTorchFunction(), _DisableFuncTorch(), _DisableTorchDispatch(), _AutoDispatchBelowAutograd():
         yield
 
@@ -200,7 +200,7 @@ def _components(tensor: torch.Tensor) -> list[int] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     if type(tensor) not in _PLAIN_TYPES:
         if is_traceable_wrapper_subclass(tensor):
-            return [_digest(part, memory_order=False) for part in _inner_tensors(tensor)]
+            return [_digest(part, memory_order=False) for part in inner_tensors(tensor)]
         if tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
             raise TypeError(
                 f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
@@ -224,7 +224,8 @@ def _components(tensor: torch.Tensor) -> list[int] | None:
     )
 
 
-def _inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper subclass is made of, once whatever fills them is done."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     if wrapper.layout is torch.jagged:
         names = [name for name in names if name not in _JAGGED_CACHES]

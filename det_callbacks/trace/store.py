@@ -5,6 +5,7 @@
     layouts/<id>.parquet                        one row a site: dtype, shape and stride
     rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
+    rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
 
 A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
@@ -83,6 +84,10 @@ class RankRun:
         """
         file, position = self._index[segment][step]
         return file.read(position)
+
+    def stream_of(self, segment: int, step: int) -> Path:
+        """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
+        return self._index[segment][step][0].path
 
     def iterate(self) -> Iterator[StepRecord]:
         """Yield all steps in order."""

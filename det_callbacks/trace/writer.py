@@ -109,6 +109,22 @@ class RunWriter:
         write_manifest(run.path, content)
         return writer
 
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run."""
+        return str(self._manifest["run_id"])
+
+    @property
+    def segment(self) -> int:
+        """Fit of the run whose steps are appended now, from 0."""
+        return self._segment
+
+    @property
+    def stream(self) -> Path:
+        """The file that steps are appended to now."""
+        number = self._manifest["attempts"][self._attempt]["segments"] - 1
+        return stream_path(self.path, self._rank, self._attempt, number)
+
     def put_program(self, program: Program) -> None:
         """Keep a program; nothing is done when it is there."""
         if program.id not in self._programs:
@@ -177,8 +193,7 @@ class RunWriter:
         self._end(finished, complete=complete)
 
     def _open_stream(self) -> BinaryIO:
-        number = self._manifest["attempts"][self._attempt]["segments"] - 1
-        path = stream_path(self.path, self._rank, self._attempt, number)
+        path = self.stream
         header = encode_header(
             run_id=self._manifest["run_id"], rank=self._rank, attempt=self._attempt, segment=self._segment
         )

@@ -1,0 +1,18 @@
+"""Tensors saved while recording, and put back while verifying, bit for bit."""
+
+from det_callbacks.replay.counts import ReplayCounts
+from det_callbacks.replay.files import replay_path
+from det_callbacks.replay.parts import SavedTensor, copy_bits, new_tensor, put_back
+from det_callbacks.replay.reading import SavedStep
+from det_callbacks.replay.saving import SavedTensors
+
+__all__ = [
+    "ReplayCounts",
+    "SavedStep",
+    "SavedTensor",
+    "SavedTensors",
+    "copy_bits",
+    "new_tensor",
+    "put_back",
+    "replay_path",
+]

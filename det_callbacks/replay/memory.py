@@ -1,0 +1,100 @@
+"""The bits of one strided tensor: copied out of its memory, and written into it.
+
+Everything goes through an integer tensor laid over the same memory (``alias``). It has a version counter of its own, so
+what autograd saved stays valid; it carries no conjugation or negation bit, no history and no inference flag. Integers,
+since float8 and sub-byte dtypes have few ops, and since no NaN is touched.
+"""
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNS = {torch.uint8: 0x80, torch.int16: -(2**15), torch.int32: -(2**31), torch.int64: -(2**63)}
+_PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
+"""Elements that one byte of the memory holds, where ``element_size`` does not tell."""
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return an integer tensor over the memory of a strided tensor, of its shape (complex128 has one dimension more).
+
+    Must run inside ``digest.unobserved``, as everything here.
+    """
+    size, shape = tensor.element_size(), list(tensor.shape)
+    stride, offset = list(tensor.stride()), tensor.storage_offset()
+    if tensor.dtype in _PACKED:
+        shape, stride = [-(-tensor.numel() // _PACKED[tensor.dtype])], [1]
+    if size == 16:
+        size, shape = 8, [*shape, 2]
+        stride, offset = [*(2 * step for step in stride), 1], 2 * offset
+    integers = torch.empty(0, dtype=_INTEGERS[size], device=tensor.device)
+    return integers.set_(tensor.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+
+
+def read_bits(tensor: Tensor) -> Tensor:
+    """Return a copy of a strided tensor's bytes on the host: uint8, row-major, conjugation and negation resolved."""
+    plain = tensor.clone() if torch._is_zerotensor(tensor) else tensor
+    copy = alias(plain).clone(memory_format=torch.contiguous_format).cpu().reshape(-1)
+    _resolve(copy, tensor)
+    return copy.view(torch.uint8)
+
+
+def write_bits(tensor: Tensor, bits: Tensor) -> bool:
+    """Write bytes as ``read_bits`` returns them into a tensor's memory.
+
+    Returns:
+        False, with nothing written, when they do not fit: several elements share a place (an expanded tensor) and the
+        bytes hold different ones for it, or the tensor has no memory and the bytes are not its zeros.
+    """
+    if torch._is_zerotensor(tensor):
+        return not bool(bits.any())
+    integers = alias(tensor)
+    values = bits.view(integers.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        values = values.clone()
+        _resolve(values, tensor)  # both flip bits, so they are their own inverse
+    values = values.reshape(integers.shape).to(tensor.device)
+    if not is_overlapping(integers):
+        integers.copy_(values)
+        return True
+    places = torch.zeros(integers.shape, dtype=torch.int64, device=tensor.device)
+    for dimension, (length, step) in enumerate(zip(integers.shape, integers.stride(), strict=True)):
+        shape = [1] * integers.dim()
+        shape[dimension] = length
+        places += (torch.arange(length, device=tensor.device) * step).reshape(shape)
+    flat = integers.as_strided((int(places.max()) + 1,), (1,), integers.storage_offset())
+    wanted = flat.clone()
+    wanted[places.reshape(-1)] = values.reshape(-1)
+    if not torch.equal(wanted[places.reshape(-1)], values.reshape(-1)):
+        return False
+    flat.copy_(wanted)
+    return True
+
+
+def is_overlapping(tensor: Tensor) -> bool:
+    """Return whether two elements may share a place; true as well for some tangles of strides where none do."""
+    extent = 1
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if not length:
+            return False
+        if step < extent:
+            return True
+        extent += (length - 1) * step
+    return False
+
+
+def _resolve(integers: Tensor, tensor: Tensor) -> None:
+    """Apply a tensor's lazy conjugation and negation to a flat copy of its memory, in place."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return
+    if not (tensor.is_complex() or tensor.is_floating_point()):
+        integers.neg_()
+        return
+    is_pair = tensor.is_complex()
+    numbers = integers.view(_INTEGERS[tensor.element_size() // 2]) if is_pair else integers
+    sign = _SIGNS[numbers.dtype]
+    if tensor.is_neg():
+        numbers ^= sign
+    if tensor.is_conj():
+        numbers[1::2] ^= sign

@@ -1,0 +1,168 @@
+"""Saving tensors while a run is recorded, within a budget."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from det_callbacks.errors import ReplayError
+from det_callbacks.replay.files import REPLAY, StepPlace, replay_folder, replay_path, write_step
+from det_callbacks.replay.parts import SavedTensor, copy_bits, num_bytes
+
+MIB = 2**20
+
+RESERVED_BYTES = 64 * MIB
+"""What is left free on the disk: the digests of the run still have to fit."""
+
+
+class SavedTensors:
+    """Collects the tensors of one step after the other and writes each step as one file.
+
+    ``keep`` copies at once, since a tensor may change later in its step. ``write`` comes before the step is appended to
+    its stream: a kill in between leaves a file of a step that is not there, which is never read, and is replaced when
+    the step is recorded again.
+
+    Args:
+        stream: the stream that the steps are appended to; their saved tensors go beside it.
+        run_id: of the run.
+        rank: of this process.
+        segment: fit of the run.
+        budget_mib: what one step may save, in MiB; 0 means that nothing may be saved.
+        total_budget_mib: what the whole run of this process may save, what is there already included.
+
+    Raises:
+        ValueError: a budget is negative or no number.
+
+    Example:
+        >>> saved = SavedTensors(writer.stream, run_id=writer.run_id)  # doctest: +SKIP
+        >>> saved.keep("forward/net:aten.index_add_.default#0.0", output, op="aten.index_add_.default")  # doctest: +SKIP
+        >>> saved.write(12)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        stream: Path,
+        *,
+        run_id: str,
+        rank: int = 0,
+        segment: int = 0,
+        budget_mib: float = 256,
+        total_budget_mib: float = 16384,
+    ) -> None:
+        for name, value in (("budget_mib", budget_mib), ("total_budget_mib", total_budget_mib)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name} must be a number of MiB from 0 on; got {value!r}.")
+        self.budget_mib = budget_mib
+        self.total_budget_mib = total_budget_mib
+        self._place = {"run_id": run_id, "rank": rank, "segment": segment}
+        self._stream = stream
+        self._tensors: dict[str, SavedTensor] = {}
+        self._values: dict[str, Any] = {}
+        self._by_op: Counter[str] = Counter()
+        replay = stream.parent / REPLAY
+        self._total = sum(file.stat().st_size for file in replay.rglob("*.safetensors")) if replay.is_dir() else 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the files go."""
+        return replay_folder(self._stream)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes collected for the step under way."""
+        return sum(self._by_op.values())
+
+    def start_segment(self, stream: Path, segment: int) -> None:
+        """Go on with the steps of another fit."""
+        self.clear()
+        self._stream = stream
+        self._place["segment"] = segment
+
+    def keep(self, key: str, tensor: Tensor, *, op: str = "") -> SavedTensor:
+        """Copy a tensor now; return the copy.
+
+        Args:
+            key: names it within its step, as ``phase/module:op#occurrence.output`` or
+                ``observation:name#occurrence.leaf``.
+            tensor: any with data.
+            op: what the budget is shown by when it does not suffice; by default the key.
+
+        Raises:
+            ReplayError: the budget of the step or of the run does not suffice; nothing was copied or written.
+            ValueError: the step has a tensor of this key already.
+            TypeError: it is no tensor with data.
+        """
+        if key in self._tensors or key in self._values:
+            raise ValueError(f"the step has saved {key!r} already")
+        needed = num_bytes(tensor)
+        self._check_budget(op or key, needed)
+        self._tensors[key] = saved = copy_bits(tensor)
+        self._by_op[op or key] += saved.num_bytes
+        return saved
+
+    def keep_value(self, key: str, value: bool | int | float | str | None) -> None:
+        """Keep a plain value in the place of a tensor; numbers are kept exactly."""
+        if key in self._tensors or key in self._values:
+            raise ValueError(f"the step has saved {key!r} already")
+        self._values[key] = {"float": value.hex()} if isinstance(value, float) else value
+
+    def write(self, step: int) -> int:
+        """Write what was collected as the saved tensors of a step; return the bytes written, 0 if there was nothing.
+
+        Raises:
+            ReplayError: the disk is too full; nothing was written.
+        """
+        tensors, values = self._tensors, self._values
+        path = replay_path(self._stream, step)
+        known = path.stat().st_size if path.exists() else 0
+        if not tensors and not values:
+            path.unlink(missing_ok=True)  # a step that was recorded before, and saved something then
+            self._total -= known
+            return 0
+        needed = self.num_bytes
+        free = shutil.disk_usage(self._stream.parent).free
+        if free < needed + RESERVED_BYTES:
+            raise ReplayError(
+                f"Step {step} would save {_mib(needed)} to {path.parent}, and the disk has {_mib(free)} free "
+                f"({_mib(RESERVED_BYTES)} are kept for the rest of the run). Nothing of this step was written, the "
+                "steps before it are whole. Free some space, record elsewhere, or save fewer tensors."
+            )
+        written = write_step(path, StepPlace(**self._place, step=step), tensors, values)  # type: ignore[arg-type]
+        self._total += written - known
+        self.clear()
+        return written
+
+    def clear(self) -> None:
+        """Drop what was collected, when a step is abandoned."""
+        self._tensors = {}
+        self._values = {}
+        self._by_op.clear()
+
+    def _check_budget(self, op: str, needed: int) -> None:
+        in_step = self.num_bytes + needed
+        if in_step <= self.budget_mib * MIB and self._total + in_step <= self.total_budget_mib * MIB:
+            return
+        is_step = in_step > self.budget_mib * MIB
+        shares = Counter(self._by_op)
+        shares[op] += needed
+        largest = ", ".join(f"{name} {_mib(size)}" for name, size in shares.most_common(5))
+        more = f" and {len(shares) - 5} more" if len(shares) > 5 else ""
+        if is_step:
+            what = f"This step would save {_mib(in_step)}, and the budget is {self.budget_mib:g} MiB a step"
+            advice = "a higher budget"
+        else:
+            what = (
+                f"The run would save {_mib(self._total + in_step)}, and the budget is {self.total_budget_mib:g} MiB "
+                "in all"
+            )
+            advice = "a higher total budget, or record fewer steps"
+        raise ReplayError(
+            f"{what}. So far in this step: {largest}{more}. Nothing of this step was written, the steps before it are "
+            f"whole. Save fewer tensors, or ask for {advice}."
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / MIB:.0f} MiB"
