@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")
@@ -39,6 +40,15 @@ def check_arguments(
         raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
     if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
         raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
+
+
+def check_replay(selection: Selection) -> None:
+    """Raise ``SelectionError`` when steps or ops would run without what has to be saved."""
+    if selection.level != "op" or selection.every_n_steps != 1:
+        raise SelectionError(
+            f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
+            f"level={selection.level!r} and every_n_steps={selection.every_n_steps}."
+        )
 
 
 def check_alone(callbacks: Sequence[Any]) -> None:

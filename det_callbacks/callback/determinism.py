@@ -14,13 +14,14 @@ from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
-from det_callbacks.callback.arguments import check_alone, check_arguments
+from det_callbacks.callback.arguments import check_alone, check_arguments, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import DetCallbacksError, TraceError
+from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
@@ -51,6 +52,11 @@ class DeterminismCallback(AlertCallback):
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
         overwrite: record: replace a run that is there.
+        replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
+            patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
+            mode taken from the reference.
+        replay_budget_mib: record: MiB that a step may save; more is a ReplayError.
+        replay_total_mib: record: MiB that the run may save.
         audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
         audit_steps: audit: the steps to audit, by number.
         audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
@@ -66,6 +72,7 @@ class DeterminismCallback(AlertCallback):
         DivergenceError: the run is not the reference (verify; ``.verdict`` says where).
         NotComparableError: it differs, and so does the machine in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
+        ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
         AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
         StepNotRepeatableError: an audited step changed what cannot be put back.
@@ -92,6 +99,9 @@ class DeterminismCallback(AlertCallback):
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
         overwrite: bool = False,
+        replay: Sequence[str] | str | Path = (),
+        replay_budget_mib: float = BUDGET_MIB,
+        replay_total_mib: float = TOTAL_MIB,
         audit: Literal["ops", "step"] = "ops",
         audit_steps: Sequence[int] = (0, 1, 2),
         audit_runs: int = 2,
@@ -123,6 +133,9 @@ class DeterminismCallback(AlertCallback):
         self.settings = settings
         self.on_divergence = on_divergence
         self.overwrite = overwrite
+        self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
+        if self.replay.patterns and mode == "record":
+            check_replay(self.selection)
         self.audit = audit
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs
@@ -178,8 +191,14 @@ class DeterminismCallback(AlertCallback):
             )
         assert self.reference is not None
         if self.mode == "record":
-            return Recording(self.reference, overwrite=self.overwrite)
-        return Verifying(self.reference, self.current, steps=self.steps, on_divergence=self.on_divergence)
+            return Recording(self.reference, overwrite=self.overwrite, replay=self.replay)
+        return Verifying(
+            self.reference,
+            self.current,
+            steps=self.steps,
+            on_divergence=self.on_divergence,
+            replay=self.replay.patterns,
+        )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,6 +218,7 @@ class DeterminismCallback(AlertCallback):
             "selection": self.selection.to_dict(),
             "settings": {**settings_in_force(), "allow": allow},
             "environment": capture_environment(choices=choices).to_dict(),
+            "replay": list(self.replay.patterns),
         }
         self.verdict = None
         if isinstance(run, Recording):
@@ -211,6 +231,7 @@ class DeterminismCallback(AlertCallback):
         self._is_fitting = True
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
+        self._hash_mode.recorder.exchange = run.exchange
         if self._alerts is not None:
             self._alerts.on_new = self._put_alerts
 

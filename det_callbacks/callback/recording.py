@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.errors import NothingComparedError
+from lightning.pytorch.utilities import rank_zero_warn
+
+from det_callbacks.errors import CoverageWarning, NothingComparedError
+from det_callbacks.replay import OpSaver, ReplayChoice, SavedTensors
 from det_callbacks.report import count, print_closing_line, recorded_line
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import StepTrace
@@ -18,10 +21,17 @@ class Recording:
     Args:
         path: folder of the reference.
         overwrite: replace a run that is there.
+        replay: whose outputs are saved.
+
+    Attributes:
+        exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool) -> None:
+    def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice) -> None:
         self._path = path
+        self._replay = replay
+        self._saved: SavedTensors | None = None
+        self.exchange: OpSaver | None = None
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
         self._selection = Selection()
@@ -42,9 +52,25 @@ class Recording:
             self._writer = RunWriter.resume(self._path, manifest=manifest)
         else:
             self._writer = RunWriter.create(self._path, manifest=manifest, overwrite=self._overwrite)
+        if not self._replay.patterns:
+            return
+        if self._saved is not None:
+            self._saved.start_segment(self._writer.stream, self._writer.segment)
+            return
+        self._saved = SavedTensors(
+            self._writer.stream,
+            run_id=self._writer.run_id,
+            segment=self._writer.segment,
+            budget_mib=self._replay.budget_mib,
+            total_budget_mib=self._replay.total_mib,
+        )
+        self.exchange = OpSaver(self._replay.patterns, self._saved)
 
     def expectation(self, step: int) -> None:
-        """Expect nothing."""
+        """Expect nothing; a step begins."""
+        if self._saved is not None and self.exchange is not None:
+            self._saved.clear()
+            self.exchange.begin_step()
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Write a step; return False, as nothing can differ."""
@@ -52,6 +78,9 @@ class Recording:
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
+        if self._saved is not None and self.exchange is not None:
+            self._saved.write(step)  # first: a step that is there has what was saved of it
+            self.exchange.counts.end_step()
         writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         self._num_steps += 1
         self._num_sites += len(trace.digests)
@@ -81,8 +110,15 @@ class Recording:
                 num_sites=self._num_sites,
                 num_bytes=writer.bytes_written,
                 level=self._selection.level,
+                saved=None if self.exchange is None else self.exchange.counts.to_dict(),
             )
         )
+        if self.exchange is not None and self.exchange.unused:
+            rank_zero_warn(
+                f"Nothing was saved for the replay patterns {', '.join(map(repr, self.exchange.unused))}: no op that "
+                "they mean ran. det-callbacks show --ops names those that did.",
+                category=CoverageWarning,
+            )
 
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit."""

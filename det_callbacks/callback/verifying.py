@@ -8,7 +8,14 @@ import lightning.pytorch as pl
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
 from det_callbacks.compare.live import Verification, free_folder, open_reference
-from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
+from det_callbacks.errors import (
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    SelectionError,
+)
+from det_callbacks.replay import OpReplayer, SavedStep
 from det_callbacks.report import (
     count,
     print_closing_line,
@@ -19,6 +26,7 @@ from det_callbacks.report import (
 )
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
 
 
@@ -30,8 +38,10 @@ class Verifying:
         current: folder for the verdict and the diverging steps; None is a new one below ``root``.
         steps: "all" or "common".
         on_divergence: "raise", "collect" or "warn".
+        replay: patterns; none are those of the reference.
 
     Attributes:
+        exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
         verdict: of what has run so far; None before the end of a fit.
     """
 
@@ -42,7 +52,10 @@ class Verifying:
         *,
         steps: str,
         on_divergence: Literal["raise", "collect", "warn"],
+        replay: Sequence[str] = (),
     ) -> None:
+        self._replay = tuple(replay)
+        self.exchange: OpReplayer | None = None
         self.verdict: Verdict | None = None
         self._reference = reference
         self._current = current
@@ -60,7 +73,19 @@ class Verifying:
         """
         if self._verification is not None:
             return self._selection
-        return open_reference(self._reference, selection, steps=self._steps)[1]
+        run, selection = open_reference(self._reference, selection, steps=self._steps)
+        self._patterns_of(run)
+        return selection
+
+    def _patterns_of(self, run: Run) -> tuple[str, ...]:
+        """Return the patterns that the reference was recorded with; raise ``SelectionError`` when others were asked."""
+        recorded = tuple(run.manifest.get("replay", ()))
+        if self._replay and set(self._replay) != set(recorded):
+            raise SelectionError(
+                f"The reference {run.path} was recorded with replay={list(recorded)}, and this run asks for "
+                f"{list(self._replay)}. Leave replay out to take over the reference's, or record again."
+            )
+        return recorded
 
     def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int) -> None:
         """Make ready for the steps of a fit.
@@ -75,8 +100,11 @@ class Verifying:
         self.verdict = None
         if self._verification is None:
             self._selection = selection
+            run, _ = open_reference(self._reference, selection, steps=self._steps)
+            if patterns := self._patterns_of(run):
+                self.exchange = OpReplayer(patterns)
             self._verification = Verification(
-                open_reference(self._reference, selection, steps=self._steps)[0],
+                run,
                 self._current or free_folder(root),
                 rank=rank,
                 manifest=manifest,
@@ -87,10 +115,20 @@ class Verifying:
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
-        return self._running().expectation(self._segment, step)
+        verification = self._running()
+        expectation = verification.expectation(self._segment, step)
+        if self.exchange is not None:
+            rank = verification.rank
+            is_known = expectation is not None
+            run = verification.reference
+            self.exchange.begin(SavedStep.of(run, rank=rank, segment=self._segment, step=step) if is_known else None)
+        return expectation
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether to stop because it differs."""
+        if self.exchange is not None:
+            self.exchange.counts.end_step()
+            self._running().set_replayed(self.exchange.counts.to_dict())
         differs = self._running().add(trace, segment=self._segment, step=step, epoch=epoch)
         return differs and self._on_divergence == "raise"
 

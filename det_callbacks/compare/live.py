@@ -44,7 +44,7 @@ class Verification:
         self.reference = reference
         self.current = current
         self._steps = steps
-        self._rank = rank
+        self.rank = rank
         self._ranks = reference.rank(rank)
         self._known: dict[int, frozenset[int]] = {}
         self._done: dict[int, list[int]] = {}
@@ -74,6 +74,10 @@ class Verification:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
+    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
+        """Set what was put back so far: op -> count, differing, mib_per_step."""
+        self._builder.set_replayed(replayed)
+
     def begin_segment(self, segment: int) -> None:
         """Start a fit; the verdict on the fits before it no longer holds."""
         (self.current / VERDICT_FILE).unlink(missing_ok=True)
@@ -87,7 +91,7 @@ class Verification:
         """Return what the reference had in a step, None when it has no such step."""
         if step not in self._known[segment]:
             return None
-        self._view = self.reference.view(self._rank, segment, step)
+        self._view = self.reference.view(self.rank, segment, step)
         return Expectation.of(self._view.record.digests)
 
     def add(self, trace: StepTrace, *, segment: int, step: int, epoch: int) -> bool:
@@ -96,12 +100,12 @@ class Verification:
         if step not in self._known[segment]:
             if self._steps == "common":
                 return False
-            self._builder.add_extra_step(self._rank, step, segment)
+            self._builder.add_extra_step(self.rank, step, segment)
             self._keep(trace, step, epoch)
             return True
         reference = self._view
         if reference is None or (reference.record.segment, reference.record.step) != (segment, step):
-            reference = self.reference.view(self._rank, segment, step)
+            reference = self.reference.view(self.rank, segment, step)
         record = reference.record
         self.num_steps += 1
         if (
@@ -111,7 +115,7 @@ class Verification:
         ):
             self._builder.add_equal_step(reference)
             return False
-        current = trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment)
+        current = trace.view(rank=self.rank, step=step, epoch=epoch, segment=segment)
         if not self._builder.add_step(reference, current).num_differing:
             return False  # another program and the same step: which arguments vary shows only after some steps
         self._keep(trace, step, epoch)
@@ -130,7 +134,7 @@ class Verification:
         first = min(done) if is_resumed and done else 0
         for step in sorted(self._known[segment].difference(done)):
             if step >= first:
-                self._builder.add_missing_step(self._rank, step, segment)
+                self._builder.add_missing_step(self.rank, step, segment)
 
     def finish(self, *, pending: int = 0) -> Verdict:
         """Write the verdict and return it; it may be called after every fit.
@@ -146,7 +150,7 @@ class Verification:
             builder = builder.copy()
             for segment in self._ranks.segments[-pending:]:
                 for step in self._ranks.steps(segment):
-                    builder.add_missing_step(self._rank, int(step), segment)
+                    builder.add_missing_step(self.rank, int(step), segment)
         verdict = builder.finish()
         write_verdict(self.current / VERDICT_FILE, verdict)
         return verdict

@@ -2,9 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
 from det_callbacks.compare.step import StepDifference, compare_steps
@@ -59,6 +59,7 @@ class VerdictBuilder:
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
+        self._replayed: Mapping[str, Any] = {}
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -110,6 +111,10 @@ class VerdictBuilder:
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
         self._environment = tuple(differences)
+
+    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
+        """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
+        self._replayed = replayed
 
     def note(self, text: str) -> None:
         """Add a sentence to the explanation: what was left out of the comparison, and why."""
@@ -168,6 +173,7 @@ class VerdictBuilder:
                 ops_digested=self._ops_digested,
                 ops_skipped=dict(sorted(self._ops_skipped.items())),
                 opaque_regions=tuple(sorted(self._opaque)),
+                replayed=self._replayed,
             ),
             environment=self._environment,
         )
