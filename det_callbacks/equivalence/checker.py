@@ -171,10 +171,11 @@ class Checker:
         if not first or not all(map(holds_data, first)):
             self.skipped["no_data" if first else "no_output"] += 1
             return out
-        with _unseen():
+        with _no_modes_below():
             second = self._second(check, states, *again)
             if second is not None:
-                self._compare(plan, first, second, phase, context, source, occurrence)
+                with _DisableTorchFunction():
+                    self._compare(plan, first, second, phase, context, source, occurrence)
         return out
 
     def _copied(
@@ -190,7 +191,7 @@ class Checker:
             self.skipped["no_data"] += 1
             return None
         try:
-            with _unseen():
+            with _no_modes_below(), _DisableTorchFunction():
                 copies = Copies(args, kwargs, written)
         except AliasedError:
             self.skipped["aliased"] += 1
@@ -265,11 +266,14 @@ def _argument(plan: OpPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
-    """Keep the modes below this one, and torch-function modes, from seeing what is done to check."""
-    with _DisableTorchFunction():
-        if _len_torch_dispatch_stack():
-            with _disable_current_modes():
-                yield
-        else:
+def _no_modes_below() -> Iterator[None]:
+    """Keep the dispatch modes below this one from seeing what is done to check.
+
+    Torch-function modes see what a custom op written in Python calls in its second run, too: a default device is one,
+    and without it the op would be another.
+    """
+    if _len_torch_dispatch_stack():
+        with _disable_current_modes():
             yield
+    else:
+        yield

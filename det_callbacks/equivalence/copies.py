@@ -105,11 +105,12 @@ def _copied(tensors: list[Tensor]) -> tuple[UntypedStorage, int]:
     shift = _data_address(tensors[0]) % _ALIGNMENT
     if any(shift % tensor.element_size() for tensor in tensors):
         shift = 0
-    low = min(int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors)
-    high = max(map(_end, tensors))
-    if not shift and (num_bytes <= _WHOLE_BYTES or 2 * (high - low) >= num_bytes):
+    low, high = 0, num_bytes
+    if num_bytes > _WHOLE_BYTES:
+        low = min(int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors)
+        high = min(max(map(_end, tensors)), num_bytes)
+    if not shift and 2 * (high - low) >= num_bytes:
         return storage.clone(), 0
-    low, high = (0, num_bytes) if num_bytes <= _WHOLE_BYTES else (low, min(high, num_bytes))
     copy = UntypedStorage(num_bytes + shift, device=storage.device)
     if low < high:
         _bytes_of(copy, low + shift, high + shift).copy_(_bytes_of(storage, low, high))

@@ -50,7 +50,9 @@ class BitwiseEquivalenceMode:
     custom ops. A warning that an op gives at every call may be given twice; filters are left alone. Nondeterminism
     that two runs in a row do not show (threads, memory that is reused) may need several steps.
 
-    Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 25 microseconds an op.
+    Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
+    for a custom op 70 more. A step of a small MLP (114 ops in 0.6 ms) takes 8 times as long, of a transformer of
+    6 x 384 2.4 times (two cores of a CPU, torch 2.13).
     Memory: one op's outputs, and copies of the storages that it writes.
 
     Args:

@@ -254,3 +254,14 @@ def test_nodes_are_forgotten_in_a_long_block_and_lead_nowhere(monkeypatch):
         steady(layer(torch.ones(1, 4))).sum().backward()
     assert [found.module for found in mode.get_mismatches()] == ["?", ""]
     assert mode._places._num_nodes < 40
+
+
+def test_what_is_kept_of_a_long_block_does_not_grow_with_its_ops():
+    layer = nn.Linear(4, 4)
+    with BitwiseEquivalenceMode(model=layer) as mode:
+        for _ in range(50):
+            layer(torch.ones(1, 4)).sum().backward()
+        nodes = mode._places.backward._threads.values()
+        events = {id(event) for kept in nodes for event in kept.first.values()}
+    assert sum(len(kept.first) for kept in nodes) > 100
+    assert len(events) < 10
