@@ -26,6 +26,15 @@ from det_callbacks.errors import (
     StepNotRepeatableError,
     TraceError,
 )
+from det_callbacks.observe import (
+    ObserverContext,
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
@@ -52,6 +61,7 @@ __all__ = [
     "NondeterministicOpWarning",
     "NotComparableError",
     "NothingComparedError",
+    "ObserverContext",
     "OpMismatch",
     "ReferenceFormatError",
     "ReferenceNotFoundError",
@@ -64,5 +74,11 @@ __all__ = [
     "Verdict",
     "compare_runs",
     "digest_tensor",
+    "disable_hash_mode",
+    "enable_hash_mode",
     "enforce_determinism",
+    "observe",
+    "observe_grad",
+    "observe_non_deterministic",
+    "observe_non_deterministic_grad",
 ]

@@ -21,6 +21,7 @@ from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import DetCallbacksError, TraceError
+from det_callbacks.observe import Observations, activate, deactivate
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
@@ -143,6 +144,7 @@ class DeterminismCallback(AlertCallback):
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
+        self._observations: Observations | None = None
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
@@ -232,6 +234,8 @@ class DeterminismCallback(AlertCallback):
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
         self._hash_mode.recorder.exchange = run.exchange
+        self._observations = Observations(self._hash_mode.recorder, level=self.selection.level)
+        activate(self._observations)
         if self._alerts is not None:
             self._alerts.on_new = self._put_alerts
 
@@ -276,6 +280,8 @@ class DeterminismCallback(AlertCallback):
             return
         assert isinstance(self._run, Recording | Verifying)
         self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(self._step))
+        assert self._observations is not None
+        self._observations.begin(saver=self._run.saver, saved=self._run.saved)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -301,6 +307,8 @@ class DeterminismCallback(AlertCallback):
         if self._hash_mode is None or not self._hash_mode.is_open:
             return
         self._hash_mode.record_values("state", outputs, "outputs")
+        if self._observations is not None:
+            self._observations.end()
         trace = self._hash_mode.finish()
         if trace is None:
             raise TraceError(
@@ -321,6 +329,8 @@ class DeterminismCallback(AlertCallback):
         if isinstance(self._run, Auditing):
             self._run.end_step(self._step)
         self._close_watch()
+        if self._observations is not None:
+            self._observations.abandon()
         if self._hash_mode is not None:
             self._hash_mode.abandon()
 
@@ -342,7 +352,8 @@ class DeterminismCallback(AlertCallback):
             return
         assert self._run is not None
         try:
-            self._run.end_fit(is_resumed=is_resumed, is_early=is_early)
+            observed = {} if self._observations is None else self._observations.counts.to_dict()
+            self._run.end_fit(is_resumed=is_resumed, is_early=is_early, observed=observed)
         finally:
             self.verdict = self._run.verdict
 
@@ -375,6 +386,9 @@ class DeterminismCallback(AlertCallback):
         self._is_fitting = False
         if isinstance(self._run, Auditing):
             self._run.detach()
+        if self._observations is not None:
+            self._observations.abandon()
+            deactivate(self._observations)
         hash_mode, self._hash_mode = self._hash_mode, None
         if hash_mode is not None:
             hash_mode.abandon()

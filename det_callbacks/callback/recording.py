@@ -24,13 +24,16 @@ class Recording:
         replay: whose outputs are saved.
 
     Attributes:
+        saver: where the tensors of a step are kept; None before a fit.
+        saved: nothing: what a reference kept of a step.
         exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
     """
 
     def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice) -> None:
         self._path = path
         self._replay = replay
-        self._saved: SavedTensors | None = None
+        self.saver: SavedTensors | None = None
+        self.saved = None
         self.exchange: OpSaver | None = None
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
@@ -52,24 +55,24 @@ class Recording:
             self._writer = RunWriter.resume(self._path, manifest=manifest)
         else:
             self._writer = RunWriter.create(self._path, manifest=manifest, overwrite=self._overwrite)
-        if not self._replay.patterns:
+        if self.saver is not None:
+            self.saver.start_segment(self._writer.stream, self._writer.segment)
             return
-        if self._saved is not None:
-            self._saved.start_segment(self._writer.stream, self._writer.segment)
-            return
-        self._saved = SavedTensors(
+        self.saver = SavedTensors(
             self._writer.stream,
             run_id=self._writer.run_id,
             segment=self._writer.segment,
             budget_mib=self._replay.budget_mib,
             total_budget_mib=self._replay.total_mib,
         )
-        self.exchange = OpSaver(self._replay.patterns, self._saved)
+        if self._replay.patterns:
+            self.exchange = OpSaver(self._replay.patterns, self.saver)
 
     def expectation(self, step: int) -> None:
         """Expect nothing; a step begins."""
-        if self._saved is not None and self.exchange is not None:
-            self._saved.clear()
+        if self.saver is not None:
+            self.saver.clear()
+        if self.exchange is not None:
             self.exchange.begin_step()
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
@@ -78,8 +81,9 @@ class Recording:
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
-        if self._saved is not None and self.exchange is not None:
-            self._saved.write(step)  # first: a step that is there has what was saved of it
+        assert self.saver is not None, "a fit was begun"
+        self.saver.write(step)  # first: a step that is there has what was saved of it
+        if self.exchange is not None:
             self.exchange.counts.end_step()
         writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         self._num_steps += 1
@@ -90,8 +94,13 @@ class Recording:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Close the run's files and print the closing line.
+
+        Args:
+            is_resumed: as in ``Verifying``; it makes no difference here.
+            is_early: likewise.
+            observed: what observations saved, as ``ReplayCounts`` has it.
 
         Raises:
             NothingComparedError: no step was recorded.
@@ -110,7 +119,7 @@ class Recording:
                 num_sites=self._num_sites,
                 num_bytes=writer.bytes_written,
                 level=self._selection.level,
-                saved=None if self.exchange is None else self.exchange.counts.to_dict(),
+                saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
             )
         )
         if self.exchange is not None and self.exchange.unused:

@@ -41,6 +41,8 @@ class Verifying:
         replay: patterns; none are those of the reference.
 
     Attributes:
+        saver: nothing: what keeps tensors of a step.
+        saved: what the reference kept of the step under way.
         exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
         verdict: of what has run so far; None before the end of a fit.
     """
@@ -55,6 +57,8 @@ class Verifying:
         replay: Sequence[str] = (),
     ) -> None:
         self._replay = tuple(replay)
+        self.saver = None
+        self.saved: SavedStep | None = None
         self.exchange: OpReplayer | None = None
         self.verdict: Verdict | None = None
         self._reference = reference
@@ -117,18 +121,18 @@ class Verifying:
         """Return what the reference had in a step, None when it has no such step."""
         verification = self._running()
         expectation = verification.expectation(self._segment, step)
+        self.saved = None
+        if expectation is not None:
+            run, rank = verification.reference, verification.rank
+            self.saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
         if self.exchange is not None:
-            rank = verification.rank
-            is_known = expectation is not None
-            run = verification.reference
-            self.exchange.begin(SavedStep.of(run, rank=rank, segment=self._segment, step=step) if is_known else None)
+            self.exchange.begin(self.saved)
         return expectation
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether to stop because it differs."""
         if self.exchange is not None:
             self.exchange.counts.end_step()
-            self._running().set_replayed(self.exchange.counts.to_dict())
         differs = self._running().add(trace, segment=self._segment, step=step, epoch=epoch)
         return differs and self._on_divergence == "raise"
 
@@ -136,18 +140,20 @@ class Verifying:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Write the verdict, print the closing line, and raise unless the fits so far match.
 
         Args:
             is_resumed: the fit began in the middle.
             is_early: it was stopped, so that its later steps are not missing.
+            observed: what observations put back, as ``ReplayCounts`` has it.
 
         Raises:
             DivergenceError, NotComparableError: unless ``on_divergence`` is "warn", which warns.
             NothingComparedError: no step was compared.
         """
         verification = self._running()
+        verification.set_replayed({**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})})
         if not is_early:
             verification.end_segment(self._segment, is_resumed=is_resumed)
         num_fits, num_ended = verification.num_segments, self._segment + 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from det_callbacks.compare.partial import empty_step, reached_part
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError, SelectionError
@@ -16,7 +18,7 @@ from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
-from det_callbacks.verdict import Verdict
+from det_callbacks.verdict import Divergence, Verdict
 
 KEPT_STEPS = 100
 """Diverging steps that a verify run keeps; each is as large as in a recording."""
@@ -74,10 +76,6 @@ class Verification:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
-    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
-        """Set what was put back so far: op -> count, differing, mib_per_step."""
-        self._builder.set_replayed(replayed)
-
     def begin_segment(self, segment: int) -> None:
         """Start a fit; the verdict on the fits before it no longer holds."""
         (self.current / VERDICT_FILE).unlink(missing_ok=True)
@@ -94,8 +92,35 @@ class Verification:
         self._view = self.reference.view(self.rank, segment, step)
         return Expectation.of(self._view.record.digests)
 
-    def add(self, trace: StepTrace, *, segment: int, step: int, epoch: int) -> bool:
-        """Compare a step; return whether it differs."""
+    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
+        """Set what was put back from the reference, as the coverage shows it."""
+        self._builder.set_replayed(replayed)
+
+    def so_far(self, trace: StepTrace, *, segment: int, step: int, is_whole: bool = False) -> tuple[Divergence, ...]:
+        """Return how a step differs, without counting it; one that the reference does not have is extra.
+
+        Args:
+            trace: of the step.
+            segment: fit.
+            step: training batch.
+            is_whole: the step has ended, so that what the reference has and it has not is missing.
+        """
+        current = trace.view(rank=self.rank, step=step, segment=segment)
+        reference = empty_step(current) if step not in self._known[segment] else self._reference_step(segment, step)
+        if not is_whole:
+            reference = reached_part(reference, current)
+        return compare_steps(reference, current).divergences
+
+    def add(self, trace: StepTrace, *, segment: int, step: int, epoch: int, is_whole: bool = True) -> bool:
+        """Compare a step; return whether it differs.
+
+        Args:
+            trace: of the step.
+            segment: fit.
+            step: training batch.
+            epoch: counted from 0.
+            is_whole: False for a step that was stopped: only what it had reached is compared.
+        """
         self._done[segment].append(step)
         if step not in self._known[segment]:
             if self._steps == "common":
@@ -103,9 +128,9 @@ class Verification:
             self._builder.add_extra_step(self.rank, step, segment)
             self._keep(trace, step, epoch)
             return True
-        reference = self._view
-        if reference is None or (reference.record.segment, reference.record.step) != (segment, step):
-            reference = self.reference.view(self.rank, segment, step)
+        reference = self._reference_step(segment, step)
+        if not is_whole:
+            reference = reached_part(reference, trace.view(rank=self.rank, step=step, segment=segment))
         record = reference.record
         self.num_steps += 1
         if (
@@ -158,6 +183,12 @@ class Verification:
     def close(self, *, complete: bool) -> None:
         """Close the current run's files."""
         self._writer.close(complete=complete)
+
+    def _reference_step(self, segment: int, step: int) -> StepView:
+        known = self._view
+        if known is None or (known.record.segment, known.record.step) != (segment, step):
+            known = self.reference.view(self.rank, segment, step)
+        return known
 
     def _keep(self, trace: StepTrace, step: int, epoch: int) -> None:
         if self._num_kept == KEPT_STEPS:

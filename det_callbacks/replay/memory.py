@@ -27,7 +27,7 @@ def alias(tensor: Tensor) -> Tensor:
         size, shape = 8, [*shape, 2]
         stride, offset = [*(2 * step for step in stride), 1], 2 * offset
     integers = torch.empty(0, dtype=_INTEGERS[size], device=tensor.device)
-    return integers.set_(tensor.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+    return integers.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 def read_bits(tensor: Tensor) -> Tensor:

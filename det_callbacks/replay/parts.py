@@ -243,7 +243,9 @@ def _set_options(live: Tensor, saved: SavedTensor) -> None:
         if (is_coalesced := saved.options.get(f"{prefix}is_coalesced")) is not None:
             owner._coalesced_(is_coalesced)
         scale, zero_point = saved.options.get(f"{prefix}scale"), saved.options.get(f"{prefix}zero_point")
-        if scale is not None and (float(owner.q_scale()).hex(), owner.q_zero_point()) != (scale, zero_point):
+        if scale is None or zero_point is None:
+            continue
+        if (float(owner.q_scale()).hex(), owner.q_zero_point()) != (scale, zero_point):
             # A quantiser cannot be changed in place; this exchanges it, and the memory of the integers with it.
             owner.data = torch._make_per_tensor_quantized_tensor(owner.int_repr(), float.fromhex(scale), zero_point)
 

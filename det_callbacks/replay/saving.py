@@ -37,7 +37,7 @@ class SavedTensors:
 
     Example:
         >>> saved = SavedTensors(writer.stream, run_id=writer.run_id)  # doctest: +SKIP
-        >>> saved.keep("forward/net:aten.index_add_.default#0.0", output, op="aten.index_add_.default")  # doctest: +SKIP
+        >>> saved.keep("forward/net:aten.mm.default#0.0", output, op="aten.mm.default")  # doctest: +SKIP
         >>> saved.write(12)  # doctest: +SKIP
     """
 

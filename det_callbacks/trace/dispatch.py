@@ -1,11 +1,20 @@
 """What every dispatch mode of this package has in common."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
     _FrameAction,
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # looked at in torch 2.13
+from torch.utils._python_dispatch import (  # looked at in torch 2.13
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
@@ -38,3 +47,23 @@ class DispatchMode(TorchDispatchMode):
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""
         return type(_get_current_dispatch_mode()).__name__
+
+
+def open_modes() -> list[object]:
+    """Return the dispatch modes that are open, outermost first."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
+    """Mark a function that a compiled one calls outside its graph.
+
+    What ``torch.compiler.disable`` does, without importing Dynamo for everybody who imports this package.
+    """
+
+    def mark(function: _Function) -> _Function:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark

@@ -1,7 +1,7 @@
 """HashMode: what one step computed, as digests."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
@@ -24,23 +23,9 @@ from det_callbacks.trace.names import has_place
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.region import Interceptor
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-
-
-class _Interceptor(DispatchMode):
-    """Hands every op to the recorder; passes them through once it was turned off."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder: Recorder | None = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self.recorder is None:
-            return func(*args, **(kwargs or {}))
-        return self.recorder.op(func, types, args, kwargs or {})
 
 
 class HashMode:
@@ -105,7 +90,7 @@ class HashMode:
         )
         self._outputs = ModuleOutputs(self.recorder)
         self.recorder.names.list_state = self._state
-        self._interceptor: _Interceptor | None = None
+        self._interceptor: Interceptor | None = None
         self.is_open = False
 
     @property
@@ -157,7 +142,7 @@ class HashMode:
                 recorder.modules.open()
                 self._outputs.open()
             if self.selection.level == "op":
-                interceptor = _Interceptor(recorder)
+                interceptor = Interceptor(recorder)
                 interceptor.__enter__()  # type: ignore[no-untyped-call]
                 self._interceptor = interceptor
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__

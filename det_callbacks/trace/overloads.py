@@ -105,7 +105,7 @@ OVERWRITES = frozenset(
 RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"))
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
 
-_IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor"})
+_IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )

@@ -1,0 +1,27 @@
+"""Observations: what a model or a script wants recorded by name, with or without a Trainer."""
+
+from det_callbacks.observe.context import ObserverContext
+from det_callbacks.observe.functions import (
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.observe.observations import Observations
+from det_callbacks.observe.registry import ObservationSink, activate, deactivate
+
+__all__ = [
+    "ObservationSink",
+    "Observations",
+    "ObserverContext",
+    "activate",
+    "deactivate",
+    "disable_hash_mode",
+    "enable_hash_mode",
+    "observe",
+    "observe_grad",
+    "observe_non_deterministic",
+    "observe_non_deterministic_grad",
+]

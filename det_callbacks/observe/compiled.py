@@ -1,0 +1,94 @@
+"""Observations inside a compiled function: ops of its graph.
+
+An op that returns nothing would be dropped as dead code, so each has an ordered effect. What was tried instead: a
+clone whose result is used (it changes what is fused even where the return value is ignored), and an op that declares
+its argument as mutated (torch 2.13 allows no autograd through it).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, library
+from torch._library.effects import EffectType  # looked at in torch 2.13
+
+from det_callbacks.observe.registry import REGISTRY, Leaves
+
+
+@library.custom_op("det_callbacks::observe_leaf", mutates_args=())
+def observe_leaf(tensor: Tensor, name: str, path: str, index: int) -> None:
+    """Record one tensor of an observation."""
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe(name, [(path, tensor)], first=index)
+
+
+@library.custom_op("det_callbacks::observe_plain", mutates_args=())
+def observe_plain(name: str, path: str, index: int, kind: str, text: str) -> None:
+    """Record one plain value of an observation."""
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe(name, [(path, _plain(kind, text))], first=index)
+
+
+@library.custom_op("det_callbacks::replay_leaf", mutates_args=())
+def replay_leaf(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
+    """Return a copy of one tensor, with the saved bits where a run is verified."""
+    copy = tensor.clone()
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.replay(name, [(path, copy)], first=index)
+    return copy
+
+
+@observe_leaf.register_fake
+def _(tensor: Tensor, name: str, path: str, index: int) -> None:
+    return None
+
+
+@observe_plain.register_fake
+def _(name: str, path: str, index: int, kind: str, text: str) -> None:
+    return None
+
+
+@replay_leaf.register_fake
+def _(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
+    return tensor.clone()
+
+
+for _op in (observe_leaf, observe_plain, replay_leaf):
+    _op.register_effect(EffectType.ORDERED)
+
+
+def observe_in_graph(name: str, leaves: Leaves) -> None:
+    """Make the ops that record the leaves of an observation when the graph runs."""
+    for index, (path, leaf) in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            observe_leaf(leaf.detach(), name, path, index)
+        else:
+            observe_plain(name, path, index, type(leaf).__name__, repr(leaf))
+
+
+def replay_in_graph(name: str, leaves: Leaves) -> None:
+    """Make the ops that save the tensors of an observation, or put the saved bits into them, when the graph runs.
+
+    The copy back is one that autograd does not see: what it saved of the tensor are the bits put back, as in the run
+    that was recorded.
+    """
+    for index, (path, leaf) in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            observe_plain(name, path, index, type(leaf).__name__, repr(leaf))
+            continue
+        with torch.no_grad():
+            kept = replay_leaf(leaf.detach(), name, path, index)
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(leaf):
+                leaf.copy_(kept)
+
+
+def _plain(kind: str, text: str) -> Any:
+    if kind == "NoneType":
+        return None
+    if kind == "bool":
+        return text == "True"
+    if kind == "str":
+        return text
+    if kind == "float":
+        return math.nan if text == "nan" else float(text)
+    return int(text) if kind == "int" else complex(text)

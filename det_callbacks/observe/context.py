@@ -1,0 +1,334 @@
+"""ObserverContext: observations recorded, or compared with a reference, in any script."""
+
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from det_callbacks.compare.live import Verification, open_reference
+from det_callbacks.environment import capture_environment
+from det_callbacks.errors import (
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    ReferenceFormatError,
+    TraceError,
+)
+from det_callbacks.observe.observations import Observations
+from det_callbacks.observe.registry import activate, deactivate
+from det_callbacks.replay import SavedStep, SavedTensors
+from det_callbacks.settings import settings_in_force
+from det_callbacks.trace.peek import trace_so_far
+from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.selection import Selection
+from det_callbacks.trace.steps import Expectation
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
+from det_callbacks.verdict import Divergence, Verdict
+
+MAX_NAME_BYTES = 255
+"""What file systems allow for the name of a folder."""
+
+MAX_MISMATCHES = 100
+
+_RECORDED_BY = "ObserverContext"
+
+
+class ObserverContext:
+    """Record what is observed inside the ``with`` block as a run, or compare it with a recorded one.
+
+    Observations (``observe`` and its companions) are recorded wherever they are made, ops only between
+    ``enable_mode`` and ``disable_mode``. It follows one process: give each one a name of its own.
+
+    Args:
+        dump_dir: folder that runs are kept in.
+        name: of this run, and of its folder in ``dump_dir``.
+        reference: folder of the run to compare with; None records a run that can be one.
+        raise_on_mismatch: raise at the first observation that differs, at the latest at the end. Otherwise the block
+            ends with a ``DivergenceWarning``.
+        overwrite: recording: replace a run that is there. The folder of an earlier comparison is replaced anyway.
+        replay_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
+
+    Attributes:
+        verdict: the Verdict of a comparison; None before its end, and when recording.
+
+    Raises:
+        ValueError: the name cannot be that of a folder.
+        TraceError: another observer is active, or the context is used again.
+        RunExistsError: there is a run of that name (at entering, as what follows).
+        ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete, damaged, or was recorded by
+            a DeterminismCallback.
+        DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
+        NothingComparedError: nothing was observed, or nothing compared (at the end).
+
+    Example:
+        >>> import tempfile, torch
+        >>> from det_callbacks import observe
+        >>> folder = tempfile.mkdtemp()
+        >>> with ObserverContext(folder, "first"):
+        ...     _ = observe("x", torch.ones(2))
+        >>> with ObserverContext(folder, "second", reference=f"{folder}/first") as observer:
+        ...     _ = observe("x", torch.ones(2))
+        >>> observer.verdict.verdict
+        'match'
+    """
+
+    def __init__(
+        self,
+        dump_dir: str | os.PathLike[str],
+        name: str,
+        reference: str | os.PathLike[str] | None = None,
+        raise_on_mismatch: bool = False,
+        *,
+        overwrite: bool = False,
+        replay_budget_mib: float = 256,
+    ) -> None:
+        _check_folder_name(name)
+        for argument, value in (("raise_on_mismatch", raise_on_mismatch), ("overwrite", overwrite)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{argument} is True or False; got {value!r}")
+        self.path = Path(dump_dir) / name
+        self.reference = None if reference is None else Path(reference)
+        self.raise_on_mismatch = raise_on_mismatch
+        self.overwrite = overwrite
+        self.replay_budget_mib = replay_budget_mib
+        self.verdict: Verdict | None = None
+        self._recorder = Recorder(Selection())
+        self._observations = Observations(self._recorder)
+        self._writer: RunWriter | None = None
+        self._saver: SavedTensors | None = None
+        self._verification: Verification | None = None
+        self._mismatches: tuple[Divergence, ...] = ()
+        self._step = 0
+        self._num_sites = 0
+        self._num_checked = 0
+        self._expected: Expectation | None = None
+        self._state = "new"
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise TraceError(f"The ObserverContext of {self.path} was entered already; make a new one.")
+        activate(self._observations)
+        try:
+            self._open_files()
+            self._recorder.modules.open()
+            self._recorder.phase = "forward"
+            self._state = "open"
+            self._begin_step()
+        except BaseException:
+            self._leave(complete=False)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._state != "open":
+            self._leave(complete=False)
+            return
+        if kind is not None:
+            if self._verification is not None and self._verification.has_divergence:
+                self.verdict = self._verification.finish()
+            self._leave(complete=False)
+            return
+        try:
+            self._observations.region.leave_all()
+            self._end_step(is_last=True)
+            self._finish()
+        finally:
+            self._leave(complete=False)
+
+    @property
+    def mismatches(self) -> tuple[Divergence, ...]:
+        """What differs from the reference so far, the step under way included; the first 100."""
+        found = self._mismatches
+        if self._state == "open" and self._verification is not None and self._recorder.num_sites:
+            found += self._verification.so_far(trace_so_far(self._recorder), segment=0, step=self._step)
+        return found[:MAX_MISMATCHES]
+
+    def enable_mode(self) -> None:
+        """Record every op from here on, until ``disable_mode``; as ``enable_hash_mode``."""
+        self._require_open()
+        self._observations.enable_ops()
+
+    def disable_mode(self) -> None:
+        """End the region that ``enable_mode`` began last."""
+        self._require_open()
+        self._observations.disable_ops()
+
+    def next_step(self) -> None:
+        """End the step under way and begin the next; without it the whole block is step 0.
+
+        It may stand at the beginning or at the end of a loop's body: nothing observed before the first call or after
+        the last one makes no step.
+
+        Raises:
+            DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked for.
+        """
+        self._require_open()
+        if not self._step and not self._recorder.num_sites:
+            return
+        self._end_step(is_last=False)
+        if self.raise_on_mismatch and self._verification is not None and self._verification.has_divergence:
+            self._finish()
+        self._step += 1
+        self._begin_step()
+
+    # files
+
+    def _open_files(self) -> None:
+        selection = Selection()
+        manifest = {
+            "selection": selection.to_dict(),
+            "settings": settings_in_force(),
+            "environment": capture_environment().to_dict(),
+            "recorded_by": _RECORDED_BY,
+        }
+        if self.reference is None:
+            self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
+            self._saver = SavedTensors(
+                self._writer.stream, run_id=self._writer.run_id, budget_mib=self.replay_budget_mib
+            )
+            return
+        self._verification = Verification(self._open_reference(), self.path, rank=0, manifest=manifest)
+        self._verification.begin_segment(0)
+
+    def _open_reference(self) -> Run:
+        assert self.reference is not None
+        run, _ = open_reference(self.reference, Selection(), steps="all")
+        if run.manifest.get("recorded_by") != _RECORDED_BY:
+            raise ReferenceFormatError(
+                f"{self.reference} was not recorded by an ObserverContext but by a Trainer's DeterminismCallback, "
+                "which records other things. Verify it with DeterminismCallback, or record a reference with "
+                "ObserverContext.",
+                str(self.reference),
+            )
+        return run
+
+    # steps
+
+    def _begin_step(self) -> None:
+        expected: Expectation | None = None
+        saved: SavedStep | None = None
+        self._num_checked = 0
+        if self._verification is not None:
+            expected = self._verification.expectation(0, self._step)
+            if expected is not None:
+                run = self._verification.reference
+                saved = SavedStep.of(run, rank=0, segment=0, step=self._step)
+        self._expected = expected
+        self._recorder.begin(expected)
+        self._observations.begin(saver=self._saver, saved=saved)
+        self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None
+
+    def _end_step(self, *, is_last: bool) -> None:
+        self._observations.on_observed = None  # what is outstanding is compared with the whole step
+        self._observations.end()
+        num_sites = self._recorder.num_sites
+        if is_last and not num_sites and self._step:
+            self._recorder.abandon()
+            return
+        trace = self._recorder.finish()
+        self._num_sites += num_sites
+        if self._writer is not None and self._saver is not None:
+            self._saver.write(self._step)
+            self._writer.put_program(trace.program)
+            if not self._writer.has_layout(trace.layout_id):
+                self._writer.put_layout(trace.layout)
+            self._writer.append(self._step, 0, trace.program.id, trace.layout_id, trace.digests)
+            return
+        verification = self._verification
+        assert verification is not None
+        differs = verification.add(trace, segment=0, step=self._step, epoch=0)
+        if differs and len(self._mismatches) < MAX_MISMATCHES:
+            self._mismatches += verification.so_far(trace, segment=0, step=self._step, is_whole=True)
+
+    def _check(self) -> None:
+        """Raise as soon as the step under way is known to differ.
+
+        Only digests are looked at as long as they agree; a difference in nothing but names is found at the step's end.
+        """
+        verification = self._verification
+        assert verification is not None
+        first, self._num_checked = self._num_checked, self._recorder.num_sites
+        if (
+            self._expected is not None
+            and self._recorder.digests[first:] == self._expected.digests[first : self._num_checked]
+        ):
+            return
+        trace = trace_so_far(self._recorder)
+        found = verification.so_far(trace, segment=0, step=self._step)
+        if not found:
+            self._num_checked = first
+            return
+        self._mismatches += found
+        verification.add(trace, segment=0, step=self._step, epoch=0, is_whole=False)
+        self._finish(is_early=True)
+
+    # the end
+
+    def _finish(self, *, is_early: bool = False) -> None:
+        """Close the files and, when comparing, judge."""
+        if self._verification is None:
+            if not self._num_sites:
+                raise NothingComparedError(
+                    f"Nothing was observed, so {self.path} holds nothing to compare with and is incomplete. Call "
+                    "observe inside the block, or enable_mode and disable_mode around what is to be recorded."
+                )
+            self._leave(complete=True)
+            return
+        if not is_early:
+            self._verification.end_segment(0, is_resumed=False)
+        self._verification.set_replayed(self._observations.counts.to_dict())
+        self.verdict = verdict = self._verification.finish()
+        self._leave(complete=True)
+        if verdict.verdict == "match":
+            return
+        if not self._mismatches and verdict.first_divergence is not None:
+            self._mismatches = (verdict.first_divergence,)  # whole steps that only one run has
+        text = (
+            f"{self.path} is not the reference {self.reference}, bit for bit. {verdict.explanation} "
+            f"{verdict.counts.sites_compared} sites were compared, {verdict.counts.sites_differing} differ; "
+            f"see {self.path / 'verdict.json'}."
+        )
+        if not self.raise_on_mismatch:
+            warnings.warn(text, DivergenceWarning, stacklevel=3)
+            return
+        error = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
+        raise error(text, verdict)
+
+    def _leave(self, *, complete: bool) -> None:
+        """Leave nothing open; may be called more than once, and the first call says whether the run is complete."""
+        self._state = "left"
+        observations = self._observations
+        for step in (
+            observations.abandon,
+            self._recorder.modules.close,
+            self._recorder.abandon,
+            partial(deactivate, observations),
+        ):
+            step()
+        if self._writer is not None:
+            self._writer.close(complete=complete)
+        if self._verification is not None:
+            self._verification.close(complete=complete)
+
+    def _require_open(self) -> None:
+        if self._state != "open":
+            raise TraceError(f"The ObserverContext of {self.path} is not open: use it inside its with block.")
+
+
+def _check_folder_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a run is a string; got {name!r}")
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of a run is Unicode text; {name!r} is not") from error
+    if not 1 <= num_bytes <= MAX_NAME_BYTES:
+        raise ValueError(f"the name of a run has 1 to {MAX_NAME_BYTES} bytes, as a folder's has; got {num_bytes}")
+    if name in (".", "..") or any(character in name for character in "/\\\0"):
+        raise ValueError(f"the name of a run becomes that of a folder, so it is not {name!r}: no separators, . or ..")

@@ -1,0 +1,277 @@
+"""Observations as sites of a recorder's step."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import CoverageWarning
+from det_callbacks.observe.registry import Leaves
+from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, new_tensor, put_back
+from det_callbacks.trace.components import holds_data, unwrapped
+from det_callbacks.trace.named import record_group
+from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.region import OpRegion
+
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+
+
+@dataclass(slots=True, eq=False)
+class _Gradient:
+    """A gradient that was asked for in this step: where, and how often it came."""
+
+    name: str
+    module: str
+    occurrence: int
+    num_received: int = 0
+
+
+class Observations:
+    """Puts observations into the step that a recorder has under way; the sink of whoever owns that recorder.
+
+    ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
+    it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
+
+    Args:
+        recorder: whose step it is.
+        level: of the HashMode that is open around each step: at "op" it sees every op anyway, and regions change
+            nothing; at "state" they cannot be told to which module ops belong, and record nothing. None without one.
+
+    Attributes:
+        num_observed: values observed so far, in all steps.
+        counts: what was saved, or put back.
+        on_observed: called after each observation, when it has become a site.
+    """
+
+    def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
+        self._recorder = recorder
+        self._level = level
+        self._occurrences: Counter[str] = Counter()
+        self._current: dict[str, int] = {}
+        self._gradients: list[_Gradient] = []
+        self._handles: list[RemovableHandle] = []
+        self._saver: SavedTensors | None = None
+        self._saved: SavedStep | None = None
+        self._said: set[str] = set()
+        self._is_open = False
+        self._nested = 0
+        self.region = OpRegion(recorder, is_followed=level is not None)
+        self.counts = ReplayCounts()
+        self.num_observed = 0
+        self.on_observed: Callable[[], None] | None = None
+
+    def begin(self, *, saver: SavedTensors | None = None, saved: SavedStep | None = None) -> None:
+        """Start a step.
+
+        Args:
+            saver: recording: keeps what is not deterministic; write its step before the step is appended.
+            saved: verifying: what the reference kept of this step.
+        """
+        self._clear()
+        self._saver = saver
+        self._saved = saved
+        self._is_open = True
+
+    def end(self) -> None:
+        """End a step, while the recorder's is still open: report what is outstanding, and remove the hooks."""
+        if not self._is_open:
+            return
+        for gradient in self._gradients:
+            if not gradient.num_received:
+                name = f"grad of {gradient.name}"
+                record_group(self._recorder, "observation", "backward", [(name, None)], owner=gradient.module)  # type: ignore[list-item]
+                self._say(
+                    f"{name} was observed, and no backward pass of the step computed it. It is recorded as a gradient "
+                    "that is not there. Observe the gradient of a tensor that requires one and is used for the loss."
+                )
+        if self._saved is not None:
+            untaken = self._saved.untaken()
+            if untaken:
+                shown = ", ".join(repr(key) for key in untaken[:4]) + (", ..." if len(untaken) > 4 else "")
+                self._say(
+                    f"Saved tensors of the reference were not asked for in their step ({len(untaken)}: {shown}): what "
+                    "they were saved for did not happen in this run."
+                )
+        self.counts.end_step()
+        self._clear()
+
+    def abandon(self) -> None:
+        """Drop the step under way and close every region; may be called at any time and more than once."""
+        self._clear()
+        self._nested = 0
+        self.region.leave_all()
+
+    # what the registry's functions call
+
+    def observe(self, name: str, leaves: Leaves, *, first: int = 0) -> None:
+        """Record values at this point of the step."""
+        if not self._is_open:
+            return
+        self._occurrence(name, first)
+        self._record(leaves)
+        self._tell()
+
+    def replay(self, name: str, leaves: Leaves, *, first: int = 0) -> Mapping[str, Any]:
+        """Save or put back values and record them; return the plain values that were others, by path."""
+        if not self._is_open:
+            return {}
+        occurrence = self._occurrence(name, first)
+        changed: dict[str, Any] = {}
+        values: list[tuple[str, Any]] = []
+        for index, (path, leaf) in enumerate(leaves, start=first):
+            key = f"observation:{name}#{occurrence}.{index}"
+            if not isinstance(leaf, Tensor):
+                kept = self._replay_value(key, leaf, name)
+                if repr(kept) != repr(leaf):
+                    changed[path] = kept
+                values.append((path, kept))
+                continue
+            if holds_data(leaf):
+                self._replay_tensor(key, leaf, name)
+            values.append((path, leaf))
+        self._record(values, is_source=True)
+        self._tell()
+        return changed
+
+    def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
+        """Record the gradient of a tensor when it is there."""
+        if not self._is_open:
+            return
+        if is_compiled:
+            self._say(
+                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and the run "
+                "is recorded all the same. Observe it outside the compiled function to keep one graph."
+            )
+        _, module = self._place()
+        gradient = _Gradient(name, module, self._occurrence(f"grad of {name}", 0))
+        self._gradients.append(gradient)
+        if tensor.requires_grad:
+            self._handles.append(tensor.register_hook(_Hook(self, gradient, is_replayed)))
+
+    def enable_ops(self) -> None:
+        """Record ops from here on."""
+        if self._level in ("op", "state"):
+            self._nested += 1
+            if self._level == "state":
+                self._say(
+                    'enable_hash_mode records nothing at level "state", which does not follow the modules. Record at '
+                    'level "module" to have regions of ops, or at level "op" to have all of them.'
+                )
+        else:
+            self.region.enter()
+
+    def disable_ops(self) -> None:
+        """End the region that began last; raise TraceError when there is none."""
+        if self._nested:
+            self._nested -= 1
+        else:
+            self.region.leave()
+
+    def receive(self, gradient: _Gradient, value: Tensor, *, is_replayed: bool) -> Tensor | None:
+        """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
+        if not self._is_open or not any(gradient is known for known in self._gradients):
+            return None
+        name = f"grad of {gradient.name}"
+        key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
+        gradient.num_received += 1
+        replaced = self._replay_gradient(key, value, gradient.name) if is_replayed else None
+        entries = [(name, unwrapped(value if replaced is None else replaced))]
+        self.num_observed += 1
+        record_group(self._recorder, "observation", "backward", entries, owner=gradient.module, is_source=is_replayed)
+        self._tell()
+        return replaced
+
+    # details
+
+    def _clear(self) -> None:
+        self._is_open = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._gradients = []
+        self._occurrences.clear()
+        self._current.clear()
+        self._saver = self._saved = None
+
+    def _occurrence(self, name: str, first: int) -> int:
+        """Return which observation of this name in the step it is; its leaves may come one by one."""
+        if not first:
+            self._current[name] = self._occurrences[name]
+            self._occurrences[name] += 1
+        return self._current[name]
+
+    def _place(self) -> tuple[str, str]:
+        if _graph_task_id() == -1:
+            return self._recorder.phase, self._recorder.modules.current
+        context = self._recorder.backward.context()
+        return "backward", context if isinstance(context, str) else context.module
+
+    def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
+        phase, module = self._place()
+        entries = [(path, unwrapped(leaf) if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
+        self.num_observed += len(entries)
+        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
+
+    def _tell(self) -> None:
+        if self.on_observed is not None:
+            self.on_observed()
+
+    def _replay_tensor(self, key: str, tensor: Tensor, name: str) -> None:
+        if self._saver is not None:
+            kept = self._saver.keep(key, tensor, op=name)
+            self.counts.add(name, differs=False, num_bytes=kept.num_bytes)
+        elif self._saved is not None:
+            saved = self._saved.take(key, like=tensor)
+            self.counts.add(name, differs=put_back(saved, tensor), num_bytes=saved.num_bytes)
+
+    def _replay_value(self, key: str, value: Any, name: str) -> Any:
+        if self._saver is not None:
+            self._saver.keep_value(key, value)
+            self.counts.add(name, differs=False, num_bytes=0)
+        elif self._saved is not None:
+            kept = self._saved.take_value(key)
+            self.counts.add(name, differs=repr(kept) != repr(value), num_bytes=0)
+            return kept
+        return value
+
+    def _replay_gradient(self, key: str, value: Tensor, name: str) -> Tensor | None:
+        if self._saver is not None:
+            kept = self._saver.keep(key, value, op=f"grad of {name}")
+            self.counts.add(f"grad of {name}", differs=False, num_bytes=kept.num_bytes)
+        if self._saver is not None or self._saved is None:
+            return None
+        saved = self._saved.take(key, like=value)
+        # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
+        if torch.is_grad_enabled() and value.requires_grad:  # create_graph: the gradient has a history to keep
+            replaced = value.clone()
+            differs = put_back(saved, replaced)
+        else:
+            replaced = new_tensor(saved, like=value)
+            differs = digest_tensor(value) != saved.digest
+        self.counts.add(f"grad of {name}", differs=differs, num_bytes=saved.num_bytes)
+        return replaced
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, CoverageWarning, stacklevel=4)
+
+
+class _Hook:
+    __slots__ = ("_gradient", "_is_replayed", "_observations")
+
+    def __init__(self, observations: Observations, gradient: _Gradient, is_replayed: bool) -> None:
+        self._observations = observations
+        self._gradient = gradient
+        self._is_replayed = is_replayed
+
+    def __call__(self, value: Tensor) -> Tensor | None:
+        if value is None:
+            return None
+        return self._observations.receive(self._gradient, value, is_replayed=self._is_replayed)

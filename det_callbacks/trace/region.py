@@ -1,0 +1,115 @@
+"""Stretches of a step in which ops are recorded: opened and closed by the user, nested, repeated, out of order."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.trace.dispatch import DispatchMode, open_modes
+from det_callbacks.trace.optimizers import OptimizerPhases
+from det_callbacks.trace.outputs import ModuleOutputs
+from det_callbacks.trace.recorder import Recorder
+
+
+class Interceptor(DispatchMode):
+    """Hands every op to the recorder; passes them through once it was turned off."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder: Recorder | None = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.recorder is None:
+            return func(*args, **(kwargs or {}))
+        return self.recorder.op(func, types, args, kwargs or {})
+
+
+class OpRegion:
+    """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
+
+    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen. So
+    what an op reads from an earlier region is an input of the later one.
+
+    Args:
+        recorder: whose step is under way; its module stack is somebody else's affair.
+        is_followed: a HashMode is open around the step, which sees to phases and module outputs.
+    """
+
+    def __init__(self, recorder: Recorder, *, is_followed: bool = False) -> None:
+        self._recorder = recorder
+        self._is_followed = is_followed
+        self._phases = OptimizerPhases(recorder, "forward")
+        self._outputs = ModuleOutputs(recorder)
+        self._mode: Interceptor | None = None
+        self._below: list[object] = []
+        self._left: list[Interceptor] = []
+        self.depth = 0
+
+    def enter(self) -> None:
+        """Open a region; inside another one it changes nothing."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.sweep()
+        if not self._is_followed:
+            self._phases.open()
+            self._outputs.open()
+        if self._left:  # below a mode of the user that was not closed yet: it still sees every op from there
+            self._mode = self._left.pop()
+            self._mode.recorder = self._recorder
+            return
+        self._below = open_modes()
+        self._mode = Interceptor(self._recorder)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Close a region.
+
+        Raises:
+            TraceError: none is open.
+        """
+        if not self.depth:
+            raise TraceError(
+                "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
+            )
+        self.depth -= 1
+        if not self.depth:
+            self._close()
+
+    def leave_all(self) -> None:
+        """Close every region; may be called more than once."""
+        self.depth = 0
+        self._close()
+
+    def sweep(self) -> None:
+        """Take away the modes that could not be closed earlier, where they are on top by now."""
+        while self._left and self._left[-1].is_on_top:
+            self._left.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            self.sweep()
+            return
+        if not self._is_followed:
+            self._phases.close()
+            self._outputs.close()
+        self._recorder.ledger.close()
+        self._recorder.generators.clear()
+        mode.recorder = None
+        modes = open_modes()
+        if mode in modes:
+            self._left.append(mode)  # where it is not on top: leaving would pop the user's mode
+            self.sweep()
+            return
+        if modes and modes == self._below:
+            # A mode opened before the region was closed inside it, and took ours from the stack instead of itself.
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        warnings.warn(
+            "A dispatch mode that was open before enable_hash_mode was closed before disable_hash_mode; the ops "
+            "between the two were not recorded. Close the region first.",
+            CoverageWarning,
+            stacklevel=4,
+        )
