@@ -269,8 +269,7 @@ def _argument(plan: OpPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 def _no_modes_below() -> Iterator[None]:
     """Keep the dispatch modes below this one from seeing what is done to check.
 
-    Torch-function modes see what a custom op written in Python calls in its second run, too: a default device is one,
-    and without it the op would be another.
+    Torch-function modes stay: where one is on in the first run of an op, it is on in the second.
     """
     if _len_torch_dispatch_stack():
         with _disable_current_modes():
