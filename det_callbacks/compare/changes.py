@@ -34,7 +34,7 @@ def find_changes(reference: StepView, current: StepView, alignment: Alignment) -
     both = (lefts >= 0) & (rights >= 0)
     other_bits = np.zeros(len(alignment), dtype=bool)
     other_bits[both] = reference.record.digests[lefts[both]] != current.record.digests[rights[both]]
-    other_layout = _other_layout(reference, current, alignment, both)
+    other_layout = _other_layout(reference, current, alignment)
     differs = other_bits | other_layout | ~both
     sites = current.program.sites
     argument_rows = [row for row in np.flatnonzero(differs & both).tolist() if sites[rights[row]].role == "argument"]
@@ -61,14 +61,16 @@ def find_changes(reference: StepView, current: StepView, alignment: Alignment) -
     return Changes(kinds=kinds, differs=differs, arguments=arguments, num_compared=int(both.sum()))
 
 
-def _other_layout(reference: StepView, current: StepView, alignment: Alignment, both: np.ndarray) -> np.ndarray:
+def _other_layout(reference: StepView, current: StepView, alignment: Alignment) -> np.ndarray:
     if alignment.is_same_program and reference.record.layout_id == current.record.layout_id:
         return np.zeros(len(alignment), dtype=bool)
     ours, theirs = reference.layout.entries, current.layout.entries
     pairs = zip(alignment.reference.tolist(), alignment.current.tolist(), strict=True)
-    differs = np.fromiter((ours[left] != theirs[right] for left, right in pairs), dtype=bool, count=len(alignment))
-    differs[~both] = False
-    return differs
+    return np.fromiter(
+        (left >= 0 and right >= 0 and ours[left] != theirs[right] for left, right in pairs),
+        dtype=bool,
+        count=len(alignment),
+    )
 
 
 def _rows_with_arguments(sites: Sequence[Site], argument_rows: list[int]) -> Iterator[int]:

@@ -247,15 +247,16 @@ class Observations:
         if self._saver is not None or self._saved is None:
             return None
         saved = self._saved.take(key, like=value)
+        differs = digest_tensor(value) != saved.digest
+        self.counts.add(f"grad of {name}", differs=differs, num_bytes=saved.num_bytes)
+        if not differs:
+            return None
         # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
         if torch.is_grad_enabled() and value.requires_grad:  # create_graph: the gradient has a history to keep
             replaced = value.clone()
-            differs = put_back(saved, replaced)
-        else:
-            replaced = new_tensor(saved, like=value)
-            differs = digest_tensor(value) != saved.digest
-        self.counts.add(f"grad of {name}", differs=differs, num_bytes=saved.num_bytes)
-        return replaced
+            put_back(saved, replaced)
+            return replaced
+        return new_tensor(saved, like=value)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

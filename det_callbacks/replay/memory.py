@@ -53,7 +53,7 @@ def write_bits(tensor: Tensor, bits: Tensor) -> bool:
         values = values.clone()
         _resolve(values, tensor)  # both flip bits, so they are their own inverse
     values = values.reshape(integers.shape).to(tensor.device)
-    if not is_overlapping(integers):
+    if not _may_overlap(integers):
         integers.copy_(values)
         return True
     places = torch.zeros(integers.shape, dtype=torch.int64, device=tensor.device)
@@ -70,7 +70,7 @@ def write_bits(tensor: Tensor, bits: Tensor) -> bool:
     return True
 
 
-def is_overlapping(tensor: Tensor) -> bool:
+def _may_overlap(tensor: Tensor) -> bool:
     """Return whether two elements may share a place; true as well for some tangles of strides where none do."""
     extent = 1
     for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from det_callbacks.digest import digest_tensor, inner_tensors, unobserved
 from det_callbacks.errors import ReplayError
-from det_callbacks.replay.memory import alias, is_overlapping, read_bits, write_bits
+from det_callbacks.replay.memory import alias, read_bits, write_bits
 from det_callbacks.trace.components import holds_data, unwrapped
 
 _COMPRESSED = {
@@ -154,10 +153,10 @@ def new_tensor(saved: SavedTensor, like: Tensor) -> Tensor:
         like.is_nested or like.is_quantized or is_traceable_wrapper_subclass(like) or torch._is_zerotensor(like)
     ):
         with unobserved():
-            stride = None if is_overlapping(like) else like.stride()
-            make = torch.empty if stride is None else partial(torch.empty_strided, stride=stride)
-            copy = make(size=like.shape, dtype=like.dtype, device=like.device)
-            write_bits(copy, saved.parts[0].bits)
+            copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            if not write_bits(copy, saved.parts[0].bits):  # expanded, and the saved bits are not
+                copy = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+                write_bits(copy, saved.parts[0].bits)
         return copy
     with _disable_current_modes(), torch.no_grad():
         copy = like.detach().clone()

@@ -12,9 +12,18 @@ from torch.utils._python_dispatch import (  # looked at in torch 2.13
     TorchDispatchMode,
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+_FLAGS = (
+    "old_dispatch_mode_flags",
+    "old_non_infra_dispatch_mode_flags",
+    "old_without_ignore_compile_internals_dispatch_mode_flags",
+)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -43,6 +52,34 @@ class DispatchMode(TorchDispatchMode):
     def is_on_top(self) -> bool:
         """Whether this is the mode that was entered last: leaving it pops whatever that is."""
         return _get_current_dispatch_mode() is self
+
+    def take_out(self) -> None:
+        """Leave this mode wherever it is on the stack: ``__exit__`` would pop whatever is on top.
+
+        A mode keeps the flags that were set when it was entered, to put them back. Those that the mode above this one
+        has found were set by this one, so it gets the ones from before.
+        """
+        above = []
+        while not self.is_on_top:
+            above.append(_pop_mode())
+        if above:
+            for flags in _FLAGS:
+                found = getattr(above[-1], flags)
+                found[-1] = getattr(self, flags).pop()
+            _pop_mode()
+        else:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def pop_for_below(self) -> None:
+        """Pop the mode that was below this one, and that took this one from the stack when it was closed.
+
+        It has put back the flags that it had found, which are the right ones now.
+        """
+        for flags in _FLAGS:
+            getattr(self, flags).pop()
+        _pop_mode()
 
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""

@@ -44,7 +44,6 @@ class OpRegion:
         self._outputs = ModuleOutputs(recorder)
         self._mode: Interceptor | None = None
         self._below: list[object] = []
-        self._left: list[Interceptor] = []
         self.depth = 0
 
     def enter(self) -> None:
@@ -52,14 +51,9 @@ class OpRegion:
         self.depth += 1
         if self.depth > 1:
             return
-        self.sweep()
         if not self._is_followed:
             self._phases.open()
             self._outputs.open()
-        if self._left:  # below a mode of the user that was not closed yet: it still sees every op from there
-            self._mode = self._left.pop()
-            self._mode.recorder = self._recorder
-            return
         self._below = open_modes()
         self._mode = Interceptor(self._recorder)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -83,15 +77,9 @@ class OpRegion:
         self.depth = 0
         self._close()
 
-    def sweep(self) -> None:
-        """Take away the modes that could not be closed earlier, where they are on top by now."""
-        while self._left and self._left[-1].is_on_top:
-            self._left.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
     def _close(self) -> None:
         mode, self._mode = self._mode, None
         if mode is None:
-            self.sweep()
             return
         if not self._is_followed:
             self._phases.close()
@@ -101,12 +89,11 @@ class OpRegion:
         mode.recorder = None
         modes = open_modes()
         if mode in modes:
-            self._left.append(mode)  # where it is not on top: leaving would pop the user's mode
-            self.sweep()
+            mode.take_out()
             return
         if modes and modes == self._below:
             # A mode opened before the region was closed inside it, and took ours from the stack instead of itself.
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.pop_for_below()
         warnings.warn(
             "A dispatch mode that was open before enable_hash_mode was closed before disable_hash_mode; the ops "
             "between the two were not recorded. Close the region first.",

@@ -1,0 +1,240 @@
+"""The examples of bitwise_det's README and its tests, rewritten for a CPU: only import and reference are others."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from det_callbacks import (
+    DivergenceWarning,
+    ObserverContext,
+    Verdict,
+    compare_runs,
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.replay import SavedStep, put_back
+from det_callbacks.trace.store import Run
+
+Observed = Callable[[ObserverContext], object]
+
+
+def run(folder: Path, name: str, body: Observed, reference: str | None = None, seed: int = 0) -> ObserverContext:
+    torch.manual_seed(seed)
+    with ObserverContext(folder, name, None if reference is None else folder / reference) as observer:
+        body(observer)
+    return observer
+
+
+def verify(folder: Path, body: Observed, *, seed: int = 0) -> Verdict:
+    """Record a run with seed 0 and compare one with another seed, or the same, with it."""
+    run(folder, "reference", body)
+    verdict = run(folder, "current", body, "reference", seed=seed).verdict
+    assert verdict is not None
+    return verdict
+
+
+def test_the_hash_mode_example(tmp_path: Path) -> None:
+    for name in ("hash_run", "again"):
+        torch.manual_seed(0)
+        with ObserverContext(dump_dir=str(tmp_path), name=name) as observer:
+            observer.enable_mode()
+            model = torch.nn.Linear(10, 5)
+            x = torch.randn(3, 10)
+            output = model(x)
+            observer.disable_mode()
+    assert output.shape == (3, 5)
+    ops = [site.op for site in Run.open(tmp_path / "hash_run").view(0, 0, 0).program.sites if site.op]
+    assert "aten.addmm.default" in ops
+    assert ops.count("aten.uniform_.default") == 2
+    assert compare_runs(tmp_path / "hash_run", tmp_path / "again").verdict == "match"
+
+
+def test_the_observer_example(tmp_path: Path) -> None:
+    dump_dir = str(tmp_path)
+    model = torch.nn.Linear(10, 5)
+    input_data = torch.randn(3, 10)
+    with ObserverContext(dump_dir=dump_dir, name="reference_run") as observer:
+        observe("input", input_data)
+        output = model(input_data)
+        observe("output", output)
+    with ObserverContext(dump_dir=dump_dir, name="verification_run", reference=f"{dump_dir}/reference_run") as observer:
+        observe("input", input_data)
+        output = model(input_data)
+        observe("output", output)
+        has_mismatches = len(observer.mismatches) > 0
+    assert not has_mismatches
+
+
+def test_the_observer_example_with_another_input(tmp_path: Path) -> None:
+    model = torch.nn.Linear(10, 5)
+    found = []
+
+    def body(observer: ObserverContext) -> None:
+        data = torch.randn(3, 10)
+        observe("input", data)
+        observe("output", model(data))
+        found.append([one.name for one in observer.mismatches])
+
+    with pytest.warns(DivergenceWarning, match="input holds other bits"):
+        assert verify(tmp_path, body, seed=1).verdict == "diverged"
+    assert found == [[], ["input", "output"]]
+
+
+def test_digests_repeat_under_one_seed(tmp_path: Path) -> None:
+    def body(_: ObserverContext) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        observe_grad("weight", model[0].weight)
+        loss = observe("loss", model(torch.randn(4, 8)).sum())
+        loss.backward()
+        observe("parameters", list(model.parameters()))
+
+    verdict = verify(tmp_path, body)
+    assert (verdict.verdict, verdict.counts.sites_compared) == ("match", 6)
+
+
+class DropoutModel(nn.Module):
+    """Its dropout draws from a generator that nobody seeds; the return value of the observation is ignored."""
+
+    def __init__(self, *, is_replayed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.is_replayed = is_replayed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        state = torch.get_rng_state()
+        torch.seed()
+        x = F.dropout(x, 0.5)
+        torch.set_rng_state(state)
+        if self.is_replayed:
+            observe_non_deterministic("after_dropout", x)
+        observe("seen", x)
+        return observe("output", self.second(x))
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_unseeded_dropout_is_replayed(tmp_path: Path, is_replayed: bool) -> None:
+    def body(_: ObserverContext) -> None:
+        model = DropoutModel(is_replayed=is_replayed)
+        for parameter in model.parameters():
+            observe_grad("parameter", parameter)
+        model.second(torch.zeros(1, 16)).sum().backward()
+        model.first(torch.zeros(1, 16)).sum().backward()
+        model(torch.randn(8, 16))
+
+    if is_replayed:
+        verdict = verify(tmp_path, body)
+        assert verdict.verdict == "match"
+        assert verdict.coverage.replayed["after_dropout"]["differing"] == 1
+        return
+    with pytest.warns(DivergenceWarning, match="seen of DropoutModel holds other bits"):
+        assert verify(tmp_path, body).verdict == "diverged"
+
+
+class Attention(nn.Module):
+    """One head with unseeded dropout; the gradients of q, k and v are observed after their use."""
+
+    def __init__(self, *, is_replayed: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.is_replayed = is_replayed
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        state = torch.get_rng_state()
+        torch.seed()
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        torch.set_rng_state(state)
+        if self.is_replayed:
+            observe_non_deterministic("attention", output)
+            observe_non_deterministic_grad("q", q)
+            observe_non_deterministic_grad("k", k)
+            observe_non_deterministic_grad("v", v)
+        return output
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_gradients_of_unseeded_attention_are_replayed(tmp_path: Path, is_replayed: bool) -> None:
+    def body(observer: ObserverContext) -> None:
+        model = Attention(is_replayed=is_replayed)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(2, 5, 8)).square().sum().backward()
+            observe("gradients", {name: weight.grad for name, weight in model.named_parameters()})
+            observer.next_step()
+
+    if is_replayed:
+        verdict = verify(tmp_path, body)
+        assert verdict.verdict == "match"
+        assert set(verdict.coverage.replayed) == {"attention", "grad of q", "grad of k", "grad of v"}
+        assert all(counts["differing"] == 2 for counts in verdict.coverage.replayed.values())
+        return
+    with pytest.warns(DivergenceWarning, match="gradients"):
+        assert verify(tmp_path, body).verdict == "diverged"
+
+
+def test_regions_in_a_training_loop(tmp_path: Path) -> None:
+    def body(observer: ObserverContext) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            enable_hash_mode()
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).sum().backward()
+            disable_hash_mode()
+            torch.randn(2) @ torch.randn(2)
+            with enable_hash_mode():
+                optimizer.step()
+            observer.next_step()
+
+    assert verify(tmp_path, body).verdict == "match"
+    sites = Run.open(tmp_path / "reference").view(0, 0, 2).program.sites
+    assert {site.phase for site in sites if site.op} == {"forward", "backward", "optimizer"}
+    assert not any(site.op == "aten.dot.default" for site in sites)
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_whole_steps_and_what_they_saved(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from det_callbacks import ObserverContext, observe_non_deterministic
+        with ObserverContext(sys.argv[1], "run") as observer:
+            for step in range(10**6):
+                observe_non_deterministic("x", torch.full((2**16,), float(step)))
+                observer.next_step()
+                print(step, flush=True)
+        """
+    )
+    for kills in range(5):
+        folder = tmp_path / str(kills)
+        process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(20 + 7 * kills):
+            last = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        reference = Run.open(folder / "run")
+        assert not reference.is_complete
+        steps = reference.rank(0).steps(0)
+        assert len(steps) > last
+        for step in steps.tolist():
+            _assert_replays(reference, step)
+
+
+def _assert_replays(reference: Run, step: int) -> None:
+    live = torch.empty(2**16)
+    put_back(SavedStep.of(reference, rank=0, segment=0, step=step).take("observation:x#0.0", like=live), live)
+    assert torch.equal(live, torch.full((2**16,), float(step)))

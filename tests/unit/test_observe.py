@@ -1,0 +1,622 @@
+"""Observations: names, values, gradients, regions, steps, and the ways in which a run is refused."""
+
+import dataclasses
+import timeit
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
+
+from det_callbacks import (
+    CoverageWarning,
+    DivergenceError,
+    DivergenceWarning,
+    HashMode,
+    NothingComparedError,
+    ObserverContext,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    ReplayError,
+    RunExistsError,
+    TraceError,
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.store import Run
+
+
+@pytest.fixture(autouse=True)
+def _no_observer_is_left() -> Any:
+    yield
+    assert not is_in_torch_dispatch_mode()
+    assert REGISTRY.sink is None
+
+
+def sites(folder: Path, step: int = 0) -> tuple[Site, ...]:
+    return Run.open(folder).view(0, 0, step).program.sites
+
+
+def names(folder: Path, step: int = 0) -> list[str]:
+    return [site.name or site.op for site in sites(folder, step)]
+
+
+def record(folder: Path, *values: tuple[str, Any], name: str = "reference") -> Path:
+    with ObserverContext(folder, name):
+        for key, value in values:
+            observe(key, value)
+    return folder / name
+
+
+def mismatches(folder: Path, reference: Path, *values: tuple[str, Any]) -> list[tuple[str | None, str]]:
+    """Return name and kind of what differs when these values are observed."""
+    with ObserverContext(folder, "current", reference) as observer:
+        for key, value in values:
+            observe(key, value)
+    assert observer.verdict is not None
+    return [(found.name, found.kind) for found in observer.mismatches]
+
+
+def test_without_an_observer_nothing_happens() -> None:
+    tree, tensor = {"a": [1, object()]}, torch.ones(2, requires_grad=True)
+    assert observe("", tree) is tree
+    assert observe_non_deterministic("x", tree) is tree
+    assert observe_grad("x", tensor) is tensor
+    assert observe_non_deterministic_grad("x", tensor) is tensor
+    assert not tensor._backward_hooks
+    disable_hash_mode()
+    with enable_hash_mode():
+        assert _get_current_dispatch_mode_stack() == []
+
+
+def test_without_an_observer_it_costs_less_than_a_microsecond() -> None:
+    tensor = torch.ones(2)
+    for function in (observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad):
+        assert min(timeit.repeat(lambda function=function: function("x", tensor), number=10_000)) / 10_000 < 1e-6
+
+
+def test_equal_values_match_and_others_are_named(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", torch.ones(3)), ("y", torch.ones(3)))
+    assert mismatches(tmp_path, reference, ("x", torch.ones(3)), ("y", torch.ones(3))) == []
+    with pytest.warns(DivergenceWarning, match="y holds other bits"):
+        assert mismatches(tmp_path, reference, ("x", torch.ones(3)), ("y", torch.zeros(3))) == [("y", "content")]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([("x", 1.0)], [("y", "missing")]),
+        ([("x", 1.0), ("y", 2.0), ("z", 3.0)], [("z", "extra")]),
+        ([("x", 1.0), ("new", 9.0), ("y", 2.0)], [("new", "extra")]),
+        ([("x", torch.tensor(1.0)), ("y", 2.0)], [("x", "structure")]),
+        ([("x", 1), ("y", 2.0)], [("x", "structure")]),
+        ([("x", -0.0), ("y", 2.0)], [("x", "content")]),
+        ([("other", 1.0), ("y", 2.0)], [("x", "missing"), ("other", "extra")]),
+    ],
+)
+def test_shorter_longer_and_otherwise(tmp_path: Path, values: list[Any], found: list[Any]) -> None:
+    reference = record(tmp_path, ("x", 1.0), ("y", 2.0))
+    with pytest.warns(DivergenceWarning):
+        assert mismatches(tmp_path, reference, *values) == found
+
+
+def test_what_is_still_to_come_is_not_missing_in_the_middle(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    with ObserverContext(tmp_path, "current", reference) as observer:
+        assert observer.mismatches == ()
+        observe("a", 1)
+        assert observer.mismatches == ()
+        observe("b", 2)
+        assert observer.mismatches == ()
+        observe("c", 3)
+    with pytest.warns(DivergenceWarning):
+        assert mismatches(tmp_path, reference, ("a", 1), ("c", 3)) == [("b", "missing")]
+
+
+def test_what_can_no_longer_come_is_missing_in_the_middle(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    found: list[Any] = []
+
+    def run() -> None:
+        with ObserverContext(tmp_path, "current", reference) as observer:
+            observe("a", 1)
+            observe("c", 3)
+            found.extend(observer.mismatches)
+
+    with pytest.warns(DivergenceWarning):
+        run()
+    assert [(one.name, one.kind) for one in found] == [("b", "missing")]
+
+
+def test_the_paths_of_nested_values(tmp_path: Path) -> None:
+    point = namedtuple("point", "x y")
+
+    @dataclasses.dataclass
+    class Pair:
+        left: Tensor
+        right: str
+
+    tree = {
+        "k": [torch.ones(1), None],
+        3: point(1, 2.0),
+        "d": Pair(torch.ones(1), "text"),
+        "n": (np.ones(2), np.float32(1), np.bool_(True)),
+        "c": 1j,
+    }
+    with ObserverContext(tmp_path, "run"):
+        assert observe("name", tree) is tree
+    assert names(tmp_path / "run") == [
+        "name['k'][0]",
+        "name['k'][1]",
+        "name[3].x",
+        "name[3].y",
+        "name['d'].left",
+        "name['d'].right",
+        "name['n'][0]",
+        "name['n'][1]",
+        "name['n'][2]",
+        "name['c']",
+    ]
+    changed = {**tree, "d": Pair(torch.ones(1), "other")}
+    with pytest.warns(DivergenceWarning):
+        assert mismatches(tmp_path, tmp_path / "run", ("name", changed)) == [("name['d'].right", "content")]
+
+
+@pytest.mark.parametrize("name", ["a/b", "a.b", "../..", "run.json", "a#0.0", "x" * 1000, "\0", "é\n", "__metadata__"])
+def test_any_text_is_a_name(tmp_path: Path, name: str) -> None:
+    for reference in (None, tmp_path / "r"):
+        x = torch.rand(2)
+        with ObserverContext(tmp_path, "r" if reference is None else "c", reference) as observer:
+            observe_non_deterministic(name, x)
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "r"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("", ValueError), ("x" * 10_000, ValueError), ("\ud800", ValueError), (3, TypeError)]
+)
+@pytest.mark.parametrize("function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad])
+def test_a_name_that_cannot_be(tmp_path: Path, function: Any, name: Any, error: type[Exception]) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("fine", 1)
+        with pytest.raises(error, match="name of an observation"):
+            function(name, torch.ones(1))
+
+
+def endless() -> list[Any]:
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        ({1, 2}, "no order"),
+        (object(), "a object"),
+        ([1, [lambda: 0]], r"'x\[1\]\[0\]' is a function"),
+        (nn.Linear(1, 1), "state_dict"),
+        (endless(), "contain itself"),
+        ([], "empty list"),
+        ({"a": ()}, "empty dict"),
+        (np.array(["a"]), "ndarray"),
+        (np.ones(3)[::-1], "copy"),
+        (b"", "bytes"),
+    ],
+)
+def test_a_tree_that_would_be_left_out_is_an_error(tmp_path: Path, tree: Any, complaint: str) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("fine", 1)
+        with pytest.raises((TypeError, ValueError), match=complaint):
+            observe("x", tree)
+        with pytest.raises(TypeError, match="on a tensor"):
+            observe_grad("x", tree)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"])
+def test_a_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="name of a run"):
+        ObserverContext(tmp_path / "runs", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return observe("x", x * 2)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.inner(x))
+
+    with ObserverContext(tmp_path, "run") as observer:
+        for _ in range(2):
+            x = torch.ones(2, requires_grad=True)
+            observe_grad("x", x)
+            Outer()(observe("x", x)).sum().backward()
+            observer.next_step()
+    for step in range(2):
+        found = [(site.phase, site.module, site.op, site.name, site.occurrence) for site in sites(observer.path, step)]
+        assert found == [
+            ("forward", "", "", "x", 0),
+            ("forward", "Outer.inner", "", "x", 0),
+            ("forward", "Outer.inner", "", "x", 1),
+            ("backward", "", "", "grad of x", 0),
+        ]
+
+
+def test_each_backward_pass_is_an_occurrence_of_the_gradient(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with ObserverContext(tmp_path, "run") as observer:
+        for _ in range(3):
+            observe_grad("w", weight)
+            (weight * 2).sum().backward()
+            (weight * 3).sum().backward()
+            observer.next_step()
+    assert [names(observer.path, step) for step in range(3)] == [["grad of w"] * 2] * 3
+    assert not weight._backward_hooks
+
+
+def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
+    def run(name: str, reference: Path | None, *, goes_back: bool) -> ObserverContext:
+        x = torch.ones(2, requires_grad=True)
+        with ObserverContext(tmp_path, name, reference) as observer:
+            observe_grad("x", x)
+            observe_grad("never", torch.ones(2))
+            if goes_back:
+                x.sum().backward()
+        return observer
+
+    with pytest.warns(CoverageWarning, match="grad of never was observed, and no backward"):
+        run("r", None, goes_back=True)
+    assert names(tmp_path / "r") == ["grad of x", "grad of never"]
+    with (
+        pytest.warns(CoverageWarning, match="grad of x was observed"),
+        pytest.warns(CoverageWarning, match="grad of never"),
+        pytest.warns(DivergenceWarning),
+    ):
+        found = run("c", tmp_path / "r", goes_back=False).mismatches
+    assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
+
+
+def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer:
+        x + 1
+        observer.enable_mode()
+        x * 2
+        with enable_hash_mode():
+            x * 3
+        disable_hash_mode()
+        observe("between", x - 1)
+        with enable_hash_mode():
+            x / 2
+    ops = [site.op or site.name for site in sites(observer.path) if site.op or site.name]
+    assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.div.Tensor"]
+
+
+def test_a_region_too_many_is_an_error(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("x", 1)
+        with pytest.raises(TraceError, match="more often"):
+            disable_hash_mode()
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
+def test_a_region_inside_another_mode(tmp_path: Path, mode: Any) -> None:
+    x = torch.ones(2, 2)
+    with mode(), ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
+        x @ x
+    assert [site.op for site in sites(observer.path) if site.op] == ["aten.mm.default"]
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
+def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path, mode: Any) -> None:
+    x = torch.ones(2, 2)
+    with ObserverContext(tmp_path, "run") as observer:
+        enable_hash_mode()
+        other = mode()
+        other.__enter__()
+        x @ x
+        disable_hash_mode()
+        x * x
+        enable_hash_mode()
+        x / x
+        disable_hash_mode()
+        other.__exit__(None, None, None)
+        observe("x", x)
+        with enable_hash_mode():
+            x - x
+        assert _get_current_dispatch_mode_stack() == []
+    assert [site.op for site in sites(observer.path) if site.op] == [
+        "aten.mm.default",
+        "aten.div.Tensor",
+        "aten.sub.Tensor",
+    ]
+
+
+def test_a_mode_opened_before_a_region_and_closed_in_it(tmp_path: Path) -> None:
+    x = torch.ones(2, 2)
+    with ObserverContext(tmp_path, "run") as observer:
+        other = FlopCounterMode(display=False)
+        other.__enter__()
+        enable_hash_mode()
+        x @ x
+        other.__exit__(None, None, None)
+        with pytest.warns(CoverageWarning, match="Close the region first"):
+            disable_hash_mode()
+        assert _get_current_dispatch_mode_stack() == []
+        with enable_hash_mode():
+            x - x
+    assert [site.op for site in sites(observer.path) if site.op] == ["aten.mm.default", "aten.sub.Tensor"]
+
+
+def test_a_mode_left_open_above_a_region(tmp_path: Path) -> None:
+    other = FlopCounterMode(display=False)
+    with ObserverContext(tmp_path, "run"):
+        enable_hash_mode()
+        torch.ones(2)
+        other.__enter__()
+    assert len(_get_current_dispatch_mode_stack()) == 1
+    other.__exit__(None, None, None)
+    assert _get_current_dispatch_mode_stack() == []
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_hash_mode_inside_a_region(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
+        with HashMode() as mode:
+            x * 2
+        x * 3
+    assert mode.trace is not None
+    assert [site.op for site in mode.trace.program.sites if site.op] == ["aten.mul.Tensor"]
+    assert len([site for site in sites(observer.path) if site.op == "aten.mul.Tensor"]) == 2
+
+
+def test_steps_marked_at_either_end_of_a_loop(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "first") as observer:
+        for value in range(3):
+            observer.next_step()
+            observe("x", value)
+    with ObserverContext(tmp_path, "second", tmp_path / "first") as observer:
+        for value in range(3):
+            observe("x", value)
+            observer.next_step()
+    assert observer.verdict is not None
+    assert (observer.verdict.verdict, observer.verdict.coverage.steps) == ("match", (0, 2))
+
+
+@pytest.mark.parametrize(("count", "kind"), [(2, "missing"), (4, "extra")])
+def test_another_number_of_steps(tmp_path: Path, count: int, kind: str) -> None:
+    def run(name: str, steps: int, reference: Path | None = None) -> ObserverContext:
+        with ObserverContext(tmp_path, name, reference) as observer:
+            for value in range(steps):
+                observe("x", value)
+                observer.next_step()
+        return observer
+
+    run("r", 3)
+    with pytest.warns(DivergenceWarning):
+        observer = run("c", count, tmp_path / "r")
+    assert {found.kind for found in observer.mismatches} == {kind}
+    assert observer.verdict is not None
+    assert observer.verdict.first_divergence is not None
+    assert observer.verdict.first_divergence.kind == kind
+
+
+def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    reached = []
+    observer = ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True)
+
+    def run() -> None:
+        with observer:
+            for name, value in (("a", 1), ("b", 9), ("c", 3)):
+                reached.append(name)
+                observe(name, value)
+
+    with pytest.raises(DivergenceError, match="b holds other bits") as error:
+        run()
+    assert reached == ["a", "b"]
+    assert error.value.verdict is observer.verdict
+    assert [(found.name, found.kind) for found in observer.mismatches] == [("b", "content")]
+    assert observer.verdict is not None
+    assert observer.verdict.counts.sites_differing == 1
+    assert (tmp_path / "current" / "verdict.json").is_file()
+
+
+def test_raising_at_the_end(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2))
+    with (
+        pytest.raises(DivergenceError, match="b is only in the reference"),
+        ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True),
+    ):
+        observe("a", 1)
+
+
+def test_two_observers_at_once(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("x", 1)
+        with pytest.raises(TraceError, match="active already"), ObserverContext(tmp_path, "other"):
+            pass
+        observe("y", 1)
+    assert names(tmp_path / "run") == ["x", "y"]
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_context_is_used_once(tmp_path: Path) -> None:
+    observer = ObserverContext(tmp_path, "run")
+    with pytest.raises(TraceError, match="not open"):
+        observer.enable_mode()
+    with observer:
+        observe("x", 1)
+    with pytest.raises(TraceError, match="entered already"), observer:
+        pass
+    with pytest.raises(TraceError, match="not open"):
+        observer.next_step()
+
+
+def test_an_existing_run_is_kept(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference"):
+        pass
+    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference", reference):
+        pass
+    assert names(reference) == ["x"]
+    with ObserverContext(tmp_path, "reference", overwrite=True):
+        observe("y", 1)
+    assert names(reference) == ["y"]
+
+
+def test_a_reference_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ReferenceNotFoundError), ObserverContext(tmp_path, "run", tmp_path / "nothing"):
+        pass
+    with pytest.raises(ValueError, match="name"), ObserverContext(tmp_path, "broken"):
+        observe("", 1)
+    with pytest.raises(ReferenceFormatError, match="incomplete"), ObserverContext(tmp_path, "run", tmp_path / "broken"):
+        pass
+    reference = record(tmp_path, ("x", torch.ones(1)))
+    stream = next(reference.rglob("*.arrows"))
+    content = bytearray(stream.read_bytes())
+    content[-20] ^= 1
+    stream.write_bytes(content)
+    with pytest.raises(ReferenceFormatError, match="damaged"), ObserverContext(tmp_path, "run", reference):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "reference"]
+
+
+def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(NothingComparedError, match="Nothing was observed"), ObserverContext(tmp_path, "run"):
+        torch.ones(2)
+    assert not Run.open(tmp_path / "run").is_complete
+
+
+def test_nothing_observed_is_no_match(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    with (
+        pytest.raises(DivergenceError, match="x is only in the reference"),
+        ObserverContext(tmp_path, "run", reference, raise_on_mismatch=True),
+    ):
+        pass
+
+
+def test_plain_values_are_replayed_in_what_is_returned(tmp_path: Path) -> None:
+    tree = {"time": 1.5, "list": [1, "a"], "tensor": torch.ones(1)}
+    with ObserverContext(tmp_path, "r"):
+        assert observe_non_deterministic("t", tree) is tree
+    other = {"time": 2.5, "list": [1, "b"], "tensor": torch.zeros(1)}
+    with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
+        replayed = observe_non_deterministic("t", other)
+        assert observe_non_deterministic.__doc__
+    assert replayed == {"time": 1.5, "list": [1, "a"], "tensor": other["tensor"]}
+    assert other["tensor"].tolist() == [1.0]  # type: ignore[attr-defined]
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"
+    assert observer.verdict.coverage.replayed == {"t": {"count": 4, "differing": 3, "mib_per_step": 4e-06}}
+
+
+def test_what_was_not_saved_is_an_error_and_no_live_value(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "r"):
+        observe_non_deterministic("x", torch.ones(2))
+    for name, value in (("y", torch.ones(2)), ("x", torch.ones(3))):
+        with (
+            pytest.raises(ReferenceFormatError, match=f"observation:{name}#0.0") as error,
+            ObserverContext(tmp_path, "c", tmp_path / "r"),
+        ):
+            observe_non_deterministic(name, value)
+        assert "step-000000000.safetensors" in str(error.value)
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    with pytest.raises(ReferenceFormatError, match="it has nothing"), ObserverContext(tmp_path, "c", tmp_path / "r"):
+        observe_non_deterministic("x", torch.ones(2))
+
+
+def test_what_was_saved_and_not_asked_for_is_reported(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "r"):
+        observe("a", 1)
+        observe_non_deterministic("x", torch.ones(2))
+    with (
+        pytest.warns(CoverageWarning, match="observation:x#0.0"),
+        pytest.warns(DivergenceWarning),
+        ObserverContext(tmp_path, "c", tmp_path / "r"),
+    ):
+        observe("a", 1)
+
+
+def test_the_budget_ends_a_recording(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ReplayError, match="budget is 0 MiB"),
+        ObserverContext(tmp_path, "r", replay_budget_mib=0),
+    ):
+        observe_non_deterministic("x", torch.ones(2))
+    assert not Run.open(tmp_path / "r").is_complete
+
+
+def test_observers_change_no_bit(tmp_path: Path) -> None:
+    def train(*, is_observed: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            if is_observed:
+                observe("x", x)
+                observe_non_deterministic("noise", torch.randn(0))
+                enable_hash_mode()
+            hidden = model(x)
+            observe_non_deterministic("hidden", hidden)
+            observe_grad("hidden", hidden)
+            observe_non_deterministic_grad("hidden again", hidden)
+            hidden.sum().backward()
+            optimizer.step()
+            disable_hash_mode()
+        return torch.cat([*(weight.detach().flatten() for weight in model.parameters()), torch.get_rng_state().float()])
+
+    plain = train(is_observed=False)
+    with ObserverContext(tmp_path, "r"):
+        assert torch.equal(train(is_observed=True), plain)
+    with ObserverContext(tmp_path, "c", tmp_path / "r", raise_on_mismatch=True):
+        assert torch.equal(train(is_observed=True), plain)
+
+
+def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
+    def gradients(name: str, scale: float, reference: Path | None = None) -> tuple[list[float], list[float]]:
+        a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        left, right = a * 1, b * 1
+        with ObserverContext(tmp_path, name, reference):
+            observe_non_deterministic_grad("left", left)
+            ((left + right) * scale).sum().backward()  # one tensor is the gradient of both
+        assert a.grad is not None
+        assert b.grad is not None
+        return a.grad.tolist(), b.grad.tolist()
+
+    assert gradients("r", 2.0) == ([2.0], [2.0])
+    assert gradients("c", 3.0, tmp_path / "r") == ([2.0], [3.0])
+
+
+def test_functional_transforms(tmp_path: Path) -> None:
+    def loss(weight: Tensor) -> Tensor:
+        return (observe("w", weight) * 2).sum()
+
+    with ObserverContext(tmp_path, "run"):
+        gradient = torch.func.grad(loss)(torch.ones(3))
+        torch.func.vmap(loss)(torch.ones(3, 2))
+    assert gradient.tolist() == [2.0] * 3
+    assert names(tmp_path / "run") == ["w", "w"]

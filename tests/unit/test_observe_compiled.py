@@ -1,0 +1,151 @@
+"""Observations inside torch.compile: ops of the graph, or a graph break that says so."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from det_callbacks import (
+    CoverageWarning,
+    ObserverContext,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def noisy(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+    hidden = torch.relu(weight * x)
+    observe("hidden", {"k": [hidden, 3, None, True], "text": "é", "f": 0.1})
+    hidden = torch.exp(hidden.sin() + noise)  # autograd saves the result of exp
+    observe_non_deterministic("noisy", hidden)
+    observe("after", hidden * 2)
+    return (hidden * 3).sum()
+
+
+def train(
+    folder: Path, name: str, function: Callable[..., Tensor], reference: str | None = None, steps: int = 2
+) -> tuple[ObserverContext, Tensor]:
+    weight = torch.ones(4, requires_grad=True)
+    where = None if reference is None else folder / reference
+    with ObserverContext(folder, name, where, raise_on_mismatch=True) as observer:
+        for _ in range(steps):
+            loss = function(weight, torch.arange(4.0), torch.rand(4))  # other noise in each run
+            loss.backward()
+            observe("loss", loss)
+            observe("gradient", weight.grad)
+            observer.next_step()
+    assert weight.grad is not None
+    return observer, weight.grad
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_observations_are_ops_of_one_graph(tmp_path: Path, backend: str) -> None:
+    compiled = torch.compile(noisy, fullgraph=True, backend=backend)
+    _, gradient = train(tmp_path, "reference", compiled)
+    observer, replayed = train(tmp_path, "current", compiled, "reference")
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"  # the gradients too, although autograd saved the live bits first
+    assert observer.verdict.coverage.replayed["noisy"]["differing"] == 2
+    assert torch.equal(gradient, replayed)
+
+
+def test_compiled_and_eager_code_observe_the_same_sites(tmp_path: Path) -> None:
+    train(tmp_path, "eager", noisy)
+    train(tmp_path, "compiled", torch.compile(noisy, fullgraph=True, backend="aot_eager"))
+    programs = [Run.open(tmp_path / name).view(0, 0, 0).program for name in ("eager", "compiled")]
+    assert programs[0].sites == programs[1].sites
+    assert [site.name for site in programs[0].sites][:6] == [
+        "hidden['k'][0]",
+        "hidden['k'][1]",
+        "hidden['k'][2]",
+        "hidden['k'][3]",
+        "hidden['text']",
+        "hidden['f']",
+    ]
+    train(tmp_path, "current", torch.compile(noisy, fullgraph=True, backend="aot_eager"), "eager")
+
+
+def test_without_an_observer_nothing_is_in_the_graph(tmp_path: Path) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(noisy, fullgraph=True, backend=counter)
+
+    def call() -> None:
+        compiled(torch.ones(4), torch.arange(4.0), torch.rand(4))
+
+    def num_own_ops() -> int:
+        return sum("det_callbacks" in str(node.target) for node in counter.graphs[-1].graph.nodes)
+
+    call()
+    assert (counter.frame_count, num_own_ops()) == (1, 0)
+    for name in ("one", "two"):  # compiled once more when an observer is there, and not again for the next one
+        with ObserverContext(tmp_path, name):
+            call()
+        assert (counter.frame_count, num_own_ops()) == (2, 8)
+    call()
+    assert counter.frame_count == 2
+
+
+def test_in_a_region_the_live_bits_are_no_site(tmp_path: Path) -> None:
+    compiled = torch.compile(noisy, fullgraph=True, backend="inductor")
+
+    def in_region(*args: Tensor) -> Tensor:
+        with enable_hash_mode():
+            return compiled(*args)
+
+    train(tmp_path, "reference", in_region, steps=1)
+    observer, _ = train(tmp_path, "current", in_region, "reference", steps=1)
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"
+
+
+@pytest.mark.parametrize("function", [observe_grad, observe_non_deterministic_grad])
+def test_gradients_break_the_graph_and_say_so_once(tmp_path: Path, function: Any) -> None:
+    def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+        hidden = weight * x
+        loss = (hidden.sin() * x).sum()
+        function("hidden", hidden)  # after its use
+        return loss + 1
+
+    with pytest.warns(CoverageWarning, match=r"torch\.compile breaks its graph") as said:
+        observer, _ = train(tmp_path, "reference", torch.compile(model, backend="aot_eager"), steps=3)
+    assert len(said) == 1
+    assert sum(counters["graph_break"].values()) == 1
+    names = [site.name for site in Run.open(observer.path).view(0, 0, 1).program.sites]
+    assert names == ["grad of hidden", "loss", "gradient"]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="det_callbacks"):
+        train(tmp_path, "full", torch.compile(model, fullgraph=True, backend="eager"))
+
+
+def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> None:
+    def inner(x: Tensor) -> Tensor:
+        return observe("inner", x.sin()).exp()
+
+    def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(inner, weight * x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+    _, gradient = train(tmp_path, "eager", model, steps=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    _, other = train(tmp_path, "reference", compiled, steps=1)
+    observer, _ = train(tmp_path, "current", compiled, "reference", steps=1)
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"
+    assert torch.equal(gradient, other)

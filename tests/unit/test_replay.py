@@ -1,0 +1,389 @@
+"""Saving tensors and putting them back: every dtype and layout, autograd unharmed, damage found."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from det_callbacks import HashMode
+from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import ReferenceFormatError, ReplayError
+from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, copy_bits, new_tensor, put_back
+from det_callbacks.replay.files import StepPlace, replay_path
+
+PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
+
+
+def saver(folder: Path, **options: float) -> SavedTensors:
+    (folder / "rank-00000").mkdir(exist_ok=True)
+    return SavedTensors(folder / "rank-00000" / "attempt-000.arrows", run_id="run", **options)
+
+
+def reader(folder: Path, step: int = 12) -> SavedStep:
+    return SavedStep(replay_path(folder / "rank-00000" / "attempt-000.arrows", step), PLACE)
+
+
+def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return a tensor of any bits at all, NaNs with payloads among them."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    count = int(np.prod(shape, dtype=np.int64))
+    limit = 2 if dtype is torch.bool else 256
+    content = np.random.default_rng(seed).integers(0, limit, count * size, dtype=np.uint8)
+    if dtype is torch.complex32:
+        content &= 0x3F  # no NaN: conjugating that dtype goes through float32, where torch quietens signalling ones
+    flat = torch.empty(count * size, dtype=torch.uint8)
+    flat.copy_(torch.from_numpy(content))
+    return flat.view(dtype).reshape(shape)
+
+
+DTYPES = [
+    getattr(torch, name)
+    for names in (
+        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 uint1 uint4 uint7 int2 int4 bits8 bits16",
+        "float16 bfloat16 float32 float64 complex32 complex64 complex128 float4_e2m1fn_x2",
+        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    )
+    for name in names.split()
+]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.transpose(0, -1) if tensor.dim() else tensor,
+    "offset": lambda tensor: tensor[1:] if tensor.dim() else tensor,
+    "strided": lambda tensor: tensor[..., ::2] if tensor.dim() else tensor,
+    "expanded": lambda tensor: tensor.unsqueeze(0).expand(3, *tensor.shape),
+    "windows": lambda tensor: tensor.as_strided((2, 2), (1, 1)) if tensor.numel() >= 3 else tensor,
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    lazy=st.sampled_from(("", "conj", "neg", "both")),
+    seed=st.integers(0, 1000),
+)
+def test_any_bits_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    layout: str,
+    lazy: str,
+    seed: int,
+) -> None:
+    def make(seed: int) -> Tensor:
+        tensor = LAYOUTS[layout](of_bytes(dtype, shape, seed))
+        if lazy in ("conj", "both") and dtype.is_complex:
+            tensor = tensor.conj()
+        if lazy in ("neg", "both") and (dtype.is_complex or dtype in (torch.float32, torch.float64, torch.int32)):
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+    folder = tmp_path_factory.mktemp("replay")
+    original, live = make(seed), make(seed + 1)
+    kept = saver(folder)
+    kept.keep("key", original)
+    kept.write(12)
+    saved = reader(folder).take("key", like=live)
+    assert saved.digest == digest_tensor(original)
+    stride, version = live.stride(), live._version
+    differed = digest_tensor(live) != digest_tensor(original)
+    assert put_back(saved, live) is differed
+    assert digest_tensor(live) == digest_tensor(original)
+    assert (live.stride(), live._version) == (stride, version)
+    assert digest_tensor(new_tensor(saved, like=make(seed + 2))) == digest_tensor(original)
+
+
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "quantised": lambda: torch.quantize_per_tensor(torch.randn(4, 3), 0.1, 3, torch.quint8),
+    "another scale": lambda: torch.quantize_per_tensor(torch.randn(4, 3), float(torch.rand(1)), 3, torch.qint32),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        torch.randn(4, 3), torch.rand(4).double(), torch.randint(0, 3, (4,)), 0, torch.qint8
+    ),
+    "four bits": lambda: torch.quantize_per_channel(
+        torch.randn(2, 8), torch.rand(2), torch.zeros(2), 0, torch.quint4x2
+    ),
+    "coo": lambda: torch.sparse_coo_tensor(torch.randint(0, 3, (2, 4)), torch.randn(4), (3, 3)),
+    "coo, coalesced or not": lambda: torch.sparse_coo_tensor(
+        torch.tensor([[0, 1], [1, 0]]), torch.randn(2), (2, 2), is_coalesced=bool(torch.rand(1) > 0.5)
+    ),
+    "csr": lambda: (torch.eye(3) * torch.rand(1)).to_sparse_csr(),
+    "csc": lambda: (torch.eye(3) * torch.rand(1)).to_sparse_csc(),
+    "bsr": lambda: torch.randn(4, 4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+    "parameter": lambda: nn.Parameter(torch.randn(3)),
+    "scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.empty(0, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+def test_other_layouts_come_back_by_components(tmp_path: Path, kind: str) -> None:
+    original = OTHERS[kind]()
+    kept = saver(tmp_path)
+    kept.keep("key", original)
+    kept.write(12)
+    for _ in range(3):
+        live = OTHERS[kind]()
+        saved = reader(tmp_path).take("key", like=live)
+        put_back(saved, live)
+        assert digest_tensor(live) == digest_tensor(original) == saved.digest
+        if kind != "four bits":  # torch has no clone for it, and no gradients
+            assert digest_tensor(new_tensor(saved, like=OTHERS[kind]())) == saved.digest
+
+
+def test_a_shard_comes_back(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        original = DTensor.from_local(torch.randn(3), mesh, [Shard(0)])
+        live = DTensor.from_local(torch.randn(3), mesh, [Shard(0)])
+        local = live.to_local()
+        kept = saver(tmp_path)
+        kept.keep("key", original)
+        kept.write(12)
+        assert put_back(reader(tmp_path).take("key", like=live), live)
+        assert torch.equal(local, original.to_local())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_autograd_goes_on_with_the_bits_put_back() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    saved = copy_bits(torch.tensor([2.0, 3.0, 4.0]))
+    out = torch.exp(weight)  # autograd saves the output
+    version = out._version
+    base = out.grad_fn
+    assert put_back(saved, out)
+    assert (out._version, out.grad_fn, out.requires_grad) == (version, base, True)
+    out.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.tensor([2.0, 3.0, 4.0]))
+
+
+def test_a_leaf_that_requires_grad_is_changed_where_it_lies() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    view, address = weight.detach(), weight.data_ptr()
+    (weight * weight).sum().backward()
+    assert put_back(copy_bits(torch.full((3,), 5.0)), weight)
+    assert weight.data_ptr() == address
+    assert view.tolist() == [5.0] * 3
+    assert weight.is_leaf
+    assert weight.requires_grad
+
+
+def test_inference_tensors_and_inference_mode() -> None:
+    with torch.inference_mode():
+        live = torch.ones(3)
+        put_back(copy_bits(torch.full((3,), 2.0)), live)
+    put_back(copy_bits(torch.full((3,), 3.0)), live)
+    assert live.is_inference()
+    assert live.tolist() == [3.0] * 3
+
+
+def test_no_mode_sees_it(tmp_path: Path) -> None:
+    live, original = torch.randn(4, 4).t(), torch.randn(4, 4)
+    kept = saver(tmp_path)
+    with HashMode() as mode, FlopCounterMode(display=False) as flops:
+        kept.keep("key", original)
+        kept.write(12)
+        saved = reader(tmp_path).take("key", like=live)
+        put_back(saved, live)
+        new_tensor(saved, like=live)
+    assert mode.trace is not None
+    assert [site.op for site in mode.trace.program.sites if site.op] == []
+    assert flops.get_total_flops() == 0
+
+
+def test_elements_that_share_memory_cannot_be_made_different() -> None:
+    live = torch.zeros(3).expand(2, 3)
+    with pytest.raises(ReplayError, match="share memory"):
+        put_back(copy_bits(torch.arange(6.0).reshape(2, 3)), live)
+    assert live.tolist() == [[0.0] * 3] * 2
+
+
+def test_what_is_kept_is_the_moment(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    kept = saver(tmp_path)
+    kept.keep("key", tensor)
+    tensor.zero_()
+    kept.write(12)
+    assert put_back(reader(tmp_path).take("key", like=tensor), tensor)
+    assert tensor.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("live", "complaint"),
+    [
+        (torch.ones(4), r"float32 \[3\] and the live tensor is float32 \[4\]"),
+        (torch.ones(3, dtype=torch.float64), "float64"),
+        (torch.ones(3).to_sparse(), "sparse_coo"),
+        (torch.ones(3, device="meta"), "no data"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(tmp_path: Path, live: Tensor, complaint: str) -> None:
+    kept = saver(tmp_path)
+    kept.keep("forward/net:aten.mm.default#0.0", torch.ones(3))
+    kept.write(12)
+    with pytest.raises(ReferenceFormatError, match=complaint) as error:
+        reader(tmp_path).take("forward/net:aten.mm.default#0.0", like=live)
+    assert "step-000000012.safetensors" in str(error.value)
+    assert "aten.mm.default#0.0" in str(error.value)
+
+
+def test_what_was_not_saved_or_was_taken_is_an_error(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("one", torch.ones(3))
+    kept.keep("two", torch.ones(3))
+    kept.keep_value("three", 0.1)
+    kept.write(12)
+    step = reader(tmp_path)
+    step.take("one", like=torch.ones(3))
+    for key, complaint in (("one", "taken already"), ("four", "no 'four'"), ("three", "plain value")):
+        with pytest.raises(ReferenceFormatError, match=complaint):
+            step.take(key, like=torch.ones(3))
+    assert step.untaken() == ("two", "three")
+    assert step.take_value("three") == 0.1
+    with pytest.raises(ReferenceFormatError, match="it has nothing"):
+        reader(tmp_path, step=13).take("one", like=torch.ones(3))
+
+
+def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("key", torch.randn(8))
+    kept.write(12)
+    path = reader(tmp_path).path
+    content = path.read_bytes()
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 0x11]) + content[position + 1 :])
+        with pytest.raises(ReferenceFormatError, match="step-000000012"):
+            reader(tmp_path).take("key", like=torch.randn(8))
+    for length in (0, 7, 8, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(ReferenceFormatError, match="step-000000012"):
+            reader(tmp_path).take("key", like=torch.randn(8))
+
+
+def test_another_step_or_run_is_refused(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("key", torch.ones(1))
+    kept.write(12)
+    path = reader(tmp_path).path
+    for change in ({"step": 13}, {"run_id": "other"}, {"rank": 1}):
+        place = StepPlace(**{**PLACE.to_dict(), **change})
+        with pytest.raises(ReferenceFormatError, match="another place"):
+            SavedStep(path, place).take("key", like=torch.ones(1))
+
+
+@pytest.mark.parametrize("key", ["../../etc/passwd", "__metadata__", "a/b", "\n", "é" * 900, "key/values"])
+def test_keys_never_become_paths(tmp_path: Path, key: str) -> None:
+    kept = saver(tmp_path)
+    kept.keep(key, torch.ones(2))
+    kept.keep("key", torch.ones(2).to_sparse())
+    kept.write(12)
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors"]
+    assert reader(tmp_path).take(key, like=torch.ones(2)).num_bytes == 8
+    assert reader(tmp_path).take("key", like=torch.ones(2).to_sparse()).num_bytes == 24
+
+
+def test_others_can_read_the_file(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("one", torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    kept.keep("two", torch.tensor([1j, 2], dtype=torch.complex128))
+    kept.write(12)
+    with safe_open(reader(tmp_path).path, framework="pt") as file:
+        assert torch.equal(file.get_tensor("one"), torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+        assert file.get_tensor("two").dtype is torch.uint8
+        header = json.loads(file.metadata()["det_callbacks_replay"])
+    assert (header["format_version"], header["run_id"], header["step"]) == (1, "run", 12)
+    assert header["entries"][1]["dtype"] == "complex128"
+
+
+def test_the_budget_of_a_step_and_of_the_run(tmp_path: Path) -> None:
+    mib = torch.zeros(2**18)
+    kept = saver(tmp_path, budget_mib=2, total_budget_mib=3)
+    kept.keep("a", mib, op="aten.one")
+    kept.keep("b", mib, op="aten.two")
+    with pytest.raises(ReplayError, match=r"would save 3 MiB.*2 MiB a step.*aten.two 2 MiB, aten.one 1 MiB"):
+        kept.keep("c", mib, op="aten.two")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    kept.write(0)
+    with pytest.raises(ReplayError, match="3 MiB in all"):  # the files have headers
+        kept.keep("d", mib)
+    again = saver(tmp_path, total_budget_mib=2)  # a resumed run counts what is there
+    with pytest.raises(ReplayError, match="in all"):
+        again.keep("d", mib)
+    with pytest.raises(ReplayError, match="budget is 0 MiB"):
+        saver(tmp_path, budget_mib=0).keep("x", torch.ones(1))
+    saver(tmp_path, budget_mib=0).keep("x", torch.ones(0))
+    with pytest.raises(ValueError, match="budget_mib"):
+        saver(tmp_path, budget_mib=-1)
+
+
+def test_a_disk_that_would_fill_is_an_error_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = saver(tmp_path)
+    kept.keep("a", torch.zeros(2**18))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 64 * 2**20})())
+    with pytest.raises(ReplayError, match="the disk has 64 MiB free"):
+        kept.write(12)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("a", torch.zeros(1))
+    kept.write(12)
+    kept.keep("a", torch.ones(1))
+    kept.write(12)
+    assert put_back(reader(tmp_path).take("a", like=torch.zeros(1)), torch.zeros(1))
+    kept.write(12)  # and one that saves nothing any more leaves no file
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_key_twice_in_a_step_is_an_error(tmp_path: Path) -> None:
+    kept = saver(tmp_path)
+    kept.keep("a", torch.zeros(1))
+    with pytest.raises(ValueError, match="'a' already"):
+        kept.keep("a", torch.zeros(1))
+
+
+def test_what_cannot_be_put_back_is_not_saved() -> None:
+    with pytest.raises(ReplayError, match="_mkldnn"):
+        copy_bits(torch.ones(4, 4).to_mkldnn())
+    with pytest.raises(TypeError, match="meta"):
+        copy_bits(torch.ones(4, device="meta"))
+
+
+@pytest.mark.parametrize("value", [None, True, 3, -(2**70), 0.1, float("nan"), -0.0, float("inf"), "tëxt"])
+def test_plain_values_come_back(tmp_path: Path, value: bool | int | float | str | None) -> None:
+    kept = saver(tmp_path)
+    kept.keep_value("key", value)
+    kept.write(12)
+    assert repr(reader(tmp_path).take_value("key")) == repr(value)
+
+
+def test_counts() -> None:
+    counts = ReplayCounts()
+    for differs in (True, True, False):
+        counts.add("aten.index_add_.default", differs=differs, num_bytes=2**20)
+        counts.end_step()
+    assert counts.to_dict() == {"aten.index_add_.default": {"count": 3, "differing": 2, "mib_per_step": 1.0}}
