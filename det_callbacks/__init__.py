@@ -1,14 +1,18 @@
 """Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
+from det_callbacks.audit import AuditFinding, AuditReport
 from det_callbacks.callback import DeterminismCallback
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import digest_tensor
+from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
+    AuditError,
     CoverageWarning,
     DetCallbacksError,
     DetCallbacksWarning,
     DivergenceError,
     DivergenceWarning,
+    EquivalenceError,
     NondeterministicOpError,
     NondeterministicOpWarning,
     NotComparableError,
@@ -19,6 +23,7 @@ from det_callbacks.errors import (
     RunExistsError,
     SelectionError,
     SettingsError,
+    StepNotRepeatableError,
     TraceError,
 )
 from det_callbacks.observe import (
@@ -35,6 +40,10 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
 __all__ = [
+    "AuditError",
+    "AuditFinding",
+    "AuditReport",
+    "BitwiseEquivalenceMode",
     "Counts",
     "Coverage",
     "CoverageWarning",
@@ -46,18 +55,21 @@ __all__ = [
     "DivergenceError",
     "DivergenceWarning",
     "EnvironmentDifference",
+    "EquivalenceError",
     "HashMode",
     "NondeterministicOpError",
     "NondeterministicOpWarning",
     "NotComparableError",
     "NothingComparedError",
     "ObserverContext",
+    "OpMismatch",
     "ReferenceFormatError",
     "ReferenceNotFoundError",
     "ReplayError",
     "RunExistsError",
     "SelectionError",
     "SettingsError",
+    "StepNotRepeatableError",
     "TraceError",
     "Verdict",
     "compare_runs",

@@ -8,6 +8,8 @@ and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not compar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from det_callbacks.audit import AuditReport
+    from det_callbacks.equivalence import OpMismatch
     from det_callbacks.verdict import Verdict
 
 
@@ -42,6 +44,42 @@ class NotComparableError(DivergenceError):
     """The bits differ, and so does the machine in a way that can change bits: nothing is proven either way."""
 
     exit_code = 3
+
+
+class EquivalenceError(DetCallbacksError):
+    """An op gave other bits when it was run again on the same inputs.
+
+    Args:
+        message: the text shown to the user.
+        mismatch: the op, its module, source, number of differing elements and ULPs.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, mismatch: "OpMismatch | None" = None) -> None:
+        super().__init__(message, mismatch)
+        self.mismatch = mismatch
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AuditError(DetCallbacksError):
+    """An audit found something that gives other bits when it is run again.
+
+    Args:
+        message: the text shown to the user.
+        report: what was found.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
+        super().__init__(message, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ReferenceNotFoundError(DetCallbacksError, FileNotFoundError):
@@ -124,6 +162,10 @@ class NothingComparedError(DetCallbacksError):
 
 class TraceError(DetCallbacksError):
     """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
+
+
+class StepNotRepeatableError(DetCallbacksError):
+    """A training step changed something that cannot be put back, or fails when it is run again, so no audit of it."""
 
 
 class ReplayError(DetCallbacksError):

@@ -6,7 +6,6 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 import atexit
 import hashlib
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -18,14 +17,16 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import DeterminismCallback, runs_finished
+from det_callbacks.callback import DeterminismCallback, runs_finished, take_unfinished
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
+from det_callbacks.report import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
@@ -36,7 +37,9 @@ _config_sha256: ContextVar[str | None] = ContextVar("det_callbacks_config_sha256
 _LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
 
 
-def determinism_callback(*, reference: str, current: str | None = None, **arguments: Any) -> DeterminismCallback:
+def determinism_callback(
+    *, reference: str | None = None, current: str | None = None, **arguments: Any
+) -> DeterminismCallback:
     """Return a :class:`DeterminismCallback` whose folders are those of this Hydra job.
 
     Relative paths start at the directory where the program was started, also where Hydra changes the working
@@ -44,16 +47,19 @@ def determinism_callback(*, reference: str, current: str | None = None, **argume
     sweep: record and verify the same sweep.
 
     Args:
-        reference: folder of the run to record or to verify against.
+        reference: folder of the run to record or to verify against; an audit needs none.
         current: folder of a verification; None is ``determinism`` in the job's output directory.
         arguments: the other arguments of :class:`DeterminismCallback`.
     """
     folder = None
     if current is not None:
         folder = _job_folder(current)
-    elif HydraConfig.initialized() and arguments.get("mode", "verify") == "verify":
+    elif HydraConfig.initialized() and arguments.get("mode", "verify") in ("verify", "audit"):
         folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
-    callback = DeterminismCallback(_job_folder(reference), current=folder, **arguments)
+    if isinstance(replay := arguments.get("replay"), str) and HydraConfig.initialized():
+        arguments["replay"] = Path(HydraConfig.get().runtime.cwd, replay)
+    path = None if reference is None else _job_folder(reference)
+    callback = DeterminismCallback(path, current=folder, **arguments)
     if (sha256 := _config_sha256.get()) is not None:
         callback.choices["config"] = {"sha256": sha256}
     return callback
@@ -89,11 +95,15 @@ class DeterminismJobCallback(Callback):
             runs_before = self._runs_before
             self._close()
             error = job_return._return_value  # the property raises it (Hydra 1.3.8)
+            if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
+                error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
             if job_return.status == JobStatus.FAILED:
                 if isinstance(error, DetCallbacksError):
                     _fail(job_return, error)
             elif runs_before is not None and runs_finished() == runs_before:
                 _fail(job_return, _nothing_ran(_mode(config)))
+            if (unfinished := take_unfinished()) is not None and job_return.status != JobStatus.FAILED:
+                _fail(job_return, unfinished)
 
     def _open(self, config: DictConfig) -> None:
         if OmegaConf.is_missing(config.determinism, "reference"):
@@ -121,8 +131,7 @@ class DeterminismJobCallback(Callback):
         """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""
         if runs_finished() == self._runs_before:
             _print_error(_nothing_ran(mode))
-            # The exit status can no longer be changed in an orderly way.
-            os._exit(NothingComparedError.exit_code)
+            end_process(NothingComparedError.exit_code)
 
 
 def _digest_config(config: DictConfig) -> str | None:
@@ -186,8 +195,7 @@ def _print_error(error: DetCallbacksError) -> None:
     if os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0"):
         traceback.print_exception(error)
     else:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
+        print_error(error)
 
 
 @contextmanager

@@ -98,7 +98,8 @@ class Coverage:
         ops_digested: those of them whose outputs were digested.
         ops_skipped: reason -> number of ops (view, uninitialised, unselected, ...).
         opaque_regions: names of regions of which only the boundary was seen.
-        replayed: op -> count and MiB per step.
+        replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
+            whose live bits differed ("differing"), and "mib_per_step".
     """
 
     ranks: int

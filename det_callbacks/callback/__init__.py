@@ -1,5 +1,6 @@
 """DeterminismCallback: when Lightning calls us."""
 
-from det_callbacks.callback.determinism import DeterminismCallback, runs_finished
+from det_callbacks.callback.determinism import DeterminismCallback
+from det_callbacks.callback.fits import runs_finished, take_unfinished
 
-__all__ = ["DeterminismCallback", "runs_finished"]
+__all__ = ["DeterminismCallback", "runs_finished", "take_unfinished"]

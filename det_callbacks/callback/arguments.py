@@ -5,25 +5,50 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.trace.selection import Selection
 
-MODES = ("record", "verify", "disabled")
+MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")
 ON_DIVERGENCE = ("raise", "collect", "warn")
+AUDITS = ("ops", "step")
 
 
 def check_arguments(
-    *, reference: object, mode: object, current: object, steps: object, on_divergence: object, overwrite: object
+    *,
+    reference: object,
+    mode: object,
+    current: object,
+    steps: object,
+    on_divergence: object,
+    overwrite: object,
+    audit: object,
+    audit_steps: Sequence[object],
+    audit_runs: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
     _require_one_of("steps", steps, STEPS)
     _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-    if not isinstance(reference, str | Path) or not str(reference):
+    _require_one_of("audit", audit, AUDITS)
+    if mode in ("record", "verify") and (not isinstance(reference, str | Path) or not str(reference)):
         raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
     if current is not None and (not isinstance(current, str | Path) or not str(current)):
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
+    if not audit_steps or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[operator]  # an int
+        raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
+    if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
+        raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
+
+
+def check_replay(selection: Selection) -> None:
+    """Raise ``SelectionError`` when steps or ops would run without what has to be saved."""
+    if selection.level != "op" or selection.every_n_steps != 1:
+        raise SelectionError(
+            f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
+            f"level={selection.level!r} and every_n_steps={selection.every_n_steps}."
+        )
 
 
 def check_alone(callbacks: Sequence[Any]) -> None:
@@ -33,6 +58,10 @@ def check_alone(callbacks: Sequence[Any]) -> None:
             "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
             "Give it one; to record and verify, train twice."
         )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -12,35 +12,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
-from det_callbacks.callback.arguments import check_alone, check_arguments
-from det_callbacks.compare.live import Verification, free_folder, open_reference
+from det_callbacks.callback.arguments import check_alone, check_arguments, check_replay
+from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.verifying import Verifying
 from det_callbacks.environment import capture_environment, trainer_choices
-from det_callbacks.errors import (
-    DetCallbacksError,
-    DivergenceError,
-    DivergenceWarning,
-    NotComparableError,
-    NothingComparedError,
-    TraceError,
-)
-from det_callbacks.report import count, print_closing_line, recorded_line, verdict_lines, verified_line
+from det_callbacks.errors import DetCallbacksError, TraceError
+from det_callbacks.observe import Observations, activate, deactivate
+from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
-
-_num_fits = 0
-
-
-def runs_finished() -> int:
-    """Return how many fits a DeterminismCallback has ended in this process, with or without success.
-
-    The Hydra job callback asks it to notice a job whose callback never ran.
-    """
-    return _num_fits
 
 
 class DeterminismCallback(AlertCallback):
@@ -51,9 +37,11 @@ class DeterminismCallback(AlertCallback):
 
     Args:
         reference: folder of the reference: written by record, read by verify. Relative to the working directory.
-        mode: "record" writes the reference, "verify" compares with it, "disabled" does nothing.
-        current: verify: folder for the verdict and the diverging steps; by default ``determinism/verify-NNN`` below
-            the Trainer's log directory.
+            None for an audit, which needs none.
+        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops or steps again to find what is
+            nondeterministic, "disabled" does nothing.
+        current: verify: folder for the verdict and the diverging steps, by default ``determinism/verify-NNN`` below
+            the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
@@ -65,9 +53,19 @@ class DeterminismCallback(AlertCallback):
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
         overwrite: record: replace a run that is there.
+        replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
+            patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
+            mode taken from the reference.
+        replay_budget_mib: record: MiB that a step may save; more is a ReplayError.
+        replay_total_mib: record: MiB that the run may save.
+        audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
+        audit_steps: audit: the steps to audit, by number.
+        audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
 
     Attributes:
-        verdict: the Verdict of a verification; None before its end and in other modes.
+        verdict: the Verdict of a verification; None before the end of a fit and in other modes. Where the reference
+            holds more fits than have run, it counts theirs as missing.
+        audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
@@ -75,7 +73,10 @@ class DeterminismCallback(AlertCallback):
         DivergenceError: the run is not the reference (verify; ``.verdict`` says where).
         NotComparableError: it differs, and so does the machine in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
+        ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
+        AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
+        StepNotRepeatableError: an audited step changed what cannot be put back.
 
     In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
     left at their defaults; others than the reference's are refused.
@@ -87,9 +88,9 @@ class DeterminismCallback(AlertCallback):
 
     def __init__(
         self,
-        reference: str | Path,
+        reference: str | Path | None,
         *,
-        mode: Literal["record", "verify", "disabled"] = "verify",
+        mode: Literal["record", "verify", "audit", "disabled"] = "verify",
         current: str | Path | None = None,
         modules: Sequence[str] = ("*",),
         level: Literal["op", "module", "state"] = "op",
@@ -99,6 +100,12 @@ class DeterminismCallback(AlertCallback):
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
         overwrite: bool = False,
+        replay: Sequence[str] | str | Path = (),
+        replay_budget_mib: float = BUDGET_MIB,
+        replay_total_mib: float = TOTAL_MIB,
+        audit: Literal["ops", "step"] = "ops",
+        audit_steps: Sequence[int] = (0, 1, 2),
+        audit_runs: int = 2,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -108,8 +115,11 @@ class DeterminismCallback(AlertCallback):
             steps=steps,
             on_divergence=on_divergence,
             overwrite=overwrite,
+            audit=audit,
+            audit_steps=audit_steps,
+            audit_runs=audit_runs,
         )
-        self.reference = Path(reference)
+        self.reference = None if reference is None else Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)
         self.selection = Selection(
@@ -124,21 +134,26 @@ class DeterminismCallback(AlertCallback):
         self.settings = settings
         self.on_divergence = on_divergence
         self.overwrite = overwrite
+        self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
+        if self.replay.patterns and mode == "record":
+            check_replay(self.selection)
+        self.audit = audit
+        self.audit_steps = tuple(audit_steps)
+        self.audit_runs = audit_runs
+        self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
-        self._writer: RunWriter | None = None
-        self._verification: Verification | None = None
-        self._segment = -1
+        self._observations: Observations | None = None
+        self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
-        self._num_steps = self._num_sites = 0
         self._restore_training_step: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
         # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
-        fresh = vars(DeterminismCallback(self.reference))
+        fresh = vars(DeterminismCallback(None, mode="disabled"))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
 
     # before training
@@ -162,18 +177,42 @@ class DeterminismCallback(AlertCallback):
             if self.settings.seed is not None:
                 require_seeded_before(pl_module)
         self._begin_alerts(self.settings, pl_module)
-        if self.mode == "verify" and self._verification is None:
-            self._open_reference()
+        if self._run is None:
+            self._run = self._new_run()
+        if isinstance(self._run, Verifying):
+            self.selection = self._run.check_reference(self.selection)
 
-    def _open_reference(self) -> Run:
-        run, self.selection = open_reference(self.reference, self.selection, steps=self.steps)
-        return run
+    def _new_run(self) -> Recording | Verifying | Auditing:
+        if self.mode == "audit":
+            return Auditing(
+                self.current,
+                kind=self.audit,
+                steps=self.audit_steps,
+                num_runs=self.audit_runs,
+                on_divergence=self.on_divergence,
+            )
+        assert self.reference is not None
+        if self.mode == "record":
+            return Recording(self.reference, overwrite=self.overwrite, replay=self.replay)
+        return Verifying(
+            self.reference,
+            self.current,
+            steps=self.steps,
+            on_divergence=self.on_divergence,
+            replay=self.replay.patterns,
+        )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.mode == "disabled":
+        run = self._run
+        if run is None:
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+        if isinstance(run, Auditing):
+            self.audit_report = None
+            run.begin_fit(trainer, pl_module, self.selection)
+            self._is_fitting = True
+            return
         is_resumed = trainer.ckpt_path is not None
         allow = [] if self.settings is None else list(self.settings.allow)
         choices = {**trainer_choices(trainer, pl_module), **self.choices, "settings": {"allow": allow}}
@@ -181,38 +220,29 @@ class DeterminismCallback(AlertCallback):
             "selection": self.selection.to_dict(),
             "settings": {**settings_in_force(), "allow": allow},
             "environment": capture_environment(choices=choices).to_dict(),
+            "replay": list(self.replay.patterns),
         }
-        if self.mode == "record":
-            if self._writer is None:
-                path = self.reference
-                if is_resumed and (path / "run.json").exists() and not self.overwrite:
-                    self._writer = RunWriter.resume(path, manifest=manifest)
-                else:
-                    self._writer = RunWriter.create(path, manifest=manifest, overwrite=self.overwrite)
-            else:
-                self._writer.start_segment()
-        elif self._verification is None:
-            self._verification = Verification(
-                self._open_reference(),
-                self.current or free_folder(Path(trainer.log_dir or trainer.default_root_dir)),
-                rank=trainer.global_rank,
-                manifest=manifest,
-                steps=self.steps,
-            )
-        self._segment += 1
         self.verdict = None
-        if self._verification is not None:
-            self._verification.begin_segment(self._segment)
+        if isinstance(run, Recording):
+            run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
+        else:
+            root = Path(trainer.log_dir or trainer.default_root_dir)
+            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank)
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._is_fitting = True
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
+        self._hash_mode.recorder.exchange = run.exchange
+        self._observations = Observations(self._hash_mode.recorder, level=self.selection.level)
+        activate(self._observations)
         if self._alerts is not None:
             self._alerts.on_new = self._put_alerts
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.attach(trainer)
         if self._hash_mode is None:
             return
         self._hash_mode.optimizers = list(trainer.optimizers)
@@ -234,19 +264,24 @@ class DeterminismCallback(AlertCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._hash_mode is None:
+        if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if isinstance(self._run, Auditing):
+            self._open_watch()
+            self._run.begin_step(self._step)
+            return
+        assert self._hash_mode is not None
         is_selected = self.selection.selects_step(self._step)
         if self.selection.level != "op" or not is_selected:
             self._open_watch()
         if not is_selected:
             return
-        expected = None
-        if self._verification is not None:
-            expected = self._verification.expectation(self._segment, self._step)
-        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=expected)
+        assert isinstance(self._run, Recording | Verifying)
+        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(self._step))
+        assert self._observations is not None
+        self._observations.begin(saver=self._run.saver, saved=self._run.saved)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -259,42 +294,43 @@ class DeterminismCallback(AlertCallback):
     ) -> None:
         if self._hash_mode is not None:
             self._hash_mode.recorder.phase = "gradient"
+        elif isinstance(self._run, Auditing):
+            self._run.before_optimizer()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.end_step(self._step)
         self._close_watch()
         if self._hash_mode is None or not self._hash_mode.is_open:
             return
         self._hash_mode.record_values("state", outputs, "outputs")
+        if self._observations is not None:
+            self._observations.end()
         trace = self._hash_mode.finish()
         if trace is None:
             raise TraceError(
                 f"Step {self._step} could not be traced, because a dispatch mode was left open in it, so nothing after "
-                f"step {self._step - 1} would be {'recorded' if self._writer else 'verified'}. Close that mode within "
-                "the training step."
+                f"step {self._step - 1} would be {'recorded' if self.mode == 'record' else 'verified'}. Close that "
+                "mode within the training step."
             )
         self._is_first = False
-        self._num_steps += 1
-        self._num_sites += len(trace.digests)
-        epoch = trainer.current_epoch
-        if self._writer is not None:
-            self._writer.put_program(trace.program)
-            if not self._writer.has_layout(trace.layout_id):
-                self._writer.put_layout(trace.layout)
-            self._writer.append(self._step, epoch, trace.program.id, trace.layout_id, trace.digests)
-        elif self._verification is not None:
-            differs = self._verification.add(trace, segment=self._segment, step=self._step, epoch=epoch)
-            if differs and self.on_divergence == "raise":
-                self._end_verification(is_resumed=True, is_early=True)
+        assert isinstance(self._run, Recording | Verifying)
+        if self._run.add(trace, step=self._step, epoch=trainer.current_epoch):
+            self._end_fit(is_resumed=True, is_early=True)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
 
     def _close_step(self) -> None:
+        if isinstance(self._run, Auditing):
+            self._run.end_step(self._step)
         self._close_watch()
+        if self._observations is not None:
+            self._observations.abandon()
         if self._hash_mode is not None:
             self._hash_mode.abandon()
 
@@ -302,54 +338,24 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=trainer.ckpt_path is not None)
 
-    def _finish_fit(self, *, is_resumed: bool) -> None:
+    def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
             return
-        if self._writer is None:
-            self._end_verification(is_resumed=is_resumed, is_early=False)
+        self._close_trace()
+        if isinstance(self._run, Auditing):
+            try:
+                self._run.end_fit()
+            finally:
+                self.audit_report = self._run.outcome
             return
-        self._close_trace()
-        self._writer.close(complete=self._num_steps > 0)
-        if not self._num_steps:
-            raise NothingComparedError(
-                f"Nothing was recorded in {self.reference}: the fit had no step that every_n_steps="
-                f"{self.selection.every_n_steps} selects."
-            )
-        print_closing_line(
-            recorded_line(
-                path=self.reference,
-                num_steps=self._num_steps,
-                num_sites=self._num_sites,
-                num_bytes=self._writer.bytes_written,
-                level=self.selection.level,
-            )
-        )
-
-    def _end_verification(self, *, is_resumed: bool, is_early: bool) -> None:
-        verification = self._verification
-        assert verification is not None
-        self._close_trace()
-        if not is_early:
-            verification.end_segment(self._segment, is_resumed=is_resumed)
-        pending = 0 if is_early else max(0, verification.num_segments - self._segment - 1)
+        assert self._run is not None
         try:
-            verdict = verification.finish(pending=pending)
-        except NothingComparedError:
-            verification.close(complete=False)
-            raise
-        verification.close(complete=True)
-        self.verdict = verdict
-        print_closing_line(verified_line(verdict, level=self.selection.level))
-        if verdict.verdict == "match":
-            return
-        text = verdict_lines(verdict)
-        if self.on_divergence == "warn" or (pending and not verification.has_divergence):
-            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
-            return
-        error = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
-        raise error(text, verdict)
+            observed = {} if self._observations is None else self._observations.counts.to_dict()
+            self._run.end_fit(is_resumed=is_resumed, is_early=is_early, observed=observed)
+        finally:
+            self.verdict = self._run.verdict
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -357,39 +363,32 @@ class DeterminismCallback(AlertCallback):
         was_fitting = self._is_fitting
         self._close_trace()
         self._end_alerts()
-        if not was_fitting:
-            return
-        reason = type(exception).__name__
-        if self._writer is not None:
-            self._writer.close(complete=False)
-            print_closing_line(
-                f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "
-                f"{self.reference} is incomplete"
-            )
-        elif self._verification is not None:
-            if self._verification.has_divergence:
-                self.verdict = self._verification.finish()
-            self._verification.close(complete=False)
-            found = "no verdict" if self.verdict is None else self.verdict.verdict
-            num_steps = count(self._verification.num_steps, "step")
-            print_closing_line(f"det_callbacks: verification stopped by {reason} after {num_steps}: {found}")
+        if was_fitting:
+            assert self._run is not None
+            self._run.stop(type(exception).__name__)
+            if not isinstance(self._run, Auditing):
+                self.verdict = self._run.verdict
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # only a fit that has nothing to train comes here without on_train_end
-        self._finish_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=trainer.ckpt_path is not None)
         self._end_alerts()
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None
-        if (keeper := self._writer or self._verification) is not None:
-            keeper.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
+        assert isinstance(self._run, Recording | Verifying)
+        self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
 
     def _close_trace(self) -> None:
-        global _num_fits
         if self._is_fitting:
-            _num_fits += 1
+            note_ended()
         self._is_fitting = False
+        if isinstance(self._run, Auditing):
+            self._run.detach()
+        if self._observations is not None:
+            self._observations.abandon()
+            deactivate(self._observations)
         hash_mode, self._hash_mode = self._hash_mode, None
         if hash_mode is not None:
             hash_mode.abandon()

@@ -46,7 +46,7 @@ class Verification:
         self.reference = reference
         self.current = current
         self._steps = steps
-        self._rank = rank
+        self.rank = rank
         self._ranks = reference.rank(rank)
         self._known: dict[int, frozenset[int]] = {}
         self._done: dict[int, list[int]] = {}
@@ -89,7 +89,7 @@ class Verification:
         """Return what the reference had in a step, None when it has no such step."""
         if step not in self._known[segment]:
             return None
-        self._view = self.reference.view(self._rank, segment, step)
+        self._view = self.reference.view(self.rank, segment, step)
         return Expectation.of(self._view.record.digests)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Verification:
             step: training batch.
             is_whole: the step has ended, so that what the reference has and it has not is missing.
         """
-        current = trace.view(rank=self._rank, step=step, segment=segment)
+        current = trace.view(rank=self.rank, step=step, segment=segment)
         reference = empty_step(current) if step not in self._known[segment] else self._reference_step(segment, step)
         if not is_whole:
             reference = reached_part(reference, current)
@@ -125,12 +125,12 @@ class Verification:
         if step not in self._known[segment]:
             if self._steps == "common":
                 return False
-            self._builder.add_extra_step(self._rank, step, segment)
+            self._builder.add_extra_step(self.rank, step, segment)
             self._keep(trace, step, epoch)
             return True
         reference = self._reference_step(segment, step)
         if not is_whole:
-            reference = reached_part(reference, trace.view(rank=self._rank, step=step, segment=segment))
+            reference = reached_part(reference, trace.view(rank=self.rank, step=step, segment=segment))
         record = reference.record
         self.num_steps += 1
         if (
@@ -140,7 +140,7 @@ class Verification:
         ):
             self._builder.add_equal_step(reference)
             return False
-        current = trace.view(rank=self._rank, step=step, epoch=epoch, segment=segment)
+        current = trace.view(rank=self.rank, step=step, epoch=epoch, segment=segment)
         if not self._builder.add_step(reference, current).num_differing:
             return False  # another program and the same step: which arguments vary shows only after some steps
         self._keep(trace, step, epoch)
@@ -159,7 +159,7 @@ class Verification:
         first = min(done) if is_resumed and done else 0
         for step in sorted(self._known[segment].difference(done)):
             if step >= first:
-                self._builder.add_missing_step(self._rank, step, segment)
+                self._builder.add_missing_step(self.rank, step, segment)
 
     def finish(self, *, pending: int = 0) -> Verdict:
         """Write the verdict and return it; it may be called after every fit.
@@ -175,7 +175,7 @@ class Verification:
             builder = builder.copy()
             for segment in self._ranks.segments[-pending:]:
                 for step in self._ranks.steps(segment):
-                    builder.add_missing_step(self._rank, int(step), segment)
+                    builder.add_missing_step(self.rank, int(step), segment)
         verdict = builder.finish()
         write_verdict(self.current / VERDICT_FILE, verdict)
         return verdict
@@ -187,7 +187,7 @@ class Verification:
     def _reference_step(self, segment: int, step: int) -> StepView:
         known = self._view
         if known is None or (known.record.segment, known.record.step) != (segment, step):
-            known = self.reference.view(self._rank, segment, step)
+            known = self.reference.view(self.rank, segment, step)
         return known
 
     def _keep(self, trace: StepTrace, step: int, epoch: int) -> None:
@@ -237,12 +237,12 @@ def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run
     return run, recorded
 
 
-def free_folder(root: Path) -> Path:
-    """Return a folder below this one in which no verification was written yet."""
+def free_folder(root: Path, *, kind: str = "verify") -> Path:
+    """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
     number = 0
-    while (root / "determinism" / f"verify-{number:03d}").exists():
+    while (root / "determinism" / f"{kind}-{number:03d}").exists():
         number += 1
-    return root / "determinism" / f"verify-{number:03d}"
+    return root / "determinism" / f"{kind}-{number:03d}"
 
 
 def reference_environment(run: Run) -> Environment:

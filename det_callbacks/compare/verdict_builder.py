@@ -59,6 +59,7 @@ class VerdictBuilder:
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
+        self._replayed: Mapping[str, Any] = {}
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -66,7 +67,6 @@ class VerdictBuilder:
         self._ops_seen = self._ops_digested = 0
         self._ops_skipped: Counter[str] = Counter()
         self._opaque: set[str] = set()
-        self._replayed: Mapping[str, Any] = {}
 
     @property
     def has_divergence(self) -> bool:
@@ -113,7 +113,7 @@ class VerdictBuilder:
         self._environment = tuple(differences)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
-        """Set what was put back from the reference, as the coverage shows it."""
+        """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
         self._replayed = replayed
 
     def note(self, text: str) -> None:

@@ -40,17 +40,18 @@ class Observations:
 
     Args:
         recorder: whose step it is.
-        records_ops: the recorder sees every op anyway, so that regions change nothing.
+        level: of the HashMode that is open around each step: at "op" it sees every op anyway, and regions change
+            nothing; at "state" they cannot be told to which module ops belong, and record nothing. None without one.
 
     Attributes:
         num_observed: values observed so far, in all steps.
-        counts: what was put back.
+        counts: what was saved, or put back.
         on_observed: called after each observation, when it has become a site.
     """
 
-    def __init__(self, recorder: Recorder, *, records_ops: bool = False) -> None:
+    def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
         self._recorder = recorder
-        self._records_ops = records_ops
+        self._level = level
         self._occurrences: Counter[str] = Counter()
         self._current: dict[str, int] = {}
         self._gradients: list[_Gradient] = []
@@ -60,7 +61,7 @@ class Observations:
         self._said: set[str] = set()
         self._is_open = False
         self._nested = 0
-        self.region = OpRegion(recorder)
+        self.region = OpRegion(recorder, is_followed=level is not None)
         self.counts = ReplayCounts()
         self.num_observed = 0
         self.on_observed: Callable[[], None] | None = None
@@ -97,7 +98,7 @@ class Observations:
                     f"Saved tensors of the reference were not asked for in their step ({len(untaken)}: {shown}): what "
                     "they were saved for did not happen in this run."
                 )
-            self.counts.end_step()
+        self.counts.end_step()
         self._clear()
 
     def abandon(self) -> None:
@@ -156,14 +157,19 @@ class Observations:
 
     def enable_ops(self) -> None:
         """Record ops from here on."""
-        if self._records_ops:
+        if self._level in ("op", "state"):
             self._nested += 1
+            if self._level == "state":
+                self._say(
+                    'enable_hash_mode records nothing at level "state", which does not follow the modules. Record at '
+                    'level "module" to have regions of ops, or at level "op" to have all of them.'
+                )
         else:
             self.region.enter()
 
     def disable_ops(self) -> None:
         """End the region that began last; raise TraceError when there is none."""
-        if self._records_ops and self._nested:
+        if self._nested:
             self._nested -= 1
         else:
             self.region.leave()
@@ -204,7 +210,7 @@ class Observations:
     def _place(self) -> tuple[str, str]:
         if _graph_task_id() == -1:
             return self._recorder.phase, self._recorder.modules.current
-        context = self._recorder.backward_context()
+        context = self._recorder.backward.context()
         return "backward", context if isinstance(context, str) else context.module
 
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
@@ -219,7 +225,8 @@ class Observations:
 
     def _replay_tensor(self, key: str, tensor: Tensor, name: str) -> None:
         if self._saver is not None:
-            self._saver.keep(key, tensor, op=name)
+            kept = self._saver.keep(key, tensor, op=name)
+            self.counts.add(name, differs=False, num_bytes=kept.num_bytes)
         elif self._saved is not None:
             saved = self._saved.take(key, like=tensor)
             self.counts.add(name, differs=put_back(saved, tensor), num_bytes=saved.num_bytes)
@@ -227,6 +234,7 @@ class Observations:
     def _replay_value(self, key: str, value: Any, name: str) -> Any:
         if self._saver is not None:
             self._saver.keep_value(key, value)
+            self.counts.add(name, differs=False, num_bytes=0)
         elif self._saved is not None:
             kept = self._saved.take_value(key)
             self.counts.add(name, differs=repr(kept) != repr(value), num_bytes=0)
@@ -235,7 +243,8 @@ class Observations:
 
     def _replay_gradient(self, key: str, value: Tensor, name: str) -> Tensor | None:
         if self._saver is not None:
-            self._saver.keep(key, value, op=f"grad of {name}")
+            kept = self._saver.keep(key, value, op=f"grad of {name}")
+            self.counts.add(f"grad of {name}", differs=False, num_bytes=kept.num_bytes)
         if self._saver is not None or self._saved is None:
             return None
         saved = self._saved.take(key, like=value)

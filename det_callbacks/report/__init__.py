@@ -1,7 +1,16 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
-from det_callbacks.report.closing import count, print_closing_line, recorded_line, verified_line
+from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.closing import (
+    count,
+    print_closing_line,
+    recorded_line,
+    unfinished_text,
+    verified_line,
+    waiting_line,
+)
 from det_callbacks.report.doctor_text import render_diagnosis
+from det_callbacks.report.leaving import end_process, print_error
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
@@ -12,11 +21,15 @@ from det_callbacks.report.verdict_text import render_verdict, verdict_lines
 __all__ = [
     "OpUsage",
     "OpUse",
+    "audit_line",
+    "audit_lines",
     "count",
+    "end_process",
     "find_op_usage",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
+    "print_error",
     "recorded_line",
     "render_diagnosis",
     "render_digest_places",
@@ -28,6 +41,8 @@ __all__ = [
     "render_verdict",
     "run_to_dict",
     "step_to_dict",
+    "unfinished_text",
     "verdict_lines",
     "verified_line",
+    "waiting_line",
 ]

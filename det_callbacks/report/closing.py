@@ -1,6 +1,8 @@
 """The one line that a recording or a verification ends with."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -10,11 +12,13 @@ from det_callbacks.verdict import Verdict
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
 
-def recorded_line(*, path: Path, num_steps: int, num_sites: int, num_bytes: int, level: str) -> str:
-    """Return the closing line of a recording."""
+def recorded_line(
+    *, path: Path, num_steps: int, num_sites: int, num_bytes: int, level: str, saved: Mapping[str, Any] | None = None
+) -> str:
+    """Return the closing line of a recording; ``saved`` is what was saved for replay, as in ``Coverage.replayed``."""
     return (
         f"det_callbacks: recorded {count(num_steps, 'step')}, {count(num_sites, 'site')} at level {level}, "
-        f"{size(num_bytes)} of digests, in {path}"
+        f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
     )
 
 
@@ -24,8 +28,28 @@ def verified_line(verdict: Verdict, *, level: str) -> str:
     differing = f", {count(counts.sites_differing, 'site')} differing" if counts.sites_differing else ""
     return (
         f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}, "
-        f"{count(counts.sites_compared, 'site')} at level {level}{differing}, against {verdict.reference}"
+        f"{count(counts.sites_compared, 'site')} at level {level}{differing}"
+        f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict and diverging steps: {verdict.current})"
+    )
+
+
+def waiting_line(verdict: Verdict, *, num_fits: int, num_ended: int, level: str) -> str:
+    """Return the line of a fit that agreed, where the reference holds more fits: no verdict yet."""
+    counts = verdict.counts
+    return (
+        f"det_callbacks: fit {num_ended} of {num_fits} agrees: verified {count(counts.steps_compared, 'step')}, "
+        f"{count(counts.sites_compared, 'site')} at level {level}, against {verdict.reference}; the verdict comes with "
+        f"fit {num_fits}"
+    )
+
+
+def unfinished_text(verdict: Verdict, *, num_fits: int, num_ended: int) -> str:
+    """Return what is wrong with a process that ended before all fits of the reference ran."""
+    return (
+        f"{verdict.verdict}: the reference {verdict.reference} holds {num_fits} fits, and this process ended after "
+        f"{num_ended}. {verdict.explanation} Run the other fits with the same callback, or compare what both have with "
+        f'steps="common".'
     )
 
 
@@ -34,6 +58,13 @@ def print_closing_line(text: str) -> None:
     console = Console(soft_wrap=True, highlight=False)
     style = next((style for word, style in _STYLES.items() if f" {word}:" in text), "")
     console.print(Text(text, style=style))
+
+
+def _replayed(replayed: Mapping[str, Any], done: str) -> str:
+    if not replayed:
+        return ""
+    mib = sum(entry["mib_per_step"] for entry in replayed.values())
+    return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)"
 
 
 def count(number: int, noun: str) -> str:

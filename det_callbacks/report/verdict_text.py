@@ -108,6 +108,12 @@ def _render_coverage(verdict: Verdict, console: Console) -> None:
     )
     if coverage.opaque_regions:
         _line(console, f"  seen only from outside: {', '.join(coverage.opaque_regions)}")
+    for name, replayed in coverage.replayed.items():
+        _line(
+            console,
+            f"  replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
+            f"differed, {replayed['mib_per_step']:.3g} MiB a step",
+        )
 
 
 def _render_environment(verdict: Verdict, console: Console) -> None:

@@ -13,13 +13,14 @@ from det_callbacks.trace.named import (
     Entry,
     StateWalker,
     flatten,
+    gradients,
     optimizer_state,
     record_batch,
     record_generators,
     record_group,
 )
 from det_callbacks.trace.names import has_place
-from det_callbacks.trace.optimizers import OptimizerPhases
+from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.region import Interceptor
@@ -84,7 +85,9 @@ class HashMode:
         self._walker = None if model is None else StateWalker(model)
         self._base_phase = base_phase
         self.recorder = Recorder(selection, model)
-        self._phases = OptimizerPhases(self.recorder, base_phase)
+        self._phases = OptimizerPhases(
+            self.recorder, base_phase, on_new=self.recorder.names.refresh, on_update=self._record_gradients
+        )
         self._outputs = ModuleOutputs(self.recorder)
         self.recorder.names.list_state = self._state
         self._interceptor: Interceptor | None = None
@@ -174,17 +177,7 @@ class HashMode:
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with phase forward while it runs."""
-        recorder = self.recorder
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            outer = recorder.phase
-            recorder.phase = "forward"
-            try:
-                return function(*args, **kwargs)
-            finally:
-                recorder.phase = outer
-
-        return marked
+        return in_phase(self.recorder, "forward", function)
 
     def _leave(self) -> None:
         self.is_open = False
@@ -210,6 +203,10 @@ class HashMode:
     def _state(self) -> list[Entry]:
         model = [] if self._walker is None else self._walker.state()
         return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
+
+    def _record_gradients(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        record_group(self.recorder, "gradients", "gradient", gradients(parameters, self.recorder.parameter_names))
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()

@@ -26,6 +26,7 @@ from det_callbacks.trace.tree import Attribution, Event
 
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
+_graph_task_id = torch._C._current_graph_task_id
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
@@ -33,7 +34,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 _COPY_SLICES = "torch::autograd::CopySlices"
 _FRAMES_BELOW = 3
-"""Between ``BackwardMap.attribute`` and the engine: the recorder's two methods and ``__torch_dispatch__``."""
+"""Between ``BackwardMap.attribute`` and the engine: ``context``, the caller's method and ``__torch_dispatch__``."""
 _MAX_BETWEEN = 6
 """How many nodes an op may make before it runs, its own included."""
 
@@ -107,8 +108,15 @@ class BackwardMap:
         nodes = self._threads.get(get_ident())
         return nodes is None or _next_sequence_number() - 1 not in nodes.first
 
+    def context(self) -> Attribution:
+        """Return where the running op of a backward pass belongs, the modules called in that pass included."""
+        modules = self._modules
+        if modules.backward_pass == _graph_task_id():
+            return self.in_module(modules.current, recomputed=modules.is_recomputed)
+        return self.attribute()
+
     def attribute(self) -> Attribution:
-        """Return where the running op of a backward pass belongs.
+        """Return where the running op of a backward pass belongs by its autograd node.
 
         An op of a hook belongs with the node that the hook runs at, and has a source of its own.
         """

@@ -2,31 +2,45 @@
 
 Global optimizer hooks (``torch.optim.optimizer.register_optimizer_step_pre_hook``) see every optimizer without
 touching it. A closure runs before the update proper, so it is wrapped: forward and backward inside it keep their
-phases, and the gradients are recorded when it returns, after unscaling and clipping.
+phases, and the gradients are handed over when it returns, after unscaling and clipping.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from det_callbacks.trace.named import gradients, record_group
-from det_callbacks.trace.recorder import Recorder
+
+class HasPhase(Protocol):
+    """What keeps the phase of what runs outside a backward pass."""
+
+    phase: str
 
 
 class OptimizerPhases:
-    """Sets the recorder's phase around optimizer updates while open, and remembers the optimizers seen.
+    """Sets the phase around optimizer updates while open, and remembers the optimizers seen.
 
     Args:
-        recorder: whose phase is set.
+        owner: whose phase is set.
         closure_phase: phase of what a closure runs outside training step and backward pass.
+        on_new: called when an optimizer is seen for the first time.
+        on_update: called with the optimizer before an update proper, its gradients as they go into it.
     """
 
-    def __init__(self, recorder: Recorder, closure_phase: str) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        owner: HasPhase,
+        closure_phase: str,
+        *,
+        on_new: Callable[[], None] | None = None,
+        on_update: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        self._owner = owner
         self._closure_phase = closure_phase
+        self._on_new = on_new
+        self._on_update = on_update
         self._handles: list[RemovableHandle] = []
         self._outer: list[str] = []
         self.seen: list[Optimizer] = []
@@ -50,14 +64,15 @@ class OptimizerPhases:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not any(optimizer is known for known in self.seen):
             self.seen.append(optimizer)
-            self._recorder.names.refresh()
-        self._outer.append(self._recorder.phase)
+            if self._on_new is not None:
+                self._on_new()
+        self._outer.append(self._owner.phase)
         is_outermost = len(self._outer) == 1
-        self._recorder.phase = "optimizer"
+        self._owner.phase = "optimizer"
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             if is_outermost:
-                self._record_gradients(optimizer)
+                self._begin_update(optimizer)
             return None
         wrapped = self._wrap(closure, optimizer)
         if "closure" in kwargs:
@@ -66,21 +81,34 @@ class OptimizerPhases:
 
     def _after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._outer:
-            self._recorder.phase = self._outer.pop()
+            self._owner.phase = self._outer.pop()
 
     def _wrap(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def traced_closure() -> Any:
-            self._recorder.phase = self._closure_phase
+            self._owner.phase = self._closure_phase
             try:
                 result = closure()
             finally:
-                self._recorder.phase = "optimizer"
-            self._record_gradients(optimizer)
+                self._owner.phase = "optimizer"
+            self._begin_update(optimizer)
             return result
 
         return traced_closure
 
-    def _record_gradients(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        entries = gradients(parameters, self._recorder.parameter_names)
-        record_group(self._recorder, "gradients", "gradient", entries)
+    def _begin_update(self, optimizer: Optimizer) -> None:
+        if self._on_update is not None:
+            self._on_update(optimizer)
+
+
+def in_phase(owner: HasPhase, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the owner in that phase while it runs."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        outer = owner.phase
+        owner.phase = phase
+        try:
+            return function(*args, **kwargs)
+        finally:
+            owner.phase = outer
+
+    return marked

@@ -42,8 +42,18 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
 }
 """Op -> arguments it writes although its schema does not say so."""
 
-OPAQUE_WRITES: Mapping[str, frozenset[str]] = {"aten.mkldnn_rnn_layer_backward": frozenset({"workspace"})}
+OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
+    "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
+    # derivatives.yaml hands them a clone where the graph is retained
+    "aten._cudnn_rnn_backward": frozenset({"reserve"}),
+    "aten.miopen_rnn_backward": frozenset({"reserve"}),
+    "aten.cudnn_batch_norm_backward": frozenset({"reserveSpace"}),
+    "aten.batch_norm_backward": frozenset({"reserve"}),
+}
 """Op -> arguments it uses as scratch memory: opaque outputs of another op, so nothing that is digested changes."""
+
+HIDDEN_STATES: Mapping[str, str] = {"aten._cudnn_rnn": "dropout_state", "aten.miopen_rnn": "dropout_state"}
+"""Op -> argument that holds the state of a random generator, which the kernel advances without saying so."""
 
 DECLARED_ONLY: Mapping[str, str] = {
     "aten._fused_adam_": "grads",

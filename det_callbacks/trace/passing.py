@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.building import light_event
-from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.calls import written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.exchange import exchange_outputs
 from det_callbacks.trace.overloads import OpKind, OpPlan
 from det_callbacks.trace.tree import Context
 
@@ -82,6 +83,9 @@ class Passing:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = self._recorder.let_through(error, self._recorder.num_sites, func, phase, context, args, kwargs)
+        if (exchange := self._recorder.exchange) is not None:
+            outputs = written_by_call(plan, out, args, kwargs)
+            out, _ = exchange_outputs(exchange, plan, phase, context, out, outputs)
         for tensor in written_arguments(plan, args, kwargs):
             self._forget((tensor,), {})
         return out
@@ -108,7 +112,7 @@ class Passing:
             context: Context = recorder.modules.current
         else:
             phase = "backward"
-            context = recorder.backward_context()
+            context = recorder.backward.context()
         event = recorder.at.likely
         if event is None or not event.fits(func, phase, context, [], [], [], 0):
             event = next(

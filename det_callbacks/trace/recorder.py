@@ -19,6 +19,7 @@ from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.exchange import OutputExchange, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
@@ -53,6 +54,7 @@ class Recorder:
     Attributes:
         phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
         alerts: what is told of ops without a deterministic implementation; set before the first step.
+        exchange: what may put other bits into an op's outputs before they are digested.
         names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
     """
@@ -60,6 +62,7 @@ class Recorder:
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
         self.alerts: Alerts | None = None
+        self.exchange: OutputExchange | None = None
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
         self.phase = "other"
@@ -144,7 +147,7 @@ class Recorder:
             context: Context = self.modules.current
         else:
             phase = "backward"
-            context = self.backward_context()
+            context = self.backward.context()
         if not self._selects_all and not self.selects(phase, context):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
 
@@ -203,6 +206,8 @@ class Recorder:
                     if index < len(out) and isinstance(out[index], Tensor):
                         self.ledger.born(out[index])
 
+        if self.exchange is not None:
+            out, outputs = exchange_outputs(self.exchange, plan, phase, context, out, outputs)
         event = self.at.likely
         if (
             event is None
@@ -372,13 +377,6 @@ class Recorder:
         self.tree.add(event)
         parent.likely = event
         return event
-
-    def backward_context(self) -> Context:
-        """Return where the running op of a backward pass belongs."""
-        modules = self.modules
-        if modules.backward_pass == _graph_task_id():
-            return self.backward.in_module(modules.current, recomputed=modules.is_recomputed)
-        return self.backward.attribute()
 
     def selects(self, phase: str, context: Context) -> bool:
         """Return whether ops at this place are digested."""

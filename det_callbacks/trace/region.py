@@ -33,11 +33,13 @@ class OpRegion:
     what an op reads from an earlier region is an input of the later one.
 
     Args:
-        recorder: whose step is under way; its module hooks are somebody else's affair.
+        recorder: whose step is under way; its module stack is somebody else's affair.
+        is_followed: a HashMode is open around the step, which sees to phases and module outputs.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, is_followed: bool = False) -> None:
         self._recorder = recorder
+        self._is_followed = is_followed
         self._phases = OptimizerPhases(recorder, "forward")
         self._outputs = ModuleOutputs(recorder)
         self._mode: Interceptor | None = None
@@ -49,8 +51,9 @@ class OpRegion:
         self.depth += 1
         if self.depth > 1:
             return
-        self._phases.open()
-        self._outputs.open()
+        if not self._is_followed:
+            self._phases.open()
+            self._outputs.open()
         self._below = open_modes()
         self._mode = Interceptor(self._recorder)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -78,8 +81,9 @@ class OpRegion:
         mode, self._mode = self._mode, None
         if mode is None:
             return
-        self._phases.close()
-        self._outputs.close()
+        if not self._is_followed:
+            self._phases.close()
+            self._outputs.close()
         self._recorder.ledger.close()
         self._recorder.generators.clear()
         mode.recorder = None

@@ -14,7 +14,7 @@ from det_callbacks.callback import DeterminismCallback
 from det_callbacks.settings import DeterminismSettings
 
 CONF = Path(conf.__file__).parent
-PRESETS = ("record", "verify", "disabled")
+PRESETS = ("record", "verify", "audit", "disabled")
 PARAMETERS = inspect.signature(DeterminismCallback).parameters
 
 
@@ -106,6 +106,11 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "determinism.on_divergence=collect",
         "determinism.overwrite=true",
         "determinism.current=here",
+        "determinism.replay=['backward/net.*:aten.index_add_.*']",
+        "determinism.replay_budget_mib=1.5",
+        "determinism.audit=step",
+        "determinism.audit_steps=[5]",
+        "determinism.audit_runs=3",
         "determinism.settings.seed=0",
     )
     assert list(config.callbacks) == ["stopping", "determinism"]
@@ -128,6 +133,12 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "steps": "common",
         "on_divergence": "collect",
         "overwrite": True,
+        "replay": ["backward/net.*:aten.index_add_.*"],
+        "replay_budget_mib": 1.5,
+        "replay_total_mib": 16384.0,
+        "audit": "step",
+        "audit_steps": [5],
+        "audit_runs": 3,
     }
 
 

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from det_callbacks import (
-    DeterminismCallback,
-)
+from det_callbacks import DeterminismCallback
+from det_callbacks.callback.verifying import Verifying
 
 
 class StopError(Exception):
@@ -121,5 +120,7 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert _get_current_dispatch_mode_stack() == []
     assert "training_step" not in vars(fit.trainer.strategy)
     assert callback._hash_mode is None
-    if callback._writer is not None:
-        assert callback._writer._file is None
+    run = callback._run
+    if run is not None:
+        keeper = run._verification if isinstance(run, Verifying) else run
+        assert keeper is None or keeper._writer is None or keeper._writer._file is None

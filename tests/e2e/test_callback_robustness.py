@@ -1,4 +1,4 @@
-"""The callback when something goes wrong, ends early or comes twice: nothing is left behind, nothing passes unsaid."""
+"""The callback when something goes wrong or ends early: nothing is left behind, nothing passes unsaid."""
 
 import json
 import signal
@@ -16,7 +16,6 @@ from det_callbacks import (
     CoverageWarning,
     DeterminismCallback,
     DivergenceError,
-    DivergenceWarning,
     NothingComparedError,
     TraceError,
 )
@@ -133,73 +132,6 @@ def test_a_verification_that_found_something_and_was_stopped_has_a_verdict(refer
     assert callback.verdict.verdict == "diverged"
     assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
     assert not Run.open(tmp_path / "current").is_complete
-
-
-# several fits
-
-
-def test_two_fits_are_two_segments_and_verified_together(tmp_path: Path) -> None:
-    Fit(DeterminismCallback(tmp_path / "run", mode="record")).run().again(epochs=2)
-    run = Run.open(tmp_path / "run")
-    assert run.is_complete
-    assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    fit = Fit(callback)
-    with pytest.warns(DivergenceWarning, match="only in the reference"):
-        fit.run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "diverged"
-    fit.again(epochs=2)
-    assert callback.verdict.verdict == "match"
-    assert callback.verdict.counts.steps_compared == 8
-    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
-
-
-def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit = Fit(callback).run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "match"
-    with pytest.raises(DivergenceError, match="only in the current run of fit 1"):
-        fit.again(epochs=2)
-    assert callback.verdict.verdict == "diverged"
-
-
-def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_path: Path) -> None:
-    other = RaiseAt("on_train_batch_start", StopError(), call=5)
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit = Fit(other, callback).run()
-    assert (tmp_path / "current" / "verdict.json").exists()
-    with pytest.raises(StopError):
-        fit.again(epochs=2)
-    assert callback.verdict is None
-    assert not (tmp_path / "current" / "verdict.json").exists()
-
-
-def test_a_second_trainer_goes_on_with_the_same_run(tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    for _ in range(2):
-        Fit(callback).run()
-    run = Run.open(tmp_path / "run")
-    assert run.is_complete
-    assert [run.rank(0).steps(segment).tolist() for segment in (0, 1)] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert run.rank(0).chain(0, 3) == run.rank(0).chain(1, 3)
-    verifying = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    with pytest.warns(DivergenceWarning):
-        Fit(verifying).run()
-    Fit(verifying).run()
-    assert verifying.verdict is not None
-    assert verifying.verdict.verdict == "match"
-
-
-def test_a_second_fit_with_nothing_left_to_do_changes_nothing(tmp_path: Path) -> None:
-    Fit(DeterminismCallback(tmp_path / "run", mode="record")).run().run()
-    assert Run.open(tmp_path / "run").is_complete
-    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
-    Fit(callback).run().run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "match"
 
 
 @pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}])

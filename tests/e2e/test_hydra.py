@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
-from det_callbacks.callback import determinism as callback_module
+from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
 
 RunApp = Callable[..., int]
@@ -64,7 +63,7 @@ VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
 
 
 def finish_a_fit() -> None:
-    callback_module._num_fits += 1
+    fits_of_process._num_ended += 1
 
 
 def process_state() -> dict[str, Any]:
@@ -157,6 +156,29 @@ def test_our_errors_are_a_message_and_their_own_status(
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("determinism.level=opp", "got 'opp'"),
+        ("determinism.phases=[fwd]", "fwd"),
+        ("determinism.steps=some", "got 'some'"),
+        ("determinism.on_divergence=stop", "got 'stop'"),
+        ("determinism.every_n_steps=0", "every_n_steps=0"),
+    ],
+)
+def test_an_argument_that_hydra_passes_on_is_our_error(
+    override: str, told: str, run_app: RunApp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(config: DictConfig) -> None:
+        hydra.utils.instantiate(config.callbacks)
+        pytest.fail("the callback was built")
+
+    assert run_app(task, *VERIFY, override) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
+
+
 def test_full_error_adds_the_traceback(
     run_app: RunApp, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +208,20 @@ def test_a_job_without_a_fit_is_not_verified(
     assert told.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in told
     assert run_app(task, *VERIFY, "seed=1") == 0
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(
+    multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def task(config: DictConfig) -> None:
+        finish_a_fit()
+        if config.seed == 1:
+            error = DivergenceError("one fit of two")
+            fits_of_process.wait(task, fits_of_process.Waiting(error=error, is_fatal=True))
+
+    assert run_app(task, *(("--multirun", "seed=1,2") if multirun else ()), *VERIFY) == 1
+    assert capsys.readouterr().err.count("DivergenceError: one fit of two") == 1
 
 
 def test_other_failures_are_left_to_hydra(run_app: RunApp, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,12 +347,12 @@ def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_
 
             import hydra
 
-            from det_callbacks.callback import determinism as callback
+            from det_callbacks.callback import fits
 
 
             @hydra.main(version_base="1.3", config_path="conf", config_name="config")
             def main(config):
-                callback._num_fits += {fits}
+                fits._num_ended += {fits}
                 sys.exit(0)
 
 
@@ -329,39 +365,3 @@ def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_
     )
     assert done.returncode == status, done.stderr
     assert ("no DeterminismCallback ran a fit" in done.stderr) is (status == 2)
-
-
-def test_the_presets_come_with_a_wheel(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
-    for name in ("det_callbacks", "conf"):
-        shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(root / "pyproject.toml", source)
-    for name in ("README.md", "LICENSE"):  # pyproject names them; what they say does not matter here
-        (source / name).touch()
-    (elsewhere / "conf").mkdir(parents=True)
-    (elsewhere / "conf" / "config.yaml").write_text(CONFIG)
-    (elsewhere / "train.py").write_text(
-        "import hydra, sys\n"
-        "@hydra.main(version_base='1.3', config_path='conf', config_name='config')\n"
-        "def main(config): pass\n"
-        "import det_callbacks.conf; sys.stderr.write(det_callbacks.conf.__file__)\n"
-        "main()\n"
-    )
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    pip += ["--no-build-isolation", "--no-index", "--target", str(site), str(source)]
-    subprocess.run(pip, check=True, timeout=120)
-    for package in ([str(site)], []):  # from the wheel, then from the editable install that the tests run on
-        done = subprocess.run(
-            [sys.executable, "train.py", *VERIFY, "determinism.settings.seed=5", "--cfg", "job"],
-            cwd=elsewhere,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(package)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.startswith(str(site if package else root))
-        assert "mode: verify" in done.stdout
-        assert "seed: 5" in done.stdout

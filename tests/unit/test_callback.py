@@ -98,9 +98,9 @@ def reference(recorded: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "on"}, "mode must be one of record, verify, disabled; got 'on'."),
-        ({"mode": True}, "mode must be one of record, verify, disabled; got True."),
-        ({"mode": ["record"]}, r"mode must be one of record, verify, disabled; got \['record'\]."),
+        ({"mode": "on"}, "mode must be one of record, verify, audit, disabled; got 'on'."),
+        ({"mode": True}, "mode must be one of record, verify, audit, disabled; got True."),
+        ({"mode": ["record"]}, r"mode must be one of record, verify, audit, disabled; got \['record'\]."),
         ({"steps": "some"}, "steps must be one of all, common; got 'some'."),
         ({"on_divergence": "stop"}, "on_divergence must be one of raise, collect, warn; got 'stop'."),
         ({"level": "ops"}, "level must be one of op, module, state; got 'ops'."),

@@ -1,0 +1,78 @@
+"""The fits of this process: how many have ended, and which verifications still wait for one.
+
+A reference may hold several fits of one process. After the first of them nobody knows whether the next one comes, so a
+verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
+"""
+
+import atexit
+import os
+import warnings
+from dataclasses import dataclass
+
+from det_callbacks.errors import DetCallbacksError, DivergenceWarning
+from det_callbacks.report import end_process, print_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A verification whose reference has fits that have not run yet.
+
+    Attributes:
+        error: what is wrong if they never run.
+        is_fatal: whether that is an error; else it is a warning.
+    """
+
+    error: DetCallbacksError
+    is_fatal: bool
+
+
+_num_ended = 0
+_waiting: dict[int, tuple[object, Waiting]] = {}  # with its owner, so that no id is used twice
+_registered_in: int | None = None  # a process; one that was forked from it has no say in how it ends
+
+
+def runs_finished() -> int:
+    """Return how many fits a DeterminismCallback has ended in this process, with or without success.
+
+    The Hydra job callback asks it to notice a job whose callback never ran.
+    """
+    return _num_ended
+
+
+def note_ended() -> None:
+    """Count a fit that ended."""
+    global _num_ended
+    _num_ended += 1
+
+
+def wait(owner: object, waiting: Waiting) -> None:
+    """Let the process end with an error unless the owner goes on."""
+    global _registered_in
+    if _registered_in != os.getpid():
+        atexit.register(_end_waiting)
+        _registered_in = os.getpid()
+    _waiting[id(owner)] = (owner, waiting)
+
+
+def go_on(owner: object) -> None:
+    """Wait no longer: the owner's next fit begins, or it has an outcome."""
+    _waiting.pop(id(owner), None)
+
+
+def take_unfinished() -> DetCallbacksError | None:
+    """Return the error of the first verification that still waits, and forget all of them; those that may only warn do.
+
+    None when there is nothing to raise.
+    """
+    waiting = [one for _, one in _waiting.values()]
+    _waiting.clear()
+    for one in waiting:
+        if not one.is_fatal:
+            warnings.warn(str(one.error), DivergenceWarning, stacklevel=2)
+    return next((one.error for one in waiting if one.is_fatal), None)
+
+
+def _end_waiting() -> None:
+    if _registered_in == os.getpid() and (error := take_unfinished()) is not None:
+        print_error(error)
+        end_process(error.exit_code)

@@ -1,0 +1,195 @@
+"""What a fit is verified against."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+
+from det_callbacks.callback.fits import Waiting, go_on, wait
+from det_callbacks.compare.live import Verification, free_folder, open_reference
+from det_callbacks.errors import (
+    DivergenceError,
+    DivergenceWarning,
+    NotComparableError,
+    NothingComparedError,
+    SelectionError,
+)
+from det_callbacks.replay import OpReplayer, SavedStep
+from det_callbacks.report import (
+    count,
+    print_closing_line,
+    unfinished_text,
+    verdict_lines,
+    verified_line,
+    waiting_line,
+)
+from det_callbacks.trace.selection import Selection
+from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.store import Run
+from det_callbacks.verdict import Verdict
+
+
+class Verifying:
+    """The fits of one callback, compared with a reference.
+
+    Args:
+        reference: folder of the reference.
+        current: folder for the verdict and the diverging steps; None is a new one below ``root``.
+        steps: "all" or "common".
+        on_divergence: "raise", "collect" or "warn".
+        replay: patterns; none are those of the reference.
+
+    Attributes:
+        saver: nothing: what keeps tensors of a step.
+        saved: what the reference kept of the step under way.
+        exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
+        verdict: of what has run so far; None before the end of a fit.
+    """
+
+    def __init__(
+        self,
+        reference: Path,
+        current: Path | None,
+        *,
+        steps: str,
+        on_divergence: Literal["raise", "collect", "warn"],
+        replay: Sequence[str] = (),
+    ) -> None:
+        self._replay = tuple(replay)
+        self.saver = None
+        self.saved: SavedStep | None = None
+        self.exchange: OpReplayer | None = None
+        self.verdict: Verdict | None = None
+        self._reference = reference
+        self._current = current
+        self._steps = steps
+        self._on_divergence = on_divergence
+        self._selection = Selection()
+        self._verification: Verification | None = None
+        self._segment = -1
+
+    def check_reference(self, selection: Selection) -> Selection:
+        """Return the selection to trace with, which is the reference's; after the first fit began it stays.
+
+        Raises:
+            ReferenceNotFoundError, ReferenceFormatError, SelectionError: see ``open_reference``.
+        """
+        if self._verification is not None:
+            return self._selection
+        run, selection = open_reference(self._reference, selection, steps=self._steps)
+        self._patterns_of(run)
+        return selection
+
+    def _patterns_of(self, run: Run) -> tuple[str, ...]:
+        """Return the patterns that the reference was recorded with; raise ``SelectionError`` when others were asked."""
+        recorded = tuple(run.manifest.get("replay", ()))
+        if self._replay and set(self._replay) != set(recorded):
+            raise SelectionError(
+                f"The reference {run.path} was recorded with replay={list(recorded)}, and this run asks for "
+                f"{list(self._replay)}. Leave replay out to take over the reference's, or record again."
+            )
+        return recorded
+
+    def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int) -> None:
+        """Make ready for the steps of a fit.
+
+        Args:
+            manifest: selection, settings and environment of this run.
+            selection: what is traced.
+            root: where the folder of the verification goes by default.
+            rank: of this process.
+        """
+        go_on(self)
+        self.verdict = None
+        if self._verification is None:
+            self._selection = selection
+            run, _ = open_reference(self._reference, selection, steps=self._steps)
+            if patterns := self._patterns_of(run):
+                self.exchange = OpReplayer(patterns)
+            self._verification = Verification(
+                run,
+                self._current or free_folder(root),
+                rank=rank,
+                manifest=manifest,
+                steps=self._steps,
+            )
+        self._segment += 1
+        self._verification.begin_segment(self._segment)
+
+    def expectation(self, step: int) -> Expectation | None:
+        """Return what the reference had in a step, None when it has no such step."""
+        verification = self._running()
+        expectation = verification.expectation(self._segment, step)
+        self.saved = None
+        if expectation is not None:
+            run, rank = verification.reference, verification.rank
+            self.saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
+        if self.exchange is not None:
+            self.exchange.begin(self.saved)
+        return expectation
+
+    def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
+        """Compare a step; return whether to stop because it differs."""
+        if self.exchange is not None:
+            self.exchange.counts.end_step()
+        differs = self._running().add(trace, segment=self._segment, step=step, epoch=epoch)
+        return differs and self._on_divergence == "raise"
+
+    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the list of ops without a deterministic implementation that were called so far."""
+        self._running().put_nondeterministic_ops(ops)
+
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
+        """Write the verdict, print the closing line, and raise unless the fits so far match.
+
+        Args:
+            is_resumed: the fit began in the middle.
+            is_early: it was stopped, so that its later steps are not missing.
+            observed: what observations put back, as ``ReplayCounts`` has it.
+
+        Raises:
+            DivergenceError, NotComparableError: unless ``on_divergence`` is "warn", which warns.
+            NothingComparedError: no step was compared.
+        """
+        verification = self._running()
+        verification.set_replayed({**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})})
+        if not is_early:
+            verification.end_segment(self._segment, is_resumed=is_resumed)
+        num_fits, num_ended = verification.num_segments, self._segment + 1
+        pending = 0 if is_early or self._steps == "common" else max(0, num_fits - num_ended)
+        try:
+            verdict = verification.finish(pending=pending)
+        except NothingComparedError:
+            verification.close(complete=False)
+            raise
+        verification.close(complete=True)
+        self.verdict = verdict
+        level = self._selection.level
+        if pending and not verification.has_divergence:
+            print_closing_line(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
+            error = DivergenceError(unfinished_text(verdict, num_fits=num_fits, num_ended=num_ended), verdict)
+            wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn"))
+            return
+        print_closing_line(verified_line(verdict, level=level))
+        if verdict.verdict == "match":
+            return
+        text = verdict_lines(verdict)
+        if self._on_divergence == "warn":
+            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
+            return
+        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+
+    def stop(self, reason: str) -> None:
+        """Close the files: an exception ended the fit. What was found stays found."""
+        verification = self._running()
+        if verification.has_divergence:
+            self.verdict = verification.finish()
+        verification.close(complete=False)
+        found = "no verdict" if self.verdict is None else self.verdict.verdict
+        num_steps = count(verification.num_steps, "step")
+        print_closing_line(f"det_callbacks: verification stopped by {reason} after {num_steps}: {found}")
+
+    def _running(self) -> Verification:
+        assert self._verification is not None, "a fit was begun"
+        return self._verification

@@ -1,0 +1,6 @@
+"""Every op twice, compared bit for bit."""
+
+from det_callbacks.equivalence.mismatch import OpMismatch
+from det_callbacks.equivalence.mode import BitwiseEquivalenceMode
+
+__all__ = ["BitwiseEquivalenceMode", "OpMismatch"]

@@ -1,0 +1,56 @@
+"""What an audit found, as a table."""
+
+from pathlib import Path
+
+from det_callbacks.audit import AuditFinding, AuditReport
+from det_callbacks.report.closing import count
+from det_callbacks.report.tables import print_table, to_text
+
+MAX_ROWS = 30
+_COLUMNS = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
+
+
+def audit_line(report: AuditReport, *, folder: Path) -> str:
+    """Return the closing line of an audit."""
+    compared = count(report.num_compared, "op" if report.kind == "ops" else "site")
+    what = f"audited {count(len(report.steps), 'step')}, {compared} run again"
+    if not report.findings:
+        return f"det_callbacks: nothing differed: {what} (in {folder})"
+    return f"det_callbacks: {count(len(report.findings), 'op')} differed: {what} (audit.json and replay.yaml: {folder})"
+
+
+def audit_lines(report: AuditReport, *, replay: Path) -> str:
+    """Return the table of what differed, and what to do next."""
+    rows = [_row(found) for found in report.findings[:MAX_ROWS]]
+    table = to_text(lambda console: print_table(console, _COLUMNS, rows, numbers="elements ULPs"))
+    more = len(report.findings) - MAX_ROWS
+    advice = [f"And {more} more in audit.json."] if more > 0 else []
+    if report.replay:
+        advice.append(
+            f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
+            f"replay={str(replay)!r}, which saves their outputs and puts them back."
+        )
+    judgements = {found.judgement for found in report.findings}
+    if "transient" in judgements:
+        advice.append("Transient: one of three runs of one step disagreed with the others; suspect the hardware first.")
+    if "not held" in judgements:
+        advice.append(
+            "Not held: the runs did not begin from the same place, so nothing after it is proven. Something outside "
+            "the model changed, such as a global variable, a file or another generator."
+        )
+    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
+    return "\n".join([begin, "", table, "", *advice])
+
+
+def _row(found: AuditFinding) -> list[str]:
+    elements = "" if found.num_elements is None else f"{found.num_elements:,}"
+    return [
+        found.judgement,
+        found.phase,
+        found.module,
+        found.op or (found.name or ""),
+        ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
+        elements,
+        "" if found.max_ulps is None else f"{found.max_ulps:,}",
+        found.source[0] if found.source else "",
+    ]

@@ -1,0 +1,188 @@
+"""Observations inside a Trainer: they go into the run of the DeterminismCallback."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from styles import Classifier, train
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from det_callbacks import (
+    CoverageWarning,
+    DeterminismCallback,
+    DivergenceError,
+    ObserverContext,
+    TraceError,
+    disable_hash_mode,
+    enable_hash_mode,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
+)
+
+_noise = itertools.count(1)
+
+
+class Observed(Classifier):
+    """Observes values and gradients; what it adds to its hidden layer differs at each run."""
+
+    is_noisy = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(inputs))
+        if self.is_noisy:
+            hidden.data.add_(next(_noise) / 100)
+        observe_non_deterministic("after noise", hidden)
+        observe("hidden.mean/std", {"mean": hidden.mean(), "std": [hidden.std(), 3, "text"]})
+        observe_grad("hidden", hidden)
+        return self.last(hidden)
+
+
+class Noisy(Observed):
+    is_noisy = True
+
+
+class NoisyGradient(Classifier):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        factor = 1 + next(_noise) / 100
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * factor)
+        observe_non_deterministic_grad("hidden", hidden)
+        return self.last(torch.relu(hidden))
+
+
+def record(folder: Path, model: type[Classifier], **options: Any) -> Any:
+    return train(model, DeterminismCallback(folder, mode="record", **options), epochs=1)
+
+
+def verify(folder: Path, current: Path, model: type[Classifier], **options: Any) -> Any:
+    callback = DeterminismCallback(folder, current=current, **options)
+    return callback, train(model, callback, epochs=1)
+
+
+def named_sites(folder: Path, step: int = 0) -> list[Site]:
+    view = Run.open(folder).view(0, 0, step)
+    return [site for site in view.program.sites if site.name and ("hidden" in site.name or "noise" in site.name)]
+
+
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+def test_observations_are_sites_of_the_run_at_every_level(level: str, tmp_path: Path) -> None:
+    record(tmp_path / "run", Observed, level=level)
+    found = [(site.phase, site.module, site.op, site.name) for site in named_sites(tmp_path / "run")]
+    paths = ("['mean']", "['std'][0]", "['std'][1]", "['std'][2]")
+    assert found == [
+        ("forward", "", "", "after noise"),
+        *(("forward", "", "", f"hidden.mean/std{path}") for path in paths),
+        ("backward", "", "", "grad of hidden"),
+    ]
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", Observed)
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed["after noise"]["differing"] == 0
+
+
+def test_what_is_marked_is_put_back(tmp_path: Path) -> None:
+    recorded = record(tmp_path / "run", NoisyGradient, level="state")
+    callback, verified = verify(tmp_path / "run", tmp_path / "current", NoisyGradient)
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed == {
+        "grad of hidden": {"count": 4, "differing": 4, "mib_per_step": pytest.approx(8 * 16 * 4 / 2**20, abs=1e-6)}
+    }
+    for value, other in zip(recorded[0].state_dict().values(), verified[0].state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+
+
+def test_noise_that_ops_show_is_a_divergence_and_below_level_op_a_match(tmp_path: Path) -> None:
+    record(tmp_path / "ops", Noisy)
+    with pytest.raises(DivergenceError, match="argument"):
+        verify(tmp_path / "ops", tmp_path / "current", Noisy)
+    record(tmp_path / "state", Noisy, level="state")
+    callback, _ = verify(tmp_path / "state", tmp_path / "current2", Noisy)
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed["after noise"]["differing"] == 4
+
+
+class Regions(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        hidden = self.first(inputs)
+        with enable_hash_mode():
+            hidden = torch.relu(hidden)
+            enable_hash_mode()
+            hidden = hidden * 2
+            disable_hash_mode()
+        return cross_entropy(self.last(hidden), labels)
+
+
+def test_regions_add_ops_at_level_module(tmp_path: Path) -> None:
+    record(tmp_path / "run", Regions, level="module")
+    view = Run.open(tmp_path / "run").view(0, 0, 1)
+    assert [site.op for site in view.program.sites if site.op] == ["aten.relu.default", "aten.mul.Tensor"]
+    outputs = [site.module for site in view.program.sites if site.role == "module_output"]
+    assert len(outputs) == len(set(outputs))
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", Regions)
+    assert callback.verdict.verdict == "match"
+
+
+def test_regions_change_nothing_at_level_op_and_say_so_at_level_state(tmp_path: Path) -> None:
+    record(tmp_path / "op", Regions)
+    plain = record(tmp_path / "plain", Classifier)
+    assert plain is not None
+    with pytest.warns(CoverageWarning, match='records nothing at level "state"'):
+        record(tmp_path / "state", Regions, level="state")
+
+
+def test_a_difference_in_an_observation_names_it(tmp_path: Path) -> None:
+    record(tmp_path / "run", Observed, level="state")
+
+    class Other(Observed):
+        def forward(self, inputs: Tensor) -> Tensor:
+            observe("hidden.mean/std", {"mean": torch.zeros(()), "std": [torch.zeros(()), 3, "text"]})
+            return self.last(torch.relu(self.first(inputs)))
+
+    said = pytest.warns(CoverageWarning, match="observation:after noise")
+    with said, pytest.raises(DivergenceError, match="after noise is only in the reference"):
+        verify(tmp_path / "run", tmp_path / "current", Other)
+
+
+def test_two_observers_at_once_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="Another observer is active"), ObserverContext(tmp_path, "context"):
+        record(tmp_path / "run", Observed)
+    record(tmp_path / "run", Observed, overwrite=True)
+
+
+class OpensAnother(Classifier):
+    folder = Path()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with ObserverContext(self.folder, "inner"):
+            return super().training_step(batch, batch_idx)
+
+
+def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(OpensAnother, "folder", tmp_path)
+    with pytest.raises(TraceError, match="Another observer is active"):
+        record(tmp_path / "run", OpensAnother)
+    with ObserverContext(tmp_path, "after"):
+        observe("nothing is left active", 1)
+
+
+def test_a_gradient_that_never_comes_is_said(tmp_path: Path) -> None:
+    class Unused(Classifier):
+        def forward(self, inputs: Tensor) -> Tensor:
+            observe_grad("unused", self.last.weight * 2)
+            return super().forward(inputs)
+
+    with pytest.warns(CoverageWarning, match="grad of unused was observed, and no backward pass"):
+        record(tmp_path / "run", Unused)

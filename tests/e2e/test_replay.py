@@ -1,0 +1,283 @@
+"""Trainings with nondeterministic ops: diverged without replay; with it a match, and the recorded weights."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from styles import STYLES, Classifier, train
+from torch import Tensor, library
+
+from det_callbacks import (
+    CoverageWarning,
+    DeterminismCallback,
+    DivergenceError,
+    ReferenceFormatError,
+    ReplayError,
+    SelectionError,
+)
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
+)
+
+_calls = itertools.count(1)
+
+
+def entropy() -> float:
+    """Return a small number that no seed decides, another at each call."""
+    return (float(next(_calls)) + os.urandom(1)[0] / 256) / 1000
+
+
+@library.custom_op("replayed::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + entropy()
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+@library.custom_op("replayed::noisy_gradient", mutates_args=())
+def noisy_gradient(gradient: Tensor) -> Tensor:
+    return gradient * (1 + entropy())
+
+
+@library.custom_op("replayed::noisy_", mutates_args={"x"})
+def noisy_(x: Tensor) -> None:
+    x.add_(entropy())
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return noisy_gradient(gradient)
+
+
+class Noisy(Classifier):
+    """Nondeterministic in its forward, in its backward and in place; and what a relu saves is an output put back."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = NoisyGradient.apply(torch.relu(noisy(self.first(inputs))))
+        scratch = torch.zeros_like(hidden)
+        noisy_(scratch[:, 1:])
+        return self.last(hidden + scratch)
+
+
+ALL = ("replayed.noisy.default", "backward/*:replayed.noisy_gradient.default", "forward/:replayed.noisy_.*")
+
+
+def record(folder: Path, model: type[Classifier] = Noisy, *, epochs: int = 5, **options: Any) -> Any:
+    return train(model, DeterminismCallback(folder, mode="record", **options), epochs=epochs)
+
+
+def verify(folder: Path, current: Path, model: type[Classifier] = Noisy, *, epochs: int = 5, **options: Any) -> Any:
+    callback = DeterminismCallback(folder, current=current, **options)
+    return callback, train(model, callback, epochs=epochs)
+
+
+def test_twenty_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = record(tmp_path / "with", replay=ALL)
+    assert "3 ops saved for replay" in capsys.readouterr().out
+    record(tmp_path / "without")
+
+    callback, verified = verify(tmp_path / "with", tmp_path / "current")
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.counts.steps_compared == 20
+    assert callback.verdict.counts.sites_differing == 0
+    replayed = callback.verdict.to_dict()["coverage"]["replayed"]
+    assert {name: (entry["count"], entry["differing"]) for name, entry in replayed.items()} == {
+        "replayed.noisy.default": (20, 20),
+        "replayed.noisy_.default": (20, 20),
+        "replayed.noisy_gradient.default": (20, 20),
+    }
+    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
+    assert "3 ops replayed" in capsys.readouterr().out
+    for (name, value), (_, other) in zip(
+        recorded[0].state_dict().items(), verified[0].state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, other), name
+
+    with pytest.raises(DivergenceError, match=r"replayed\.noisy\.default"):
+        verify(tmp_path / "without", tmp_path / "other")
+
+
+def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL[:1])
+    with pytest.raises(DivergenceError) as caught:
+        verify(tmp_path / "run", tmp_path / "current")
+    verdict = caught.value.verdict
+    assert verdict is not None
+    assert {origin.op for origin in verdict.origins} == {"replayed.noisy_.default"}
+    assert verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 1
+
+
+def test_what_is_saved_is_readable_by_others(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, epochs=1)
+    files = sorted((tmp_path / "run" / "rank-00000" / "replay").rglob("*.safetensors"))
+    assert len(files) == 4
+    with safe_open(files[0], framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    assert {name.partition("#")[0]: tensor.shape for name, tensor in tensors.items()} == {
+        "forward/:replayed.noisy.default": (8, 16),
+        "forward/:replayed.noisy_.default": (8, 15),
+        "backward/:replayed.noisy_gradient.default": (8, 16),
+    }
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_replays_all_that_can_be(style: str, tmp_path: Path) -> None:
+    """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops, backward and optimizer."""
+    module, options = STYLES[style]
+    plain, _, states = train(module, **options)
+    train(module, DeterminismCallback(tmp_path / "run", mode="record", replay=("*",)), **options)
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+    verified, _, verified_states = train(module, callback, **options)
+    assert callback.verdict is not None
+    assert callback.verdict.verdict == "match"
+    assert sum(entry["count"] for entry in callback.verdict.coverage.replayed.values()) > 40
+    assert sum(entry["differing"] for entry in callback.verdict.coverage.replayed.values()) == 0
+    for value, other in zip(plain.state_dict().values(), verified.state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+    assert torch.equal(states["torch"], verified_states["torch"])
+
+
+class Unseeded(Classifier):
+    """Its dropout is as good as unseeded."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(inputs))
+        generator = torch.Generator().manual_seed(next(_calls))
+        mask = torch.bernoulli(torch.full_like(hidden, 0.5), generator=generator)
+        return self.last(hidden * mask)
+
+
+def test_an_unseeded_generator_needs_its_own_state_to_differ(tmp_path: Path) -> None:
+    record(tmp_path / "run", Unseeded, replay=("aten.bernoulli.*",), epochs=1)
+    with pytest.raises(DivergenceError, match="generator on cpu"):
+        verify(tmp_path / "run", tmp_path / "current", Unseeded, epochs=1)
+
+
+class Number(Classifier):
+    """Reads back a number that differs at each run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        factor = noisy(torch.ones(())).item()
+        return torch.nn.functional.cross_entropy(self(inputs) * factor, labels)
+
+
+def test_a_number_is_put_back_too(tmp_path: Path) -> None:
+    recorded = record(tmp_path / "run", Number, replay=("replayed.noisy.default", "aten._local_scalar_dense.*"))
+    callback, verified = verify(tmp_path / "run", tmp_path / "current", Number)
+    assert callback.verdict.verdict == "match"
+    assert torch.equal(recorded[0].last.weight, verified[0].last.weight)
+
+
+def test_the_pattern_of_a_module_outside_the_selection(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, modules=("last",))
+    callback, _ = verify(tmp_path / "run", tmp_path / "current")
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 20
+
+
+def test_two_fits_and_a_replaced_run(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, epochs=2)
+    record(tmp_path / "run", replay=ALL[:1], epochs=1, overwrite=True)
+    assert len(list((tmp_path / "run").rglob("*.safetensors"))) == 4
+    assert Run.open(tmp_path / "run").manifest["replay"] == list(ALL[:1])
+
+
+# what is wrong is said
+
+
+def test_a_damaged_or_missing_file_is_named_and_never_a_live_value(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, epochs=1)
+    file = sorted((tmp_path / "run").rglob("*.safetensors"))[1]
+    content = file.read_bytes()
+    for damage in (content[:-3], content[:-1] + bytes([content[-1] ^ 1]), b"", None):
+        if damage is None:
+            file.unlink()
+        else:
+            file.write_bytes(damage)
+        with pytest.raises(ReferenceFormatError, match=r"step-0*1\.safetensors") as caught:
+            verify(tmp_path / "run", tmp_path / "current", epochs=1)
+        assert caught.value.exit_code == 2
+
+
+class Wider(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(12, 20), torch.nn.Linear(20, 3)
+
+
+def test_another_shape_is_an_error(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, epochs=1)
+    with pytest.raises(ReferenceFormatError, match=r"noisy\.default#0\.0' does not fit"):
+        verify(tmp_path / "run", tmp_path / "current", Wider, epochs=1)
+
+
+def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path: Path) -> None:
+    with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default': no op"):
+        record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay_budget_mib": 0}, "the budget is 0 MiB a step"),
+        ({"replay_budget_mib": 1e-4}, r"This step would save .* replayed\.noisy\.default"),
+        ({"replay_total_mib": 2e-3}, "in all"),
+    ],
+)
+def test_a_budget_is_kept_and_named(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=message) as caught:
+        record(tmp_path / "run", replay=ALL, **options)
+    assert caught.value.exit_code == 2
+    assert not Run.open(tmp_path / "run").is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay": ("index_add",)}, "names no op"),
+        ({"replay": ("sideward/aten.add.Tensor",)}, "phases are"),
+        ({"replay": "aten.add.Tensor"}, r"write \['aten.add.Tensor'\]"),
+        ({"replay": "missing.yaml"}, r"missing\.yaml cannot be read"),
+        ({"replay": ALL, "level": "module"}, 'replay needs level="op"'),
+        ({"replay": ALL, "every_n_steps": 2}, "every_n_steps=1"),
+        ({"replay": ALL, "replay_budget_mib": -1}, "replay_budget_mib must be a number of MiB"),
+        ({"replay": ALL, "replay_total_mib": "much"}, "replay_total_mib must be a number of MiB"),
+    ],
+)
+def test_a_wrong_choice_is_refused_at_construction(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match=message):
+        DeterminismCallback(tmp_path / "run", mode="record", **options)
+
+
+def test_other_patterns_than_the_references_are_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run", replay=ALL, epochs=1)
+    with pytest.raises(SelectionError, match="was recorded with replay="):
+        verify(tmp_path / "run", tmp_path / "current", replay=ALL[:1])
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", replay=ALL[::-1], epochs=1)
+    assert callback.verdict.verdict == "match"
+
+
+def test_what_an_audit_wrote_is_taken_as_it_is(tmp_path: Path) -> None:
+    callback = DeterminismCallback(None, mode="audit", current=tmp_path / "audit", on_divergence="warn")
+    with pytest.warns(UserWarning, match="3 ops gave other bits"):
+        train(Noisy, callback, epochs=1)
+    replay = str(tmp_path / "audit" / "replay.yaml")
+    record(tmp_path / "run", replay=replay, epochs=1)
+    verified, _ = verify(tmp_path / "run", tmp_path / "current", replay=replay, epochs=1)
+    assert verified.verdict.verdict == "match"
+    assert len(verified.verdict.coverage.replayed) == 3

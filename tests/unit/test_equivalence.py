@@ -1,0 +1,266 @@
+"""What BitwiseEquivalenceMode finds, where it says it is, and what it keeps."""
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from attribution_models import MODELS
+from nondeterministic_ops import Planted, entropy, noisy, noisy_, steady
+from torch import Tensor, library, nn
+
+from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError
+from det_callbacks.equivalence import checker, mismatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+
+
+def places(found: list[OpMismatch]) -> list[tuple[str, str, str]]:
+    return [(item.phase, item.module, item.op) for item in found]
+
+
+def test_as_its_users_write_it():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    with BitwiseEquivalenceMode(raise_on_mismatch=False) as mode:
+        y = model(x)
+        loss = y.sum()
+        loss.backward()
+    assert f"Detected {len(mode.get_mismatches())} mismatches" == "Detected 0 mismatches"
+    assert mode.num_compared >= 6
+
+
+def test_planted_ops_are_found_and_no_other():
+    model = Planted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with BitwiseEquivalenceMode(model=model) as mode:
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert places(mode.get_mismatches()) == [
+        ("forward", "first", "planted.noisy.default"),
+        ("forward", "third", "planted.noisy_.default"),
+        ("backward", "second", "planted.noisy_backward.default"),
+    ]
+    for found in mode.get_mismatches():
+        assert found.source[0].startswith("tests/unit/nondeterministic_ops.py:")
+        assert found.source[0].endswith(" in forward")
+        assert found.dtype == "float32"
+        assert found.num_differing == found.num_elements == math.prod(found.shape)
+        assert found.max_ulps > 0
+    assert mode.num_compared > 60
+
+
+def test_a_backward_op_has_the_source_of_its_forward_call():
+    layer = nn.Linear(4, 4)
+    with BitwiseEquivalenceMode() as mode:
+        steady(layer(torch.randn(2, 4))).sum().backward()
+    (found,) = mode.get_mismatches()
+    assert (found.phase, found.op) == ("backward", "planted.noisy_backward.default")
+    assert found.source[0].startswith("tests/unit/test_equivalence.py:")
+    assert found.source[0].endswith("in test_a_backward_op_has_the_source_of_its_forward_call")
+
+
+def test_without_a_model_modules_go_by_their_class():
+    with BitwiseEquivalenceMode() as mode:
+        Planted()(torch.randn(3, 4))
+        noisy(torch.ones(2))
+    assert [found.module for found in mode.get_mismatches()] == ["Planted.first", "Planted.third", ""]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ops_are_placed_where_hash_mode_places_them(name, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(checker, "has_same_bits", lambda *_: False)
+    monkeypatch.setattr(mismatch, "MAX_KEPT", 100_000)
+    model, step = MODELS[name]()
+    hashing = HashMode(model)
+    mode = BitwiseEquivalenceMode(model=model)
+    with hashing, mode:
+        step()
+    sites = [site for site in hashing.trace.program.sites if site.op and site.role in ("output", "value")]
+    ours = mode.get_mismatches()
+    assert len(ours) > 20
+    assert places(ours) == [(site.phase, site.module, site.op) for site in sites]
+    assert [found.source for found in ours] == [site.source for site in sites]
+    assert mode.num_ops == mode.num_compared + sum(mode.skipped.values())
+
+
+PATTERNS: list[Tensor] = []
+
+
+@library.custom_op("flip::next_pattern", mutates_args=())
+def next_pattern(x: Tensor) -> Tensor:
+    """Return one pattern in its first run, and another in its second."""
+    return PATTERNS.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "integers", "max_ulps"),
+    [
+        ([0, -(2**31)], torch.float32, torch.int32, 0),
+        ([0x7FC00000, 0x7FC00001], torch.float32, torch.int32, 1),
+        ([0x3F800000, 0x3F800003], torch.float32, torch.int32, 3),
+        ([0x3C00, 0x3C01], torch.float16, torch.int16, 1),
+        ([0, -(2**15)], torch.bfloat16, torch.int16, 0),
+        ([5, 9], torch.int64, torch.int64, 4),
+    ],
+    ids=["signed zero", "NaN payload", "float", "half", "bfloat zero", "integer"],
+)
+def test_single_bits_count(bits, dtype, integers, max_ulps):
+    PATTERNS[:] = [torch.tensor([word], dtype=integers).view(dtype) for word in bits]
+    with BitwiseEquivalenceMode() as mode:
+        out = next_pattern(torch.empty(1))
+    (found,) = mode.get_mismatches()
+    assert (found.num_differing, found.num_elements, found.max_ulps) == (1, 1, max_ulps)
+    assert out.view(integers).item() == bits[0]
+
+
+@library.custom_op("flip::growing", mutates_args=())
+def growing(x: Tensor) -> Tensor:
+    return x.new_ones(int(entropy()))
+
+
+@library.custom_op("flip::number", mutates_args=())
+def number(x: Tensor) -> float:
+    return entropy()
+
+
+def test_another_shape_has_no_distance():
+    with BitwiseEquivalenceMode() as mode:
+        out = growing(torch.ones(1))
+    (found,) = mode.get_mismatches()
+    assert found.shape == tuple(out.shape)
+    assert (found.num_differing, found.max_ulps) == (out.numel(), None)
+
+
+def test_numbers_are_compared():
+    with BitwiseEquivalenceMode() as mode:
+        number(torch.ones(1))
+        torch.ones(1).item()
+    (found,) = mode.get_mismatches()
+    assert (found.dtype, found.shape, found.num_elements) == ("float", (), 1)
+    assert found.max_ulps > 0
+    assert mode.skipped == {}
+
+
+def test_only_elements_that_differ_are_counted():
+    x = torch.zeros(6)
+    with BitwiseEquivalenceMode() as mode:
+        noisy_(x[2:4])
+    (found,) = mode.get_mismatches()
+    assert (found.shape, found.num_differing) == ((2,), 2)
+    assert x[:2].tolist() == x[4:].tolist() == [0.0, 0.0]
+
+
+def test_occurrences_and_blocks():
+    mode = BitwiseEquivalenceMode()
+    blocks = []
+    for _ in range(3):
+        mode.begin()
+        noisy(noisy(torch.ones(2)))
+        blocks.append(mode.finish())
+    assert [[found.occurrence for found in block] for block in blocks] == [[0, 1]] * 3
+    assert [found.count for block in blocks for found in block] == [1] * 6
+    assert [(found.occurrence, found.count) for found in mode.get_mismatches()] == [(0, 3), (1, 3)]
+    assert mode.num_mismatches == 6
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(mismatch, "MAX_KEPT", 5)
+    mode = BitwiseEquivalenceMode()
+    with mode:
+        for _ in range(12):
+            noisy(torch.ones(2))
+    assert len(mode.get_mismatches()) == 5
+    assert mode.num_mismatches == 12
+
+
+def test_it_raises_at_the_op():
+    model = Planted()
+    mode = BitwiseEquivalenceMode(raise_on_mismatch=True, model=model)
+    with mode, pytest.raises(EquivalenceError, match=r"planted\.noisy\.default in first at tests/unit") as caught:
+        model(torch.randn(3, 4))
+    error = caught.value
+    assert error.exit_code == 1
+    assert "12 of 12 elements of output 0 differ, by up to" in str(error)
+    assert "ULPs" in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.mismatch, copy.args) == (str(error), error.mismatch, error.args)
+    assert mode.get_mismatches() == [error.mismatch]
+
+
+def test_it_raises_out_of_a_backward_pass():
+    x = torch.ones(2, requires_grad=True)
+    with BitwiseEquivalenceMode(raise_on_mismatch=True), pytest.raises(EquivalenceError) as caught:
+        steady(x).sum().backward()
+    assert caught.value.mismatch.phase == "backward"
+
+
+def test_phases_are_set_by_whoever_knows():
+    model = Planted()
+    mode = BitwiseEquivalenceMode.for_training(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training_step = mode.marks_forward(lambda: model(torch.randn(2, 4)).sum())
+    mode.begin()
+    noisy(torch.ones(2))
+    training_step()
+    mode.phase = "gradient"
+    noisy(torch.ones(2))
+
+    def closure() -> Any:
+        noisy(torch.ones(2))
+
+    optimizer.step(closure)
+    phases = [found.phase for found in mode.finish()]
+    assert phases == ["other", "forward", "forward", "gradient", "other"]
+
+
+class NoisyOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noisy_(parameter.data)
+
+
+def test_an_optimizer_is_its_own_phase():
+    layer = nn.Linear(2, 2)
+    optimizer = NoisyOptimizer(layer.parameters())
+    with BitwiseEquivalenceMode(model=layer) as mode:
+        optimizer.step()
+        noisy(torch.ones(1))
+    assert [found.phase for found in mode.get_mismatches()] == ["optimizer", "optimizer", "forward"]
+    assert mode.get_mismatches()[0].source[0].startswith("tests/unit/test_equivalence.py:")
+
+
+def test_it_is_not_reentrant():
+    mode = BitwiseEquivalenceMode()
+    with mode, pytest.raises(TraceError, match="already open"):
+        mode.begin()
+    with mode:
+        noisy(torch.ones(1))
+    assert mode.num_mismatches == 1
+
+
+def test_nodes_are_forgotten_in_a_long_block_and_lead_nowhere(monkeypatch):
+    from det_callbacks.trace import places as module
+
+    monkeypatch.setattr(module, "_MAX_NODES", 20)
+    layer = nn.Linear(4, 4)
+    with BitwiseEquivalenceMode(model=layer) as mode:
+        old = steady(layer(torch.ones(1, 4)))
+        for _ in range(30):
+            layer(torch.ones(1, 4))
+        old.sum().backward()
+        steady(layer(torch.ones(1, 4))).sum().backward()
+    assert [found.module for found in mode.get_mismatches()] == ["?", ""]
+    assert mode._places._num_nodes < 40
+
+
+def test_what_is_kept_of_a_long_block_does_not_grow_with_its_ops():
+    layer = nn.Linear(4, 4)
+    with BitwiseEquivalenceMode(model=layer) as mode:
+        for _ in range(50):
+            layer(torch.ones(1, 4)).sum().backward()
+        nodes = [event for kept in mode._places.backward._threads.values() for event in kept.first.values()]
+    assert len(nodes) > 100
+    assert len(set(map(id, nodes))) < 10

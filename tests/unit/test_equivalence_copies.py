@@ -1,0 +1,215 @@
+"""The second run of an op that writes its arguments works on copies that lie in memory as the originals do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from det_callbacks import BitwiseEquivalenceMode
+from det_callbacks.equivalence import copies
+from det_callbacks.equivalence.copies import AliasedError, Copies
+
+SEEN: list[list[dict[str, Any]]] = []
+
+
+def shape_of(tensor: Tensor) -> dict[str, Any]:
+    """Return all that an op can tell of a tensor, but its address."""
+    return {
+        "size": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+        "offset": tensor.data_ptr() % 64,
+        "is_conj": tensor.is_conj(),
+        "is_neg": tensor.is_neg(),
+        "content": tensor.detach().resolve_conj().resolve_neg().tolist(),
+    }
+
+
+@library.custom_op("copies::write", mutates_args={"x", "others"})
+def write(x: Tensor, y: Tensor, others: Sequence[Tensor]) -> None:
+    """Writes its arguments, and notes what they were and which of them share memory."""
+    tensors = [x, y, *others]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    order = [addresses.index(address) for address in addresses]
+    starts = [tensor.data_ptr() - x.data_ptr() for tensor, first in zip(tensors, order, strict=True) if first == 0]
+    SEEN.append([*map(shape_of, tensors), {"shared": order, "starts": starts}])
+    x.add_(y.sum().to(x.dtype))
+    for other in others:
+        other.mul_(3)
+
+
+def both_runs(*tensors: Tensor) -> tuple[list[Any], list[Any]]:
+    SEEN.clear()
+    with BitwiseEquivalenceMode() as mode, torch.no_grad():
+        write(tensors[0], tensors[1], list(tensors[2:]))
+    assert mode.skipped == {}
+    assert mode.get_mismatches() == []
+    first, second = SEEN
+    return first, second
+
+
+def as_written(make: Any) -> list[Any]:
+    with torch.no_grad():
+        tensors = make()
+        write(tensors[0], tensors[1], tensors[2:])
+    return [shape_of(tensor) for tensor in tensors]
+
+
+def overlapping() -> list[Tensor]:
+    base = torch.arange(24.0)
+    return [base[1:5], base[3:9], base.view(4, 6).t()[2:, 1:3], base[20:]]
+
+
+def parameter() -> list[Tensor]:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    return [weight, torch.ones(2), weight.detach()[1]]
+
+
+def odd_memory() -> list[Tensor]:
+    # begins 4 bytes into a page of its own, as memory from elsewhere may
+    holder = bytearray(4096)
+    start = torch.frombuffer(holder, dtype=torch.uint8).data_ptr() % 64
+    skip = (4 - start) % 64
+    base = torch.frombuffer(holder, dtype=torch.float32, count=64, offset=skip)
+    return [base[3:9], base[:2], base[12:14]]
+
+
+def of_two_types() -> list[Tensor]:
+    base = torch.arange(16, dtype=torch.float32)
+    return [base[2:4], base.view(torch.int32)[2:6], base.view(torch.float64)[3:5]]
+
+
+def expanded() -> list[Tensor]:
+    base = torch.arange(6.0)
+    return [base[:3], base[4:5].expand(4), base[5:]]
+
+
+def large() -> list[Tensor]:
+    base = torch.zeros(1_000_000)
+    return [base[400_003:400_007], base[400_005:400_010], base[400_020:400_030:3]]
+
+
+MAKERS = [overlapping, parameter, odd_memory, of_two_types, expanded, large]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_copies_lie_as_the_originals_do(make):
+    first, second = both_runs(*make())
+    assert first == second
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_program_gets_what_one_run_writes(make):
+    torch.manual_seed(0)
+    plain = as_written(make)
+    torch.manual_seed(0)
+    with BitwiseEquivalenceMode():
+        assert as_written(make) == plain
+
+
+def test_of_a_large_storage_only_what_is_spanned_is_copied(monkeypatch):
+    copied = []
+    monkeypatch.setattr(
+        copies,
+        "_bytes_of",
+        lambda storage, low, high, real=copies._bytes_of: copied.append(high - low) or real(storage, low, high),
+    )
+    both_runs(*large())
+    assert copied
+    assert max(copied) == 4 * 27
+
+
+def test_gaps_of_a_storage_are_copied_too():
+    base = torch.arange(12.0)
+    copy = Copies((base[::3],), {}, [base[::3]])
+    assert copy.args[0] is not None
+    target = base[::3]
+    copied = Copies((target,), {"other": [target, base]}, [target])
+    assert copied.args[0] is copied.kwargs["other"][0]
+    assert copied.kwargs["other"][1].tolist() == base.tolist()
+    copied.args[0].zero_()
+    assert copied.kwargs["other"][1].tolist() == [0, 1, 2, 0, 4, 5, 0, 7, 8, 0, 10, 11]
+    assert base.tolist() == list(range(12))
+
+
+def test_conjugates_and_negatives_stay_what_they_are():
+    base = torch.randn(4, dtype=torch.complex64)
+    tensors = (base.conj(), base.imag, torch._neg_view(base.real), base.conj().imag)
+    copied = Copies(tensors, {}, [tensors[0]])
+    assert [*map(shape_of, copied.args)] == [*map(shape_of, tensors)]
+    assert (
+        {tensor.untyped_storage().data_ptr() for tensor in copied.args}
+        == {copied.args[0].untyped_storage().data_ptr()}
+        != {base.untyped_storage().data_ptr()}
+    )
+
+
+def test_what_is_not_written_is_not_copied():
+    x, y = torch.ones(2), torch.ones(2)
+    copied = Copies((x, y), {"more": [y, None, 3]}, [x])
+    assert copied.args[1] is y
+    assert copied.kwargs["more"][0] is y
+    assert copied.kwargs["more"][1:] == [None, 3]
+
+
+def test_sparse_arguments_are_copied_whole_unless_they_share_memory():
+    x = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=False)
+    copied = Copies((x, torch.ones(3)), {}, [x])
+    assert copied.args[0] is not x
+    assert copied.args[0]._values().data_ptr() != x._values().data_ptr()
+    with pytest.raises(AliasedError):
+        Copies((x, x._values()), {}, [x])
+    with pytest.raises(AliasedError):
+        Copies((x, x._values()), {}, [x._values()])
+
+
+def test_out_variants_grow_what_they_are_given():
+    out, rows = torch.empty(0), torch.zeros(4, 3)
+    with BitwiseEquivalenceMode() as mode:
+        torch.add(torch.ones(2, 3), 1, out=out)
+        torch.mm(torch.ones(2, 3), torch.ones(3, 3), out=rows[1:3])
+        torch.cat([torch.ones(2, 3), rows[:1]], out=rows[1:])
+    assert out.tolist() == [[2.0] * 3] * 2
+    assert rows.tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert mode.get_mismatches() == []
+    assert set(mode.skipped) <= {"view", "uninitialised"}
+
+
+def test_lists_of_written_tensors():
+    base = torch.arange(8.0)
+    parts = [base[:3], base[3:4], base[4:]]
+    with BitwiseEquivalenceMode() as mode:
+        torch._foreach_mul_(parts, 2.0)
+        torch._foreach_add_(parts, parts)
+        torch._foreach_addcdiv_(parts, [part + 1 for part in parts], [part + 2 for part in parts])
+    assert base[:3].tolist() == pytest.approx([0 + 1 / 2, 4 + 5 / 6, 8 + 9 / 10])
+    assert mode.get_mismatches() == []
+    assert mode.skipped == {}
+    assert mode.num_compared == 9
+
+
+def test_running_statistics_are_written_once():
+    norm = torch.nn.BatchNorm1d(3, momentum=0.5)
+    x = torch.randn(4, 3)
+    plain = torch.nn.BatchNorm1d(3, momentum=0.5)
+    plain(x)
+    with BitwiseEquivalenceMode() as mode:
+        norm(x)
+        norm.eval()(x)
+    assert norm.running_mean.tolist() == plain.running_mean.tolist()
+    assert norm.running_var.tolist() == plain.running_var.tolist()
+    assert mode.get_mismatches() == []
+    assert mode.num_compared == 3
+
+
+def test_freed_storage_is_no_obstacle():
+    x, y = torch.ones(3), torch.ones(3)
+    y.untyped_storage().resize_(0)
+    with BitwiseEquivalenceMode() as mode:
+        torch._foreach_add_([x], 1)
+        y.numel()
+    assert mode.get_mismatches() == []
+    assert x.tolist() == [2.0] * 3

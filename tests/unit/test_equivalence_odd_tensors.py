@@ -1,0 +1,233 @@
+"""Tensors and transforms beside the ordinary under BitwiseEquivalenceMode: nothing is reported, nothing fails."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from nondeterministic_ops import noisy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore  # looked at in torch 2.13
+from torch.testing._internal.two_tensor import TwoTensor
+
+from det_callbacks import BitwiseEquivalenceMode
+from det_callbacks.equivalence.checker import make_check_plan
+from det_callbacks.equivalence.difference import difference_of, has_same_bits
+
+aten = torch.ops.aten
+
+
+def jagged() -> None:
+    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged, requires_grad=True)
+    nn.Linear(3, 3)(x).relu().values().sum().backward()
+
+
+def nested() -> None:
+    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    (x * 2).mul_(2.0).to_padded_tensor(0.0)
+
+
+def sparse() -> None:
+    x = torch.sparse_coo_tensor([[0, 2, 0]], [1.0, 2.0, 3.0], (3,), check_invariants=False).coalesce()
+    x.mul_(2).add_(x)
+    x.clone().zero_()
+    torch.eye(3).add_(torch.eye(3).to_sparse())
+    torch.sparse.mm(torch.eye(3).to_sparse(), torch.eye(3)), torch.eye(3).to_sparse_csr() @ torch.eye(3)
+
+
+def quantised() -> None:
+    x = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
+    x.copy_(torch.randn(4))
+    torch.ops.quantized.add(x, x.clone(), 0.1, 0).fill_(1.0).dequantize()
+    scales, zero_points = torch.tensor([0.1, 0.2]), torch.zeros(2, dtype=torch.int64)
+    torch.quantize_per_channel(torch.randn(2, 4), scales, zero_points, 0, torch.qint8).int_repr()
+    torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})(torch.randn(2, 4))
+
+
+def pairs_of_tensors() -> None:
+    x = nn.Parameter(TwoTensor(torch.randn(3), torch.randn(3)))
+    (x * 2).add_(1).square().sum().backward()
+
+
+def transforms() -> None:
+    torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.randn(3, 4))
+    torch.func.vmap(lambda x: torch.randn(2) + x, randomness="different")(torch.ones(3))
+    torch.func.jvp(lambda x: x * x, (torch.ones(2),), (torch.ones(2),))
+    torch.func.functionalize(lambda x: x.clone().add_(1))(torch.ones(2))
+    torch.func.hessian(lambda x: (x**3).sum())(torch.ones(2))
+
+
+def copies_on_write() -> None:
+    x = torch.arange(10.0)
+    written, read = torch._lazy_clone(x), torch._lazy_clone(x)
+    written.add_(1)
+    read.add(1)
+    assert x[0] == 0
+    assert torch._C._is_cow_tensor(read)
+
+
+def lazy_modules() -> None:
+    nn.LazyBatchNorm1d()(nn.LazyLinear(3)(torch.ones(2, 4)))
+
+
+def small_dtypes() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.uint16, torch.bool):
+        torch.ones(3).to(dtype).clone().copy_(torch.zeros(3).to(dtype))
+    x = torch.ones(3, dtype=torch.complex64)
+    x.conj().add_(x).imag.zero_()
+
+
+def mkldnn() -> None:
+    x = torch.randn(2, 3, 4, 4).to_mkldnn()
+    (x + x).add_(x).to_dense()
+
+
+def relayouts() -> None:
+    x = torch.ones(3)
+    x.resize_(5).fill_(1).set_(torch.ones(2))
+    x.unsqueeze_(0).t_().requires_grad_()
+    y = torch.ones(3)
+    y.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(12)
+    y.zero_()
+
+
+def saved_elsewhere() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        (x * x).exp().sum().backward()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        y = x * 2
+        z = y.sin()
+        y.mul_(3)
+        z.sum().backward()
+
+
+def sobol() -> None:
+    engine = torch.quasirandom.SobolEngine(3, scramble=True)
+    engine.draw(5)
+    engine.fast_forward(3)
+    engine.draw(2)
+
+
+def scripted() -> None:
+    function = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    for _ in range(4):
+        function(torch.randn(3)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")  # what the beta and deprecated parts of torch say of themselves
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(jagged, nested, sparse, quantised, pairs_of_tensors, transforms, copies_on_write, lazy_modules),
+        *(small_dtypes, mkldnn, relayouts, saved_elsewhere, sobol, scripted),
+    ],
+)
+def test_nothing_is_reported(program: Callable[[], None]):
+    with BitwiseEquivalenceMode() as mode:
+        program()
+    assert mode.get_mismatches() == []
+    assert mode.num_compared >= 2
+    assert set(mode.skipped) <= {"view", "uninitialised", "relayout", "no_data", "subclass"}, mode.skipped
+
+
+def test_what_a_subclass_comes_down_to_is_compared():
+    x = TwoTensor(torch.randn(3), torch.randn(3))
+    with BitwiseEquivalenceMode() as mode:
+        x * 2
+        noisy(torch.ones(1))
+    assert mode.skipped == {"subclass": 1}
+    assert mode.num_compared == 4
+    assert mode.num_mismatches == 1
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_shards_are_compared_and_collectives_run_once(process_group):
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([weight], foreach=True)
+    with BitwiseEquivalenceMode() as mode:
+        (weight @ weight.redistribute(mesh, [Replicate()])).to_local().sum().backward()
+        optimizer.step()
+        dist.all_reduce(torch.ones(3))
+    assert mode.get_mismatches() == []
+    assert mode.skipped["collective"] >= 2
+    assert mode.skipped["subclass"] > 5
+    assert mode.num_compared > 10
+
+
+def test_higher_order_ops_are_left_out():
+    with BitwiseEquivalenceMode() as mode:
+        torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),))
+    assert mode.skipped["opaque"] == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (aten.view.default, "view"),
+        (aten.empty.memory_format, "uninitialised"),
+        (aten.set_.source_Tensor, "relayout"),
+        (aten.record_stream.default, "relayout"),
+        (aten._assert_async.msg, "side_effect"),
+        (aten._print.default, "side_effect"),
+        (torch.ops._c10d_functional.all_reduce.default, "collective"),
+        (torch.ops.higher_order.cond, "opaque"),
+        (aten.add_.Tensor, ""),
+        (aten._local_scalar_dense.default, ""),
+        (torch.ops.quantized.linear.default, ""),
+    ],
+)
+def test_what_may_not_run_twice(op, reason):
+    assert make_check_plan(op).left_out == reason
+
+
+def test_hidden_states_and_scratch_memory_of_ops_for_other_devices():
+    plan = make_check_plan(aten._cudnn_rnn.default)
+    assert plan.hidden_state in plan.plan.argument_names
+    plan = make_check_plan(aten._cudnn_rnn_backward.default)
+    assert plan.scratch < set(plan.plan.argument_names)
+
+
+def quantised_of(value: float, scale: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((2,), value), scale, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "num_differing", "max_ulps"),
+    [
+        (lambda: (torch.eye(3).to_sparse(), torch.eye(3).mul(2).to_sparse()), 3, 1 << 23),
+        (lambda: (torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()), 9, None),
+        (lambda: (torch.eye(3).to_sparse_csr(), torch.eye(3).flip(0).to_sparse_csr()), 2, 2),
+        (lambda: (quantised_of(0.0, 0.1), quantised_of(1.0, 0.1)), 2, 10),
+        (lambda: (quantised_of(0.0, 0.1), quantised_of(0.0, 0.2)), 2, None),
+        (lambda: tuple(torch.nested.nested_tensor([torch.tensor([0.0, x])]) for x in (0.0, -0.0)), 1, 0),
+        (lambda: (torch.zeros(2), torch.zeros(3)), 2, None),
+        (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.float64)), 2, None),
+        (lambda: (3, 5), 1, 2),
+        (lambda: (1.0, 1.0000000000000002), 1, 1),
+        (lambda: (True, 1), 1, None),
+    ],
+)
+def test_how_odd_outputs_differ(make, num_differing, max_ulps):
+    first, second = make()
+    assert not has_same_bits(first, second)
+    assert has_same_bits(first, first.clone() if isinstance(first, Tensor) else first)
+    found = difference_of(first, second)
+    assert (found.num_differing, found.max_ulps) == (num_differing, max_ulps)
+
+
+def test_strides_are_not_bits():
+    x = torch.randn(3, 4)
+    assert has_same_bits(x, x.t().contiguous().t())
+    assert not has_same_bits(x, -x.t().contiguous().t())
