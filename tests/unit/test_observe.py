@@ -365,7 +365,7 @@ def test_functional_transforms(tmp_path: Path) -> None:
 
 class _Observing(torch.utils.data.Dataset[Tensor]):
     def __len__(self) -> int:
-        return 2
+        return 1
 
     def __getitem__(self, index: int) -> Tensor:
         with pytest.warns(CoverageWarning, match="DataLoader's worker"):
