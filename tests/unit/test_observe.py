@@ -95,6 +95,21 @@ def test_what_is_still_to_come_is_not_missing_in_the_middle(tmp_path: Path) -> N
         assert mismatches(tmp_path, reference, ("a", 1), ("c", 3)) == [("b", "missing")]
 
 
+def test_what_is_new_in_the_middle_is_extra_and_nothing_is_missing_yet(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    found: list[Any] = []
+
+    def run() -> None:
+        with ObserverContext(tmp_path, "current", reference) as observer:
+            for name, value in (("a", 1), ("new", 9), ("b", 2), ("c", 3)):
+                observe(name, value)
+                found.append([(one.name, one.kind) for one in observer.mismatches])
+
+    with pytest.warns(DivergenceWarning):
+        run()
+    assert found == [[], *[[("new", "extra")]] * 3]
+
+
 def test_what_can_no_longer_come_is_missing_in_the_middle(tmp_path: Path) -> None:
     reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
     found: list[Any] = []
@@ -342,14 +357,14 @@ def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
         a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         left, right = a * 1, b * 1
         with ObserverContext(tmp_path, name, reference):
-            observe_non_deterministic_grad("left", left)
+            observe_non_deterministic_grad("right", right)  # whose backward runs first
             ((left + right) * scale).sum().backward()  # one tensor is the gradient of both
         assert a.grad is not None
         assert b.grad is not None
         return a.grad.tolist(), b.grad.tolist()
 
     assert gradients("r", 2.0) == ([2.0], [2.0])
-    assert gradients("c", 3.0, tmp_path / "r") == ([2.0], [3.0])
+    assert gradients("c", 3.0, tmp_path / "r") == ([3.0], [2.0])
 
 
 def test_functional_transforms(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from det_callbacks import (
     disable_hash_mode,
     enable_hash_mode,
     observe,
+    observe_non_deterministic,
 )
 from det_callbacks.observe.registry import REGISTRY
 
@@ -122,3 +123,34 @@ def test_hash_mode_inside_a_region(tmp_path: Path) -> None:
     assert mode.trace is not None
     assert [site.op for site in mode.trace.program.sites if site.op] == ["aten.mul.Tensor"]
     assert len([site for site in sites(observer.path) if site.op == "aten.mul.Tensor"]) == 2
+
+
+def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer:
+        with enable_hash_mode():
+            y = x * 2
+        y.add_(1)
+        with enable_hash_mode():
+            y / 2
+    found = sites(observer.path)
+    assert [site.op or site.role for site in found] == ["input", "aten.mul.Tensor", "input", "aten.div.Tensor"]
+    assert found[3].inputs == (2,)
+
+
+def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
+        y = x * 2
+        observe("seen", y)
+        y + 1
+        observe_non_deterministic("put back", y)
+        y / 2
+    inputs = {site.name or site.op: site.inputs for site in sites(observer.path)[1:]}
+    assert inputs == {
+        "aten.mul.Tensor": (0,),
+        "seen": (1,),
+        "aten.add.Tensor": (1,),
+        "put back": (1,),
+        "aten.div.Tensor": (4,),
+    }

@@ -20,6 +20,7 @@ from det_callbacks import (
     observe,
 )
 from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.trace.run_files import read_manifest, write_manifest
 from det_callbacks.trace.store import Run
 
 
@@ -160,5 +161,28 @@ def test_nothing_observed_is_no_match(tmp_path: Path) -> None:
     with (
         pytest.raises(DivergenceError, match="x is only in the reference"),
         ObserverContext(tmp_path, "run", reference, raise_on_mismatch=True),
+    ):
+        pass
+
+
+def test_a_reference_of_a_callback_is_refused(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    manifest = read_manifest(reference)
+    write_manifest(reference, {key: value for key, value in manifest.items() if key != "recorded_by"})
+    with (
+        pytest.raises(ReferenceFormatError, match="DeterminismCallback"),
+        ObserverContext(tmp_path, "current", reference),
+    ):
+        pass
+
+
+def test_a_comparison_is_no_reference(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    for _ in range(2):  # its own folder is replaced
+        with ObserverContext(tmp_path, "current", reference):
+            observe("x", 1)
+    with (
+        pytest.raises(ReferenceFormatError, match="is no reference"),
+        ObserverContext(tmp_path, "next", tmp_path / "current"),
     ):
         pass
