@@ -1,0 +1,59 @@
+"""The commands of a recipe's README, run in the order in which they stand there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+
+
+def commands_of(readme: str) -> list[tuple[str, list[str]]]:
+    """Each command with the lines of output below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in "".join(BLOCK.findall(readme)).splitlines():
+        if line.startswith("$ "):
+            found.append((line.removeprefix("$ "), []))
+        elif line.strip():
+            found[-1][1].append(line)
+    return found
+
+
+def pattern_of(line: str) -> str:
+    """A promised line as a pattern: "..." stands for anything."""
+    return ".*".join(re.escape(part.strip()) for part in line.split("..."))
+
+
+def run_readme(recipe: str, folder: Path, *, added: str = "") -> int:
+    """Run all commands of a recipe in a folder, and check what they promise; return how many there are.
+
+    Args:
+        recipe: name of its folder.
+        folder: working directory.
+        added: further arguments of each command that trains.
+    """
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
+    commands = commands_of((ROOT / "recipes" / recipe / "README.md").read_text())
+    status = 0
+    for command, promised in commands:
+        if command == "echo $?":
+            assert promised == [str(status)]
+            continue
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {added}" if command.startswith("python") else command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        status = done.returncode
+        for line in promised:
+            assert re.search(pattern_of(line), done.stdout), f"{command}\npromised: {line}\nsaid:\n{done.stdout}"
+    return len(commands)
