@@ -5,6 +5,7 @@ clone whose result is used (it changes what is fused even where the return value
 its argument as mutated (torch 2.13 allows no autograd through it).
 """
 
+import ast
 import math
 from typing import Any
 
@@ -88,7 +89,7 @@ def _plain(kind: str, text: str) -> Any:
     if kind == "bool":
         return text == "True"
     if kind == "str":
-        return text
+        return ast.literal_eval(text)
     if kind == "float":
         return math.nan if text == "nan" else float(text)
     return int(text) if kind == "int" else complex(text)

@@ -84,7 +84,7 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 
     It may be called after the tensor was used. For a parameter it is what each backward pass adds. A tensor that gets
     no gradient in its step is reported: as a site without value, and by a warning. In a compiled function it breaks
-    the graph, and says so once.
+    the graph, says so once, and has to come before the tensor is used: what an earlier graph computes, it cannot see.
 
     Raises:
         TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
@@ -99,7 +99,8 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
     """Save the gradient of a tensor while recording, and replace it by the saved one while verifying.
 
-    It may be called after the tensor was used, and its return value may be ignored. Otherwise as ``observe_grad``.
+    It may be called after the tensor was used (not in a compiled function), and its return value may be ignored.
+    Otherwise as ``observe_grad``.
 
     Raises:
         TypeError, ValueError: as ``observe_grad`` does; in the backward pass the errors of

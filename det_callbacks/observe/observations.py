@@ -146,7 +146,8 @@ class Observations:
         if is_compiled:
             self._say(
                 "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and the run "
-                "is recorded all the same. Observe it outside the compiled function to keep one graph."
+                "is recorded all the same, but for what the graph before the break computes with the tensor. Observe "
+                "it before its use, or outside the compiled function to keep one graph."
             )
         _, module = self._place()
         gradient = _Gradient(name, module, self._occurrence(f"grad of {name}", 0))

@@ -53,6 +53,8 @@ def write_bits(tensor: Tensor, bits: Tensor) -> bool:
         values = values.clone()
         _resolve(values, tensor)  # both flip bits, so they are their own inverse
     values = values.reshape(integers.shape).to(tensor.device)
+    if not integers.numel():
+        return True
     if not _may_overlap(integers):
         integers.copy_(values)
         return True
@@ -76,8 +78,6 @@ def _may_overlap(tensor: Tensor) -> bool:
     for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 1:
             continue
-        if not length:
-            return False
         if step < extent:
             return True
         extent += (length - 1) * step

@@ -1,4 +1,4 @@
-"""Observations: names, values, gradients, regions, steps, and the ways in which a run is refused."""
+"""Observations: names, values, gradients and what is replayed."""
 
 import dataclasses
 import timeit
@@ -9,23 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from observing import mismatches, names, record, sites
 from torch import Tensor, nn
-from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
-from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import (
     CoverageWarning,
-    DivergenceError,
     DivergenceWarning,
-    HashMode,
-    NothingComparedError,
     ObserverContext,
     ReferenceFormatError,
-    ReferenceNotFoundError,
     ReplayError,
-    RunExistsError,
-    TraceError,
     disable_hash_mode,
     enable_hash_mode,
     observe,
@@ -34,7 +27,6 @@ from det_callbacks import (
     observe_non_deterministic_grad,
 )
 from det_callbacks.observe.registry import REGISTRY
-from det_callbacks.trace.program import Site
 from det_callbacks.trace.store import Run
 
 
@@ -43,30 +35,6 @@ def _no_observer_is_left() -> Any:
     yield
     assert not is_in_torch_dispatch_mode()
     assert REGISTRY.sink is None
-
-
-def sites(folder: Path, step: int = 0) -> tuple[Site, ...]:
-    return Run.open(folder).view(0, 0, step).program.sites
-
-
-def names(folder: Path, step: int = 0) -> list[str]:
-    return [site.name or site.op for site in sites(folder, step)]
-
-
-def record(folder: Path, *values: tuple[str, Any], name: str = "reference") -> Path:
-    with ObserverContext(folder, name):
-        for key, value in values:
-            observe(key, value)
-    return folder / name
-
-
-def mismatches(folder: Path, reference: Path, *values: tuple[str, Any]) -> list[tuple[str | None, str]]:
-    """Return name and kind of what differs when these values are observed."""
-    with ObserverContext(folder, "current", reference) as observer:
-        for key, value in values:
-            observe(key, value)
-    assert observer.verdict is not None
-    return [(found.name, found.kind) for found in observer.mismatches]
 
 
 def test_without_an_observer_nothing_happens() -> None:
@@ -226,13 +194,6 @@ def test_a_tree_that_would_be_left_out_is_an_error(tmp_path: Path, tree: Any, co
             observe_grad("x", tree)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"])
-def test_a_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="name of a run"):
-        ObserverContext(tmp_path / "runs", name)
-    assert not list(tmp_path.iterdir())
-
-
 def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -294,228 +255,6 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
     ):
         found = run("c", tmp_path / "r", goes_back=False).mismatches
     assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
-
-
-def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
-    x = torch.ones(2)
-    with ObserverContext(tmp_path, "run") as observer:
-        x + 1
-        observer.enable_mode()
-        x * 2
-        with enable_hash_mode():
-            x * 3
-        disable_hash_mode()
-        observe("between", x - 1)
-        with enable_hash_mode():
-            x / 2
-    ops = [site.op or site.name for site in sites(observer.path) if site.op or site.name]
-    assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.div.Tensor"]
-
-
-def test_a_region_too_many_is_an_error(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "run"):
-        observe("x", 1)
-        with pytest.raises(TraceError, match="more often"):
-            disable_hash_mode()
-
-
-@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
-def test_a_region_inside_another_mode(tmp_path: Path, mode: Any) -> None:
-    x = torch.ones(2, 2)
-    with mode(), ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
-        x @ x
-    assert [site.op for site in sites(observer.path) if site.op] == ["aten.mm.default"]
-
-
-@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
-def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path, mode: Any) -> None:
-    x = torch.ones(2, 2)
-    with ObserverContext(tmp_path, "run") as observer:
-        enable_hash_mode()
-        other = mode()
-        other.__enter__()
-        x @ x
-        disable_hash_mode()
-        x * x
-        enable_hash_mode()
-        x / x
-        disable_hash_mode()
-        other.__exit__(None, None, None)
-        observe("x", x)
-        with enable_hash_mode():
-            x - x
-        assert _get_current_dispatch_mode_stack() == []
-    assert [site.op for site in sites(observer.path) if site.op] == [
-        "aten.mm.default",
-        "aten.div.Tensor",
-        "aten.sub.Tensor",
-    ]
-
-
-def test_a_mode_opened_before_a_region_and_closed_in_it(tmp_path: Path) -> None:
-    x = torch.ones(2, 2)
-    with ObserverContext(tmp_path, "run") as observer:
-        other = FlopCounterMode(display=False)
-        other.__enter__()
-        enable_hash_mode()
-        x @ x
-        other.__exit__(None, None, None)
-        with pytest.warns(CoverageWarning, match="Close the region first"):
-            disable_hash_mode()
-        assert _get_current_dispatch_mode_stack() == []
-        with enable_hash_mode():
-            x - x
-    assert [site.op for site in sites(observer.path) if site.op] == ["aten.mm.default", "aten.sub.Tensor"]
-
-
-def test_a_mode_left_open_above_a_region(tmp_path: Path) -> None:
-    other = FlopCounterMode(display=False)
-    with ObserverContext(tmp_path, "run"):
-        enable_hash_mode()
-        torch.ones(2)
-        other.__enter__()
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    other.__exit__(None, None, None)
-    assert _get_current_dispatch_mode_stack() == []
-    assert not is_in_torch_dispatch_mode()
-
-
-def test_hash_mode_inside_a_region(tmp_path: Path) -> None:
-    x = torch.ones(2)
-    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
-        with HashMode() as mode:
-            x * 2
-        x * 3
-    assert mode.trace is not None
-    assert [site.op for site in mode.trace.program.sites if site.op] == ["aten.mul.Tensor"]
-    assert len([site for site in sites(observer.path) if site.op == "aten.mul.Tensor"]) == 2
-
-
-def test_steps_marked_at_either_end_of_a_loop(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "first") as observer:
-        for value in range(3):
-            observer.next_step()
-            observe("x", value)
-    with ObserverContext(tmp_path, "second", tmp_path / "first") as observer:
-        for value in range(3):
-            observe("x", value)
-            observer.next_step()
-    assert observer.verdict is not None
-    assert (observer.verdict.verdict, observer.verdict.coverage.steps) == ("match", (0, 2))
-
-
-@pytest.mark.parametrize(("count", "kind"), [(2, "missing"), (4, "extra")])
-def test_another_number_of_steps(tmp_path: Path, count: int, kind: str) -> None:
-    def run(name: str, steps: int, reference: Path | None = None) -> ObserverContext:
-        with ObserverContext(tmp_path, name, reference) as observer:
-            for value in range(steps):
-                observe("x", value)
-                observer.next_step()
-        return observer
-
-    run("r", 3)
-    with pytest.warns(DivergenceWarning):
-        observer = run("c", count, tmp_path / "r")
-    assert {found.kind for found in observer.mismatches} == {kind}
-    assert observer.verdict is not None
-    assert observer.verdict.first_divergence is not None
-    assert observer.verdict.first_divergence.kind == kind
-
-
-def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
-    reached = []
-    observer = ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True)
-
-    def run() -> None:
-        with observer:
-            for name, value in (("a", 1), ("b", 9), ("c", 3)):
-                reached.append(name)
-                observe(name, value)
-
-    with pytest.raises(DivergenceError, match="b holds other bits") as error:
-        run()
-    assert reached == ["a", "b"]
-    assert error.value.verdict is observer.verdict
-    assert [(found.name, found.kind) for found in observer.mismatches] == [("b", "content")]
-    assert observer.verdict is not None
-    assert observer.verdict.counts.sites_differing == 1
-    assert (tmp_path / "current" / "verdict.json").is_file()
-
-
-def test_raising_at_the_end(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2))
-    with (
-        pytest.raises(DivergenceError, match="b is only in the reference"),
-        ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True),
-    ):
-        observe("a", 1)
-
-
-def test_two_observers_at_once(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "run"):
-        observe("x", 1)
-        with pytest.raises(TraceError, match="active already"), ObserverContext(tmp_path, "other"):
-            pass
-        observe("y", 1)
-    assert names(tmp_path / "run") == ["x", "y"]
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_context_is_used_once(tmp_path: Path) -> None:
-    observer = ObserverContext(tmp_path, "run")
-    with pytest.raises(TraceError, match="not open"):
-        observer.enable_mode()
-    with observer:
-        observe("x", 1)
-    with pytest.raises(TraceError, match="entered already"), observer:
-        pass
-    with pytest.raises(TraceError, match="not open"):
-        observer.next_step()
-
-
-def test_an_existing_run_is_kept(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", 1))
-    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference"):
-        pass
-    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference", reference):
-        pass
-    assert names(reference) == ["x"]
-    with ObserverContext(tmp_path, "reference", overwrite=True):
-        observe("y", 1)
-    assert names(reference) == ["y"]
-
-
-def test_a_reference_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ReferenceNotFoundError), ObserverContext(tmp_path, "run", tmp_path / "nothing"):
-        pass
-    with pytest.raises(ValueError, match="name"), ObserverContext(tmp_path, "broken"):
-        observe("", 1)
-    with pytest.raises(ReferenceFormatError, match="incomplete"), ObserverContext(tmp_path, "run", tmp_path / "broken"):
-        pass
-    reference = record(tmp_path, ("x", torch.ones(1)))
-    stream = next(reference.rglob("*.arrows"))
-    content = bytearray(stream.read_bytes())
-    content[-20] ^= 1
-    stream.write_bytes(content)
-    with pytest.raises(ReferenceFormatError, match="damaged"), ObserverContext(tmp_path, "run", reference):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "reference"]
-
-
-def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(NothingComparedError, match="Nothing was observed"), ObserverContext(tmp_path, "run"):
-        torch.ones(2)
-    assert not Run.open(tmp_path / "run").is_complete
-
-
-def test_nothing_observed_is_no_match(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", 1))
-    with (
-        pytest.raises(DivergenceError, match="x is only in the reference"),
-        ObserverContext(tmp_path, "run", reference, raise_on_mismatch=True),
-    ):
-        pass
 
 
 def test_plain_values_are_replayed_in_what_is_returned(tmp_path: Path) -> None:

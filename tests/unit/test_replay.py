@@ -33,14 +33,14 @@ def reader(folder: Path, step: int = 12) -> SavedStep:
     return SavedStep(replay_path(folder / "rank-00000" / "attempt-000.arrows", step), PLACE)
 
 
-def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return a tensor of any bits at all, NaNs with payloads among them."""
+def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int, *, is_finite: bool) -> Tensor:
+    """Return a tensor of any bits at all, NaNs with payloads among them unless they are to be finite."""
     size = torch.empty(0, dtype=dtype).element_size()
     count = int(np.prod(shape, dtype=np.int64))
     limit = 2 if dtype is torch.bool else 256
     content = np.random.default_rng(seed).integers(0, limit, count * size, dtype=np.uint8)
-    if dtype is torch.complex32:
-        content &= 0x3F  # no NaN: conjugating that dtype goes through float32, where torch quietens signalling ones
+    if is_finite:
+        content &= 0x3F
     flat = torch.empty(count * size, dtype=torch.uint8)
     flat.copy_(torch.from_numpy(content))
     return flat.view(dtype).reshape(shape)
@@ -83,7 +83,9 @@ def test_any_bits_come_back(
     seed: int,
 ) -> None:
     def make(seed: int) -> Tensor:
-        tensor = LAYOUTS[layout](of_bytes(dtype, shape, seed))
+        # Some of torch's kernels that resolve a lazy negation change the payload of a NaN, so bits of what is resolved
+        # would not be those of what is not.
+        tensor = LAYOUTS[layout](of_bytes(dtype, shape, seed, is_finite=bool(lazy)))
         if lazy in ("conj", "both") and dtype.is_complex:
             tensor = tensor.conj()
         if lazy in ("neg", "both") and (dtype.is_complex or dtype in (torch.float32, torch.float64, torch.int32)):

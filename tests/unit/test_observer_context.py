@@ -1,0 +1,164 @@
+"""ObserverContext: steps, raising, and the ways in which a run is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from observing import names, record
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from det_callbacks import (
+    DivergenceError,
+    DivergenceWarning,
+    NothingComparedError,
+    ObserverContext,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    RunExistsError,
+    TraceError,
+    observe,
+)
+from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.trace.store import Run
+
+
+@pytest.fixture(autouse=True)
+def _no_observer_is_left() -> Any:
+    yield
+    assert not is_in_torch_dispatch_mode()
+    assert REGISTRY.sink is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"])
+def test_a_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="name of a run"):
+        ObserverContext(tmp_path / "runs", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_marked_at_either_end_of_a_loop(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "first") as observer:
+        for value in range(3):
+            observer.next_step()
+            observe("x", value)
+    with ObserverContext(tmp_path, "second", tmp_path / "first") as observer:
+        for value in range(3):
+            observe("x", value)
+            observer.next_step()
+    assert observer.verdict is not None
+    assert (observer.verdict.verdict, observer.verdict.coverage.steps) == ("match", (0, 2))
+
+
+@pytest.mark.parametrize(("count", "kind"), [(2, "missing"), (4, "extra")])
+def test_another_number_of_steps(tmp_path: Path, count: int, kind: str) -> None:
+    def run(name: str, steps: int, reference: Path | None = None) -> ObserverContext:
+        with ObserverContext(tmp_path, name, reference) as observer:
+            for value in range(steps):
+                observe("x", value)
+                observer.next_step()
+        return observer
+
+    run("r", 3)
+    with pytest.warns(DivergenceWarning):
+        observer = run("c", count, tmp_path / "r")
+    assert {found.kind for found in observer.mismatches} == {kind}
+    assert observer.verdict is not None
+    assert observer.verdict.first_divergence is not None
+    assert observer.verdict.first_divergence.kind == kind
+
+
+def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
+    reached = []
+    observer = ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True)
+
+    def run() -> None:
+        with observer:
+            for name, value in (("a", 1), ("b", 9), ("c", 3)):
+                reached.append(name)
+                observe(name, value)
+
+    with pytest.raises(DivergenceError, match="b holds other bits") as error:
+        run()
+    assert reached == ["a", "b"]
+    assert error.value.verdict is observer.verdict
+    assert [(found.name, found.kind) for found in observer.mismatches] == [("b", "content")]
+    assert observer.verdict is not None
+    assert observer.verdict.counts.sites_differing == 1
+    assert (tmp_path / "current" / "verdict.json").is_file()
+
+
+def test_raising_at_the_end(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("a", 1), ("b", 2))
+    with (
+        pytest.raises(DivergenceError, match="b is only in the reference"),
+        ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True),
+    ):
+        observe("a", 1)
+
+
+def test_two_observers_at_once(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("x", 1)
+        with pytest.raises(TraceError, match="active already"), ObserverContext(tmp_path, "other"):
+            pass
+        observe("y", 1)
+    assert names(tmp_path / "run") == ["x", "y"]
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_context_is_used_once(tmp_path: Path) -> None:
+    observer = ObserverContext(tmp_path, "run")
+    with pytest.raises(TraceError, match="not open"):
+        observer.enable_mode()
+    with observer:
+        observe("x", 1)
+    with pytest.raises(TraceError, match="entered already"), observer:
+        pass
+    with pytest.raises(TraceError, match="not open"):
+        observer.next_step()
+
+
+def test_an_existing_run_is_kept(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference"):
+        pass
+    with pytest.raises(RunExistsError), ObserverContext(tmp_path, "reference", reference):
+        pass
+    assert names(reference) == ["x"]
+    with ObserverContext(tmp_path, "reference", overwrite=True):
+        observe("y", 1)
+    assert names(reference) == ["y"]
+
+
+def test_a_reference_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ReferenceNotFoundError), ObserverContext(tmp_path, "run", tmp_path / "nothing"):
+        pass
+    with pytest.raises(ValueError, match="name"), ObserverContext(tmp_path, "broken"):
+        observe("", 1)
+    with pytest.raises(ReferenceFormatError, match="incomplete"), ObserverContext(tmp_path, "run", tmp_path / "broken"):
+        pass
+    reference = record(tmp_path, ("x", torch.ones(1)))
+    stream = next(reference.rglob("*.arrows"))
+    content = bytearray(stream.read_bytes())
+    content[-20] ^= 1
+    stream.write_bytes(content)
+    with pytest.raises(ReferenceFormatError, match="damaged"), ObserverContext(tmp_path, "run", reference):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "reference"]
+
+
+def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(NothingComparedError, match="Nothing was observed"), ObserverContext(tmp_path, "run"):
+        torch.ones(2)
+    assert not Run.open(tmp_path / "run").is_complete
+
+
+def test_nothing_observed_is_no_match(tmp_path: Path) -> None:
+    reference = record(tmp_path, ("x", 1))
+    with (
+        pytest.raises(DivergenceError, match="x is only in the reference"),
+        ObserverContext(tmp_path, "run", reference, raise_on_mismatch=True),
+    ):
+        pass
