@@ -11,6 +11,7 @@ from fits import Fit, Plain, RaiseAt, StopError, assert_nothing_left, raising_in
 from styles import Classifier, Skipping, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import (
     CoverageWarning,
@@ -22,16 +23,7 @@ from det_callbacks import (
 )
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain classifier."""
-    return record(tmp_path_factory.mktemp("reference") / "run")
+pytestmark = LIGHTNING_ADVICE
 
 
 # exceptions

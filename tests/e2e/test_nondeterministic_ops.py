@@ -12,9 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import quiet_trainer
+from faults import OnGradient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from det_callbacks import (
     DeterminismCallback,
@@ -35,16 +36,6 @@ def put(values: Tensor) -> Tensor:
     return values.clone().put_(torch.tensor([0]), torch.ones(1))
 
 
-class PutBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return put(gradient)
-
-
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +47,7 @@ class Decoder(nn.Module):
         if self.place == place == "forward":
             outputs = outputs * put(outputs.detach())
         if self.place == "backward" and place == "forward":
-            outputs = PutBackward.apply(outputs)
+            outputs = OnGradient.apply(outputs, put)
         if self.place == place != "forward":
             outputs = put(outputs)
         return outputs

@@ -24,14 +24,12 @@ from faults import (
     wrong_kernel,
 )
 from finding import find, first_of
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01)
 
