@@ -42,9 +42,6 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
 }
 """Op -> arguments it writes although its schema does not say so."""
 
-OPAQUE_WRITES: Mapping[str, frozenset[str]] = {"aten.mkldnn_rnn_layer_backward": frozenset({"workspace"})}
-"""Op -> arguments it uses as scratch memory: opaque outputs of another op, so nothing that is digested changes."""
-
 DECLARED_ONLY: Mapping[str, str] = {
     "aten._fused_adam_": "grads",
     "aten._fused_adamw_": "grads",

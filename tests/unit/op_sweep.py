@@ -5,7 +5,7 @@ a call was written.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_plan
+from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
+
+OPAQUE_WRITES: Mapping[str, frozenset[str]] = {"aten.mkldnn_rnn_layer_backward": frozenset({"workspace"})}
+"""Op -> arguments it uses as scratch memory: opaque outputs of another op, so nothing that is digested changes."""
 
 _M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte, freed memory with the byte
 _LIBC = ctypes.CDLL(None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import op_programs
 import pytest
 import torch
-from op_sweep import SweepMode, bytes_of, dirty_memory
+from op_sweep import OPAQUE_WRITES, SweepMode, bytes_of, dirty_memory
 from torch import Tensor
 
 from det_callbacks.trace.calls import written_arguments
@@ -15,7 +15,6 @@ from det_callbacks.trace.overloads import (
     DECLARED_ONLY,
     HIDDEN_WRITES,
     OPAQUE_OUTPUTS,
-    OPAQUE_WRITES,
     OVERWRITES,
     RELAYOUTS,
     UNDECLARED_VIEWS,
@@ -62,7 +61,7 @@ def sweep() -> SweepMode:
     return mode
 
 
-# what the beta parts of torch say of themselves is not the subject here
+# of beta, deprecated and since changed ops, which are swept all the same
 @pytest.mark.filterwarnings("ignore")
 class TestSweep:
     def test_it_is_broad(self, sweep):
