@@ -39,7 +39,7 @@ class _Interceptor(DispatchMode):
     ) -> Any:
         if self.recorder is None:
             return func(*args, **(kwargs or {}))
-        return self.recorder.op(func, types, args, kwargs or {})
+        return self.recorder.op(func, args, kwargs or {})
 
 
 class HashMode:
@@ -155,7 +155,7 @@ class HashMode:
                 self._outputs.open()
             if self.selection.level == "op":
                 interceptor = _Interceptor(recorder)
-                interceptor.__enter__()  # type: ignore[no-untyped-call]
+                interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
                 self._interceptor = interceptor
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
@@ -210,7 +210,7 @@ class HashMode:
         if interceptor is None:
             return
         if interceptor.is_on_top:
-            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return
         interceptor.recorder = None  # leaving would pop whatever is on top, and that is not ours
         self.is_off = True

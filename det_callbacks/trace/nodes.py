@@ -27,6 +27,7 @@ from det_callbacks.trace.tree import Attribution, Event
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
+# a class method, which mypy takes for a plain function
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"

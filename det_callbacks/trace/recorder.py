@@ -5,7 +5,7 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -131,7 +131,7 @@ class Recorder:
         """Sites recorded so far in this step."""
         return len(self.digests)
 
-    def op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         plan = self._plans.get(id(func))
         if plan is None:
@@ -184,7 +184,7 @@ class Recorder:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = self.let_through(error, mark, func, phase, context, args, kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
         if is_functional and out.__class__ is Tensor and plan.is_plain:
@@ -224,6 +224,7 @@ class Recorder:
         if names:
             self.reads.row_edges.clear()
         self._num_digested += 1
+        # in phase "backward" the context is an attribution
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
             self.backward.register(event)
         indices = self.layout_indices
@@ -323,7 +324,7 @@ class Recorder:
             call = partial(func, *args, **kwargs)
             source = source_of(context)
             return self.alerts.handle(error, call, op=str(func), phase=phase, module=module_of(context), source=source)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
 

@@ -45,7 +45,7 @@ def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> No
     folder = tmp_path / "run"
     if mode == "verify":
         record(folder, model=raising_inside("nowhere"))
-    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")  # type: ignore[arg-type]
+    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
     fit = Fit(callback, model=make)
     with pytest.raises(StopError, match=place):
         fit.run()
@@ -267,7 +267,7 @@ def test_a_mode_left_open_above_is_an_error_and_never_a_match(mode: Any, referen
     # it is not ours to close; ours lies below it, turned off, until it is
     fit.model.flops.__exit__(None, None, None)
     for left in reversed(_get_current_dispatch_mode_stack()):
-        assert left.recorder is None  # type: ignore[attr-defined]
+        assert left.recorder is None
         left.__exit__(None, None, None)
     assert "training_step" not in vars(fit.trainer.strategy)
     if mode == "record":
