@@ -139,4 +139,5 @@ def digest_numpy_generator() -> int:
     return digest_bytes(repr(generator.state).encode())
 
 
+# Found once: the generator behind the functions of random lives as long as the process.
 _python_state = _find_python_state()

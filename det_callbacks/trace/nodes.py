@@ -42,6 +42,7 @@ _MAX_BETWEEN = 6
 UNKNOWN = Attribution(module=UNKNOWN_MODULE, source=())
 _HOOK = Attribution(module=UNKNOWN_MODULE, source=None)
 _ENGINE = Attribution(module=UNKNOWN_MODULE, source=("the autograd engine",))
+# Claims the nodes that no op made. One for all recorders: nothing but UNKNOWN is ever kept in its attributions.
 _UNSEEN = Event(None, None, "", UNKNOWN_MODULE, [], [], [], 0)
 
 
