@@ -220,6 +220,7 @@ class ObserverContext:
                 run = self._verification.reference
                 saved = SavedStep.of(run, rank=0, segment=0, step=self._step)
         self._expected = expected
+        self._recorder.modules.forget()
         self._recorder.begin(expected)
         self._observations.begin(saver=self._saver, saved=saved)
         self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None

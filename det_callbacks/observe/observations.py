@@ -1,5 +1,6 @@
 """Observations as sites of a recorder's step."""
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ class Observations:
         self._saved: SavedStep | None = None
         self._said: set[str] = set()
         self._is_open = False
+        self._process = os.getpid()
         self._nested = 0
         self.region = OpRegion(recorder, is_followed=level is not None)
         self.counts = ReplayCounts()
@@ -76,6 +78,7 @@ class Observations:
         self._clear()
         self._saver = saver
         self._saved = saved
+        self._process = os.getpid()
         self._is_open = True
 
     def end(self) -> None:
@@ -112,7 +115,7 @@ class Observations:
 
     def observe(self, name: str, leaves: Leaves, *, first: int = 0) -> None:
         """Record values at this point of the step."""
-        if not self._is_open:
+        if not self._takes(name):
             return
         self._occurrence(name, first)
         self._record(leaves)
@@ -120,7 +123,7 @@ class Observations:
 
     def replay(self, name: str, leaves: Leaves, *, first: int = 0) -> Mapping[str, Any]:
         """Save or put back values and record them; return the plain values that were others, by path."""
-        if not self._is_open:
+        if not self._takes(name):
             return {}
         occurrence = self._occurrence(name, first)
         changed: dict[str, Any] = {}
@@ -142,7 +145,7 @@ class Observations:
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
         """Record the gradient of a tensor when it is there."""
-        if not self._is_open:
+        if not self._takes(name):
             return
         if is_compiled:
             self._say(
@@ -200,6 +203,16 @@ class Observations:
         self._occurrences.clear()
         self._current.clear()
         self._saver = self._saved = None
+
+    def _takes(self, name: str) -> bool:
+        """Return whether a step is under way in this process: a forked worker has a copy of it that nobody reads."""
+        if self._is_open and os.getpid() != self._process:
+            self._say(
+                f"{name} was observed in another process than the run's, such as a DataLoader's worker; nothing of it "
+                "is recorded or put back. Observe what the worker returns."
+            )
+            return False
+        return self._is_open
 
     def _occurrence(self, name: str, first: int) -> int:
         """Return which observation of this name in the step it is; its leaves may come one by one."""

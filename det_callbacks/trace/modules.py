@@ -80,6 +80,12 @@ class ModuleStack:
         self._stack.clear()
         self._set_current()
 
+    def forget(self) -> None:
+        """Forget the modules named by their class, which would be kept alive; call between steps."""
+        if self._root is None and not self._stack:
+            self._names.clear()
+            self._modules.clear()
+
     @property
     def names(self) -> list[str]:
         """Qualified names of the modules known so far."""

@@ -1,7 +1,9 @@
 """Observations: names, values, gradients and what is replayed."""
 
 import dataclasses
+import gc
 import timeit
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -359,3 +361,35 @@ def test_functional_transforms(tmp_path: Path) -> None:
         torch.func.vmap(loss)(torch.ones(3, 2))
     assert gradient.tolist() == [2.0] * 3
     assert names(tmp_path / "run") == ["w", "w"]
+
+
+class _Observing(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        with pytest.warns(CoverageWarning, match="DataLoader's worker"):
+            observe("inside", index)
+        return torch.full((1,), float(index))
+
+
+def test_a_worker_says_that_it_records_nothing(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(_Observing(), batch_size=2, num_workers=1, multiprocessing_context="fork")
+    with ObserverContext(tmp_path, "run"):
+        (batch,) = loader
+        observe("batch", batch)
+    assert names(tmp_path / "run") == ["batch"]
+
+
+def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
+    known = []
+    with ObserverContext(tmp_path, "run") as observer:
+        for _ in range(3):
+            layer = nn.Linear(2, 2)
+            known.append(weakref.ref(layer))
+            observe("y", layer(torch.ones(2)))
+            observer.next_step()
+        del layer
+        gc.collect()
+        assert [one() for one in known] == [None] * 3
+    assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
