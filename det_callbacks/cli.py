@@ -36,7 +36,6 @@ from det_callbacks.report import (
 from det_callbacks.report.tables import make_console
 from det_callbacks.trace.store import RankRun, Run
 
-USAGE_ERROR = 2
 INTERRUPTED = 130
 
 

@@ -82,7 +82,16 @@ class AuditError(DetCallbacksError):
         return str(self.args[0])
 
 
-class ReferenceNotFoundError(DetCallbacksError, FileNotFoundError):
+class _PathError(DetCallbacksError):
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ReferenceNotFoundError(_PathError, FileNotFoundError):
     """There is no run where one was expected.
 
     Args:
@@ -90,15 +99,8 @@ class ReferenceNotFoundError(DetCallbacksError, FileNotFoundError):
         path: the path that was looked at.
     """
 
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)
-        self.path = path
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class ReferenceFormatError(DetCallbacksError, ValueError):
+class ReferenceFormatError(_PathError, ValueError):
     """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version.
 
     Args:
@@ -106,28 +108,14 @@ class ReferenceFormatError(DetCallbacksError, ValueError):
         path: the file.
     """
 
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)
-        self.path = path
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class RunExistsError(DetCallbacksError, FileExistsError):
+class RunExistsError(_PathError, FileExistsError):
     """Recording was asked for where a run, or something that is not ours, already is.
 
     Args:
         message: the text shown to the user.
         path: the folder.
     """
-
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class SettingsError(DetCallbacksError):

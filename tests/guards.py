@@ -142,5 +142,5 @@ def _put_variables_back(before: dict[str, str]) -> None:
 
 
 def _put_filters_back(before: list[Any]) -> None:
-    warnings.filters[:] = before  # type: ignore[index]
-    warnings._filters_mutated()  # type: ignore[attr-defined]  # what catch_warnings does on leaving (Python 3.11)
+    warnings.filters[:] = before
+    warnings._filters_mutated()  # what catch_warnings does on leaving (Python 3.11)

@@ -165,8 +165,8 @@ class _OpAuditor:
 
     def attach(self, trainer: pl.Trainer) -> None:
         self.detach()
-        strategy = trainer.strategy
-        strategy.training_step = self._audit.mode.marks_forward(strategy.training_step)  # type: ignore[method-assign]
+        strategy: Any = trainer.strategy
+        strategy.training_step = self._audit.mode.marks_forward(strategy.training_step)
         self._restore = partial(strategy.__dict__.pop, "training_step", None)
 
     def begin_step(self, step: int) -> None:
@@ -270,7 +270,7 @@ def _batch(args: tuple[Any, ...]) -> Any:
 def _loop_state(trainer: pl.Trainer) -> dict[str, object]:
     """Return what a training step may change, by name: the module, optimizers, others' callbacks, logs, progress."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
     is_ours = "lightning.", "det_callbacks."
     others = [callback for callback in callbacks if not type(callback).__module__.startswith(is_ours)]
     return {

@@ -170,7 +170,7 @@ class DeterminismCallback(AlertCallback):
                 f"DeterminismCallback follows one process so far, and this Trainer starts {trainer.world_size}. "
                 'Use devices=1, or mode="disabled".'
             )
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Callback] = vars(trainer)["callbacks"]
         check_alone([other for other in callbacks if isinstance(other, DeterminismCallback)])
         if self.settings is not None:
             require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
@@ -254,8 +254,8 @@ class DeterminismCallback(AlertCallback):
         No hook of Lightning encloses it in both automatic and manual optimization; its loops call it through the
         strategy (read at Lightning 2.6.6), so that one attribute of the strategy is set for the time of the fit.
         """
-        strategy = trainer.strategy
-        strategy.training_step = hash_mode.marks_forward(strategy.training_step)  # type: ignore[method-assign]
+        strategy: Any = trainer.strategy
+        strategy.training_step = hash_mode.marks_forward(strategy.training_step)
         self._restore_training_step = partial(strategy.__dict__.pop, "training_step", None)
 
     # a step

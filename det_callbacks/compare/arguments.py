@@ -65,8 +65,7 @@ class ArgumentReader:
         if not site.varying:
             return Arguments(values=constants)
         row = output if site.role == "argument" else output - site.output - 1
-        if row < 0 or self._view.program.sites[row].role != "argument":
-            return Arguments(values=constants, digested=site.varying, bits=0)
+        assert self._view.program.sites[row].role == "argument", "varying arguments have a row before the outputs"
         bits = int(self._view.record.digests[row])
         entry = self._view.layout.entries[row]
         value = None if entry is None or len(site.varying) > 1 else _decode(bits, entry.dtype)

@@ -36,7 +36,7 @@ from torch._C import DisableTorchFunction as _DisableTorchFunction
 # torch-private names below: looked at in torch 2.13.0.
 # _data_address is where the storage begins; unlike data_ptr() it does not materialise a copy-on-write storage, and is 0
 # for what has no memory (wrapper subclasses, functional and zero tensors).
-from torch._C import (  # type: ignore[attr-defined]
+from torch._C import (  # type: ignore[attr-defined]  # its stubs leave some of them out
     _AutoDispatchBelowAutograd,
     _data_address,
     _DisableFuncTorch,
@@ -216,7 +216,7 @@ def _components(tensor: torch.Tensor) -> list[int] | None:
     if tensor.layout in _COMPRESSED:
         accessors = (*_COMPRESSED[tensor.layout], torch.Tensor.values)
         return [_digest(accessor(tensor), memory_order=False) for accessor in accessors]
-    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # not in torch's stubs
         return [_digest(tensor.to_dense(), memory_order=False)]
     raise TypeError(
         f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are supported; "
@@ -226,7 +226,7 @@ def _components(tensor: torch.Tensor) -> list[int] | None:
 
 def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a wrapper subclass is made of, once whatever fills them is done."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of subclasses only
     if wrapper.layout is torch.jagged:
         names = [name for name in names if name not in _JAGGED_CACHES]
     # The list may name other objects, as a DTensor's does its device mesh: like placements, they are not elements.

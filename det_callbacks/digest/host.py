@@ -166,7 +166,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         try:
             _hash_pieces(*self._work)
-        except BaseException as error:
+        except BaseException as error:  # raised by the thread that waits for this one
             self.error = error
 
 

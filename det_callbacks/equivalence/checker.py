@@ -20,11 +20,12 @@ from det_callbacks.equivalence.difference import difference_of, has_same_bits
 from det_callbacks.equivalence.generators import GeneratorStates
 from det_callbacks.equivalence.mismatch import Mismatches, OpMismatch, error_of
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.trace.building import source_of
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.overloads import HIDDEN_STATES, OPAQUE_WRITES, OpKind, OpPlan, make_plan
-from det_callbacks.trace.places import Places, module_of
-from det_callbacks.trace.tree import Context
+from det_callbacks.trace.places import Places
+from det_callbacks.trace.tree import Context, module_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
@@ -124,6 +125,7 @@ class Checker:
             standin = [kind for kind in types if kind not in _PLAIN]
             if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
                 reason = reason or "no_data"
+            # they are subclasses of Tensor, declared as any class
             elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]
                 # the class runs ops on the tensors that it is made of, and those come here again, one by one
                 self.skipped["subclass"] += 1
@@ -248,7 +250,7 @@ class Checker:
                 op=plan.name,
                 occurrence=occurrence,
                 output=index,
-                source=self._places.source_of(context) if source is None else source,
+                source=source_of(context) if source is None else source,
                 shape=difference.shape,
                 dtype=difference.dtype,
                 num_elements=difference.num_elements,

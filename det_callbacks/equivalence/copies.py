@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
-from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]
+from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
 from det_callbacks.trace.components import has_parts, parts_of
 

@@ -115,7 +115,7 @@ class BitwiseEquivalenceMode:
             self._phases.open()
             self._places.open()
             interceptor = _Interceptor(self._checker)
-            interceptor.__enter__()  # type: ignore[no-untyped-call]
+            interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._interceptor = interceptor
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
@@ -137,7 +137,7 @@ class BitwiseEquivalenceMode:
         if interceptor is None:
             return
         if interceptor.is_on_top:
-            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return
         interceptor.checker = None  # leaving would pop whatever is on top, and that is not ours
         warnings.warn(

@@ -88,7 +88,8 @@ class Observations:
         for gradient in self._gradients:
             if not gradient.num_received:
                 name = f"grad of {gradient.name}"
-                record_group(self._recorder, "observation", "backward", [(name, None)], owner=gradient.module)  # type: ignore[list-item]
+                absent: Any = None  # recorded like a plain value: a gradient that is not there
+                record_group(self._recorder, "observation", "backward", [(name, absent)], owner=gradient.module)
                 self._say(
                     f"{name} was observed, and no backward pass of the step computed it. It is recorded as a gradient "
                     "that is not there. Observe the gradient of a tensor that requires one and is used for the loss."
@@ -223,8 +224,7 @@ class Observations:
     def _place(self) -> tuple[str, str]:
         if _graph_task_id() == -1:
             return self._recorder.phase, self._recorder.modules.current
-        context = self._recorder.backward.context()
-        return "backward", context if isinstance(context, str) else context.module
+        return "backward", self._recorder.backward.context().module
 
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
         phase, module = self._place()

@@ -57,7 +57,7 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
         return tree
     if isinstance(tree, Mapping):
         changed = {key: rebuild(value, f"{path}[{key!r}]", values) for key, value in tree.items()}
-        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]
+        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]  # the user's own class
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         fields = zip(tree._fields, tree, strict=True)
         return type(tree)(*(rebuild(value, f"{path}.{field}", values) for field, value in fields))

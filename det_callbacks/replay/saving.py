@@ -56,7 +56,7 @@ class SavedTensors:
                 raise ValueError(f"{name} must be a number of MiB from 0 on; got {value!r}.")
         self.budget_mib = budget_mib
         self.total_budget_mib = total_budget_mib
-        self._place = {"run_id": run_id, "rank": rank, "segment": segment}
+        self._place: dict[str, Any] = {"run_id": run_id, "rank": rank, "segment": segment}
         self._stream = stream
         self._tensors: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class SavedTensors:
                 f"({_mib(RESERVED_BYTES)} are kept for the rest of the run). Nothing of this step was written, the "
                 "steps before it are whole. Free some space, record elsewhere, or save fewer tensors."
             )
-        written = write_step(path, StepPlace(**self._place, step=step), tensors, values)  # type: ignore[arg-type]
+        written = write_step(path, StepPlace(**self._place, step=step), tensors, values)
         self._total += written - known
         self.clear()
         return written

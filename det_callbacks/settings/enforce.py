@@ -30,6 +30,7 @@ from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
 _deterministic: Any = torch.utils.deterministic
 _backends: Any = torch.backends
 
@@ -136,7 +137,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
     enforced = EnforcedDeterminism(settings)
     try:
         _apply(settings)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nobody has anything to restore by
         enforced.restore()
         raise
     return enforced

@@ -4,16 +4,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 
 from det_callbacks.settings.process import start_environment
-
-# Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
-_deterministic: Any = torch.utils.deterministic
-_backends: Any = torch.backends
 
 Timing = Literal["any", "before_cuda", "before_nccl", "once", "start"]
 """Until when a setting can be made: at any time, before a CUDA context or an NCCL communicator exists, once before
@@ -74,19 +72,15 @@ def matmul_precision_in_force() -> str:
         return "mixed"
 
 
-def _set_attribute(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
-
-
 def reduction_in_force(kind: str) -> bool:
     """Return whether a reduced-precision reduction is allowed (torch may give that and whether split-K is)."""
-    value = getattr(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
+    value = getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
     return bool(value[0] if isinstance(value, tuple) else value)
 
 
 def sdpa_in_force() -> tuple[str, ...]:
     """Return the implementations of scaled_dot_product_attention that are enabled."""
-    cuda = _backends.cuda
+    cuda = torch.backends.cuda
     enabled = {
         "math": cuda.math_sdp_enabled(),
         "flash": cuda.flash_sdp_enabled(),
@@ -98,7 +92,7 @@ def sdpa_in_force() -> tuple[str, ...]:
 
 def set_sdpa(names: tuple[str, ...]) -> None:
     """Enable exactly these implementations of scaled_dot_product_attention."""
-    cuda = _backends.cuda
+    cuda = torch.backends.cuda
     cuda.enable_math_sdp("math" in names)
     cuda.enable_flash_sdp("flash" in names)
     cuda.enable_mem_efficient_sdp("mem_efficient" in names)
@@ -130,6 +124,17 @@ def _set_inductor(name: str) -> Callable[[Any], None]:
         setattr(load_inductor_config(), name, value)
 
     return apply
+
+
+def _attribute(name: str, path: str) -> Knob:
+    owner_path, _, attribute = path.rpartition(".")
+    owner = attrgetter(owner_path.removeprefix("torch."))(torch)
+    return Knob(
+        name=name,
+        read=partial(getattr, owner, attribute),
+        apply=partial(setattr, owner, attribute),
+        line=f"{path} = {{value!r}}",
+    )
 
 
 def _flag(value: bool) -> str:
@@ -186,30 +191,10 @@ _ALL = (
         apply=set_algorithms,
         line="det_callbacks.enforce_determinism({{'deterministic_algorithms': {value!r}}})",
     ),
-    Knob(
-        name="fill_uninitialized_memory",
-        read=lambda: _deterministic.fill_uninitialized_memory,
-        apply=_set_attribute(_deterministic, "fill_uninitialized_memory"),
-        line="torch.utils.deterministic.fill_uninitialized_memory = {value!r}",
-    ),
-    Knob(
-        name="cudnn_benchmark",
-        read=lambda: torch.backends.cudnn.benchmark,
-        apply=_set_attribute(_backends.cudnn, "benchmark"),
-        line="torch.backends.cudnn.benchmark = {value!r}",
-    ),
-    Knob(
-        name="cudnn_deterministic",
-        read=lambda: torch.backends.cudnn.deterministic,
-        apply=_set_attribute(_backends.cudnn, "deterministic"),
-        line="torch.backends.cudnn.deterministic = {value!r}",
-    ),
-    Knob(
-        name="cudnn_allow_tf32",
-        read=lambda: torch.backends.cudnn.allow_tf32,
-        apply=_set_attribute(_backends.cudnn, "allow_tf32"),
-        line="torch.backends.cudnn.allow_tf32 = {value!r}",
-    ),
+    _attribute("fill_uninitialized_memory", "torch.utils.deterministic.fill_uninitialized_memory"),
+    _attribute("cudnn_benchmark", "torch.backends.cudnn.benchmark"),
+    _attribute("cudnn_deterministic", "torch.backends.cudnn.deterministic"),
+    _attribute("cudnn_allow_tf32", "torch.backends.cudnn.allow_tf32"),
     Knob(
         name="float32_matmul_precision",
         read=matmul_precision_in_force,
@@ -217,11 +202,12 @@ _ALL = (
         line="torch.set_float32_matmul_precision({value!r})",
     ),
     *(
-        Knob(
-            name=f"{kind}_reduced_precision_reduction",
-            read=lambda kind=kind: reduction_in_force(kind),  # type: ignore[misc]
-            apply=_set_attribute(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"),
-            line=f"torch.backends.cuda.matmul.allow_{kind}_reduced_precision_reduction = {{value!r}}",
+        replace(
+            _attribute(
+                f"{kind}_reduced_precision_reduction",
+                f"torch.backends.cuda.matmul.allow_{kind}_reduced_precision_reduction",
+            ),
+            read=partial(reduction_in_force, kind),
         )
         for kind in ("fp16", "bf16")
     ),

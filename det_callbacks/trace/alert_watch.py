@@ -37,7 +37,7 @@ class AlertWatch:
         if self._mode is None:
             mode = _AlertMode(self._alerts, self._modules)
             self._modules.open()
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._mode = mode
 
     def close(self) -> None:
@@ -48,7 +48,7 @@ class AlertWatch:
         self._modules.close()
         mode.is_off = True
         if mode.is_on_top:  # else leaving would pop a stranger
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class _AlertMode(DispatchMode):

@@ -88,9 +88,9 @@ class Alerts:
         """Let torch's own warnings be heard again."""
         for added in self._silenced.values():
             if added in warnings.filters:
-                warnings.filters.remove(added)  # type: ignore[attr-defined]
+                warnings.filters.remove(added)  # type: ignore[attr-defined]  # a list, declared as a sequence
         if self._silenced:
-            warnings._filters_mutated()  # type: ignore[attr-defined]
+            warnings._filters_mutated()  # type: ignore[attr-defined]  # undeclared; what catch_warnings does
         self._silenced.clear()
 
     @property

@@ -39,13 +39,11 @@ def build_op_event(
     """
     context = event.context
     recomputed = False
-    source: tuple[str, ...] | None = None
     if not isinstance(context, str):
-        source = context.source
         recomputed = context.recomputed
         if context.name is not None:
             output_names = [f"grad of {context.name}"] * len(outputs)
-    event.source = capture_source() if source is None else source
+    event.source = source_of(context)
     event.op_base = plan.base
     event.is_in_place = bool(plan.writes)
     names = list(const_names(plan, args, kwargs))
@@ -133,10 +131,15 @@ def const_names(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             yield name
 
 
+def source_of(context: Context) -> tuple[str, ...]:
+    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes."""
+    return capture_source() if isinstance(context, str) or context.source is None else context.source
+
+
 def light_event(parent: Event, func: Any, plan: OpPlan, phase: str, context: Context) -> Event:
     """Return an event without sites, for an op that is not digested but may own an autograd node."""
     event = Event(parent, func, phase, context, [], [], [], 0)
     event.op_base = plan.base
     event.is_in_place = bool(plan.writes)
-    event.source = capture_source() if isinstance(context, str) or context.source is None else context.source
+    event.source = source_of(context)
     return event

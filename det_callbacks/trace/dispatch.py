@@ -32,7 +32,7 @@ class DispatchMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes unannotated
         set_code_exec_strategy(
             type(self).__torch_dispatch__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         )
@@ -68,7 +68,7 @@ class DispatchMode(TorchDispatchMode):
                 found[-1] = getattr(self, flags).pop()
             _pop_mode()
         else:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         for mode in reversed(above):
             _push_mode(mode)
 
@@ -99,8 +99,8 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
 
     def mark(function: _Function) -> _Function:
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what Dynamo reads
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # what Dynamo reads
         return function
 
     return mark

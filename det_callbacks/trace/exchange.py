@@ -6,8 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.places import module_of
-from det_callbacks.trace.tree import Context
+from det_callbacks.trace.tree import Context, module_of
 
 
 class OutputExchange(Protocol):

@@ -24,14 +24,16 @@ TORCH_CPU = GeneratorName("torch.cpu")
 PASSED = "generator on "
 """Begins the names of generators that are passed to an op."""
 
-_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # ops get a new Python object for it
+# by its address, which torch 2.13 does not declare: ops get a new Python object for it
+_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]
 PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
 
 _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
 
-_python_random: Any = random.getstate.__self__  # type: ignore[attr-defined]  # the generator behind the functions
+# the generator that the functions of random are bound methods of; their stubs are plain functions
+_python_random: Any = random.getstate.__self__  # type: ignore[attr-defined]
 
 
 class GeneratorTrail:
@@ -77,7 +79,7 @@ class GeneratorTrail:
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GeneratorName, Generator]:
     """Return the generator that an op draws from: the one passed, else its device's default."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Generator) and value._cdata != _DEFAULT:  # type: ignore[attr-defined]
+        if isinstance(value, Generator) and value._cdata != _DEFAULT:  # type: ignore[attr-defined]  # undeclared
             return GeneratorName(f"{PASSED}{value.device.type}"), value
     device = kwargs.get("device")
     if device is None:
@@ -137,4 +139,5 @@ def digest_numpy_generator() -> int:
     return digest_bytes(repr(generator.state).encode())
 
 
+# Found once: the generator behind the functions of random lives as long as the process.
 _python_state = _find_python_state()

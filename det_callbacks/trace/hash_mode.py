@@ -143,7 +143,7 @@ class HashMode:
                 self._outputs.open()
             if self.selection.level == "op":
                 interceptor = Interceptor(recorder)
-                interceptor.__enter__()  # type: ignore[no-untyped-call]
+                interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
                 self._interceptor = interceptor
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
@@ -188,7 +188,7 @@ class HashMode:
         if interceptor is None:
             return
         if interceptor.is_on_top:
-            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return
         interceptor.recorder = None  # leaving would pop whatever is on top, and that is not ours
         self.is_off = True

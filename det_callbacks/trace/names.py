@@ -50,7 +50,9 @@ class NameTable:
         if names != self.known:
             self.close()
             self.known = names
-            self._pins = [value.untyped_storage()._weak_ref() for _, value in entries if has_place(value)]  # type: ignore[misc]
+            tensors = (value for _, value in entries if has_place(value))
+            # addresses; _weak_ref is declared to return a storage
+            self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, None when it has none."""
@@ -60,7 +62,7 @@ class NameTable:
         """Forget everything and let the storages' addresses go."""
         self.known = {}
         for pin in self._pins:
-            _free_weak_ref(pin)  # type: ignore[no-untyped-call]
+            _free_weak_ref(pin)  # type: ignore[no-untyped-call]  # torch's own, unannotated
         self._pins = []
 
     def __del__(self) -> None:

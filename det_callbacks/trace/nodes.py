@@ -28,6 +28,7 @@ _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 _graph_task_id = torch._C._current_graph_task_id
 
+# a class method, which mypy takes for a plain function
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -41,6 +42,7 @@ _MAX_BETWEEN = 6
 UNKNOWN = Attribution(module=UNKNOWN_MODULE, source=())
 _HOOK = Attribution(module=UNKNOWN_MODULE, source=None)
 _ENGINE = Attribution(module=UNKNOWN_MODULE, source=("the autograd engine",))
+# Claims the nodes that no op made. One for all recorders: nothing but UNKNOWN is ever kept in its attributions.
 _UNSEEN = Event(None, None, "", UNKNOWN_MODULE, [], [], [], 0)
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from det_callbacks.trace.building import source_of
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.nodes import BackwardMap
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.tree import Context, Event
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
@@ -58,13 +58,14 @@ class Places:
         if phase == "optimizer":
             return None
         if phase == "backward":
+            # in phase "backward" the context is an attribution
             if not (_is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
                 return None
         elif not (_is_grad_enabled() or self.backward.is_unclaimed()):
             return None
         if self._num_nodes > _MAX_NODES and _graph_task_id() == -1:
             self._forget()
-        source = self.source_of(context)
+        source = source_of(context)
         event = Event(None, func, phase, context, [], [], [], 0)
         self.backward.note_functions(event)
         # one object for all calls from one place, so that little is kept of a long block
@@ -77,19 +78,8 @@ class Places:
         self._num_nodes += 1
         return source
 
-    def source_of(self, context: Context) -> tuple[str, ...]:
-        """Return the user's lines behind the running op; in a backward pass, those of the forward call."""
-        if isinstance(context, str) or context.source is None:
-            return capture_source()
-        return context.source
-
     def _forget(self) -> None:
         self.backward.clear()
         self._num_nodes = 0
         if len(self._events) > _MAX_EVENTS:
             self._events.clear()
-
-
-def module_of(context: Context) -> str:
-    """Return the qualified name of the module that a context stands for."""
-    return context if isinstance(context, str) else context.module

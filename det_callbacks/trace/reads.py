@@ -80,7 +80,7 @@ class Reads:
                 address = tensor.data_ptr()
                 position = len(recorder.digests)
                 ledger = recorder.ledger
-                pin: int = storage._weak_ref()  # type: ignore[assignment]
+                pin: int = storage._weak_ref()  # type: ignore[assignment]  # declared as a storage
                 ledger.pins.append(pin)
                 ledger.writers[pin] = position
                 names.append(recorder.names.known.get((pin, address)))

@@ -5,7 +5,7 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.alerts import Alerts
-from det_callbacks.trace.building import build_op_event
+from det_callbacks.trace.building import build_op_event, source_of
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.exchange import OutputExchange, exchange_outputs
@@ -29,10 +29,9 @@ from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
-from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, scalar_bits
+from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, module_of, scalar_bits
 from det_callbacks.trace.witness import Witness
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
@@ -135,7 +134,7 @@ class Recorder:
         """Sites recorded so far in this step."""
         return len(self.digests)
 
-    def op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
         plan = self._plans.get(id(func))
         if plan is None:
@@ -188,7 +187,7 @@ class Recorder:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = self.let_through(error, mark, func, phase, context, args, kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
         if is_functional and out.__class__ is Tensor and plan.is_plain:
@@ -230,6 +229,7 @@ class Recorder:
         if names:
             self.reads.row_edges.clear()
         self._num_digested += 1
+        # in phase "backward" the context is an attribution
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
             self.backward.register(event)
         indices = self.layout_indices
@@ -323,15 +323,13 @@ class Recorder:
         kwargs: dict[str, Any],
     ) -> Any:
         """Make a call again that raised because the op has no deterministic implementation, when it is allowed."""
-        module, source = (context, None) if isinstance(context, str) else (context.module, context.source)
         try:
             if self.alerts is None or not self.alerts.is_alert(error):
                 raise error
-            if source is None:
-                source = capture_source()
             call = partial(func, *args, **kwargs)
-            return self.alerts.handle(error, call, op=str(func), phase=phase, module=module, source=source)
-        except BaseException:
+            source = source_of(context)
+            return self.alerts.handle(error, call, op=str(func), phase=phase, module=module_of(context), source=source)
+        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
 
@@ -382,7 +380,7 @@ class Recorder:
         """Return whether ops at this place are digested."""
         if self._selects_all:
             return True
-        module = context if isinstance(context, str) else context.module
+        module = context if isinstance(context, str) else context.module  # once per op: no call
         key = (phase, module)
         selected = self._selected.get(key)
         if selected is None:

@@ -23,7 +23,7 @@ class Interceptor(DispatchMode):
     ) -> Any:
         if self.recorder is None:
             return func(*args, **(kwargs or {}))
-        return self.recorder.op(func, types, args, kwargs or {})
+        return self.recorder.op(func, args, kwargs or {})
 
 
 class OpRegion:
@@ -56,7 +56,7 @@ class OpRegion:
             self._outputs.open()
         self._below = open_modes()
         self._mode = Interceptor(self._recorder)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def leave(self) -> None:
         """Close a region.

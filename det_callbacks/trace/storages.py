@@ -137,7 +137,7 @@ class StorageLedger:
 
         The address is that of torch's storage object, as ``untyped_storage()._cdata`` returns it.
         """
-        address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]
+        address: int = tensor.untyped_storage()._weak_ref()  # type: ignore[assignment]  # declared as a storage
         self.pins.append(address)
         return address
 
@@ -209,7 +209,7 @@ class StorageLedger:
         self.writers.clear()
         self._without_storage.clear()
         for address in self.pins:
-            _free_weak_ref(address)  # type: ignore[no-untyped-call]
+            _free_weak_ref(address)  # type: ignore[no-untyped-call]  # torch's own, unannotated
         self.pins.clear()
 
     def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:

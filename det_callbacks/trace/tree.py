@@ -68,6 +68,11 @@ Context = str | Attribution
 """The running module's name in the forward pass, an attribution in the backward pass."""
 
 
+def module_of(context: Context) -> str:
+    """Return the qualified name of the module that an op belongs to."""
+    return context if isinstance(context, str) else context.module
+
+
 class Event:
     """One op call, or one group of named tensors, at one place of the tree.
 
@@ -138,7 +143,7 @@ class Event:
     @property
     def module(self) -> str:
         """Qualified name of the module it belongs to."""
-        return self.context if isinstance(self.context, str) else self.context.module
+        return module_of(self.context)
 
     def fits(
         self,

@@ -6,6 +6,7 @@ They are made from byte i of the pattern being the top byte of i * 2654435761 mo
 import numpy as np
 import pytest
 import torch
+from beta_tensors import BETA_TENSORS
 
 from det_callbacks.digest import (
     DIGEST_VERSION,
@@ -99,9 +100,7 @@ def test_bytes(num_bytes: int, expected: str) -> None:
     assert {format_digest(digest) for digest in digests} == {expected}
 
 
-@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSC) tensor support is in beta:UserWarning")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning")
+@BETA_TENSORS
 @pytest.mark.parametrize(("make", "expected"), TENSORS.values(), ids=TENSORS)
 def test_tensors(make: object, expected: str) -> None:
     tensor = make()

@@ -48,7 +48,7 @@ LEAKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")  # one of the leaks
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_is_named_and_put_back(name: str) -> None:
     before = guards.read_all(WATCHED)

@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 from faults import Deep, Training
+from fits import record
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One epoch of the plain classifier."""
+    return record(tmp_path_factory.mktemp("reference") / "run")
 
 
 @pytest.fixture(scope="session")
@@ -13,11 +20,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Record a training once for all tests that compare with it."""
     folders: dict[Any, Path] = {}
 
-    def record(model: Any = Deep, **options: Any) -> Path:
+    def recorded(model: Any = Deep, **options: Any) -> Path:
         key = (model, *options.items())
         if key not in folders:
             folder = tmp_path_factory.mktemp("reference") / "run"
             folders[key] = Training(model=model).record(folder, **options)
         return folders[key]
 
-    return record
+    return recorded

@@ -1,17 +1,19 @@
 """Fits that can be repeated, resumed and made to fail at a chosen place."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from faults import quiet_trainer
 from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
+from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.callback.verifying import Verifying
@@ -95,7 +97,8 @@ class Fit:
     """One Trainer, one model and one loader, so that a test can fit more than once."""
 
     def __init__(self, *callbacks: pl.Callback, model: Callable[[], Any] = Classifier, **options: Any) -> None:
-        torch.manual_seed(11)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(11)
         self.model = model()
         self.trainer = quiet_trainer(*callbacks, **options)
         # a generator of its own: a loader draws from the global one at each epoch's start otherwise

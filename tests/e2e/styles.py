@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, default_collate
+from trainers import quiet_trainer
 
 FEATURES = 12
 CLASSES = 3
@@ -292,16 +293,6 @@ def train(
     model = module()
     losses = Losses()
     loader = DataLoader(Samples(), batch_size=8, shuffle=True, collate_fn=getattr(model, "collate", None))
-    trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses, *callbacks],
-        **options,
-    )
-    trainer.fit(model, loader)
+    quiet_trainer(losses, *callbacks, max_epochs=epochs, **options).fit(model, loader)
     states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state()[1].tolist()}
     return model, losses.values, states

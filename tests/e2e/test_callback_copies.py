@@ -8,7 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Fit, Steady, assert_nothing_left, record
+from fits import Fit, Steady, assert_nothing_left
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import (
     DetCallbacksError,
@@ -21,16 +22,7 @@ from det_callbacks import (
 )
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain classifier."""
-    return record(tmp_path_factory.mktemp("reference") / "run")
+pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.mark.parametrize("on_divergence", ["raise", "collect", "warn"])

@@ -11,6 +11,7 @@ from fits import Fit, Plain, RaiseAt, StopError, assert_nothing_left, raising_in
 from styles import Classifier, Skipping, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import (
     CoverageWarning,
@@ -21,16 +22,7 @@ from det_callbacks import (
 )
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch of the plain classifier."""
-    return record(tmp_path_factory.mktemp("reference") / "run")
+pytestmark = LIGHTNING_ADVICE
 
 
 # exceptions
@@ -52,7 +44,7 @@ def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> No
     folder = tmp_path / "run"
     if mode == "verify":
         record(folder, model=raising_inside("nowhere"))
-    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")  # type: ignore[arg-type]
+    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
     fit = Fit(callback, model=make)
     with pytest.raises(StopError, match=place):
         fit.run()
@@ -207,7 +199,7 @@ def test_a_mode_left_open_above_is_an_error_and_never_a_match(mode: Any, referen
     # it is not ours to close; ours lies below it, turned off, until it is
     fit.model.flops.__exit__(None, None, None)
     for left in reversed(_get_current_dispatch_mode_stack()):
-        assert left.recorder is None  # type: ignore[attr-defined]
+        assert left.recorder is None
         left.__exit__(None, None, None)
     assert "training_step" not in vars(fit.trainer.strategy)
     if mode == "record":

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fits import Fit, record
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.digest import format_digest
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 ANSI = "\x1b["
 Command = Callable[..., tuple[int, str, str]]

@@ -13,15 +13,13 @@ import pytest
 import torch
 from faults import BLOCKS, WIDTH, Deep, Training
 from torch import Tensor, nn
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import cli
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -10,14 +10,12 @@ import torch
 from faults import Deep, Training, below
 from finding import first_of, verify
 from torch import Tensor, nn
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 
 class TwoWrites(nn.Module):

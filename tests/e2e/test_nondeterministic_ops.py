@@ -12,9 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import quiet_trainer
+from faults import OnGradient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from det_callbacks import (
     DeterminismCallback,
@@ -35,16 +36,6 @@ def put(values: Tensor) -> Tensor:
     return values.clone().put_(torch.tensor([0]), torch.ones(1))
 
 
-class PutBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return put(gradient)
-
-
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +47,7 @@ class Decoder(nn.Module):
         if self.place == place == "forward":
             outputs = outputs * put(outputs.detach())
         if self.place == "backward" and place == "forward":
-            outputs = PutBackward.apply(outputs)
+            outputs = OnGradient.apply(outputs, put)
         if self.place == place != "forward":
             outputs = put(outputs)
         return outputs
@@ -297,6 +288,7 @@ def test_filters_that_come_and_go_during_the_fit_do_not_let_torch_be_heard(
 # no difference to the training
 
 
+# under "warn" both speak of the op; what is said is checked above
 @pytest.mark.filterwarnings("ignore:put_ does not have a deterministic:UserWarning")
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.NondeterministicOpWarning")
 @pytest.mark.parametrize("level", LEVELS)

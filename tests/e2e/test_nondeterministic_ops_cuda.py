@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError
@@ -43,16 +44,8 @@ class Model(LightningModule):
 def record(path: Path, op: str, *allow: str) -> Run:
     settings = DeterminismSettings(seed=0, allow=allow)
     with enforce_determinism(settings):
-        trainer = Trainer(
-            max_epochs=1,
-            accelerator="gpu",
-            devices=1,
-            callbacks=[DeterminismCallback(path, mode="record", settings=settings)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        callback = DeterminismCallback(path, mode="record", settings=settings)
+        trainer = quiet_trainer(callback, accelerator="gpu", devices=1)
         trainer.fit(Model(op), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4))
     return Run.open(path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F  # noqa: N812  # the examples call it F
 
 from det_callbacks import (
     DivergenceWarning,

@@ -24,18 +24,14 @@ from faults import (
     wrong_kernel,
 )
 from finding import find, first_of
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01)
-
-
 HALF = partial(Deep, middle=partial(Cast, torch.float16))
 TWICE = partial(Deep, middle=TwiceByProduct)
 
@@ -58,15 +54,23 @@ class Culprit:
     """Of the reference."""
 
 
+gave_other_bits = partial(Culprit, kind="content")
+optimizer_argument = partial(
+    Culprit, step=0, phase="optimizer", module="", kind="argument", cause="optimizer", num_origins=None
+)
+forward_argument = partial(Culprit, step=0, phase="forward", kind="argument", cause="forward", num_origins=None)
+no_op = partial(Culprit, op="", kind="content", is_origin=False, num_origins=0)
+other_batch = partial(no_op, phase="data", module="", name="batch[0]")
+other_start = partial(no_op, step=0, phase="state", cause="initial_weights")
+
 FAULTS: dict[str, tuple[Training, Culprit]] = {
     "one ULP in the forward pass": (
         Training(around=below(op="aten.addmm", step=2, module="net.5.up")),
-        Culprit(
+        gave_other_bits(
             step=2,
             phase="forward",
             module="net.5.up",
             op="aten.addmm.default",
-            kind="content",
             cause="forward",
             says=(
                 "Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py",
@@ -77,189 +81,115 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
     ),
     "a gross error in the forward pass": (
         Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True)),
-        Culprit(step=2, phase="forward", module="net.5.up", op="aten.addmm.default", kind="content", cause="forward"),
+        gave_other_bits(step=2, phase="forward", module="net.5.up", op="aten.addmm.default", cause="forward"),
     ),
     "one ULP in the backward pass": (
         Training(around=below(op="aten.native_layer_norm_backward", step=1, call=3)),
-        Culprit(
+        gave_other_bits(
             step=1,
             phase="backward",
             module="net.6.norm",
             op="aten.native_layer_norm_backward.default",
-            kind="content",
             cause="backward",
             says=("Step 1, backward: aten.native_layer_norm_backward.default in net.6.norm", "gave other bits"),
         ),
     ),
     "one ULP in the backward of a custom Function": (
         Training(around=lambda model: wrong_kernel(call=2)),
-        Culprit(
+        gave_other_bits(
             step=2,
             phase="backward",
             module="custom",
             op="planted_faults.double.default",
-            kind="content",
             cause="backward",
             says=("Step 2, backward: planted_faults.double.default in custom",),
         ),
     ),
     "two rows of a batch exchanged": (
         Training(data=swap_rows),
-        Culprit(
+        other_batch(
             step=1,
-            phase="data",
-            module="",
-            op="",
-            kind="content",
             cause="data_order",
-            is_origin=False,
-            name="batch[0]",
             says=("batch[0], batch[1]", "same samples in another order", "no op is to blame"),
-            num_origins=0,
         ),
     ),
     "other content in a batch": (
         Training(data=other_content),
-        Culprit(
-            step=2,
-            phase="data",
-            module="",
-            op="",
-            kind="content",
-            cause="data_content",
-            is_origin=False,
-            name="batch[0]",
-            says=("batch[0] differs", "no op is to blame"),
-            num_origins=0,
-        ),
+        other_batch(step=2, cause="data_content", says=("batch[0] differs", "no op is to blame")),
     ),
     "learning rate of SGD": (
         Training(model=partial(Deep, lr=0.02)),
-        Culprit(
-            step=0,
-            phase="optimizer",
-            module="",
+        optimizer_argument(
             op="aten.add_.Tensor",
-            kind="argument",
-            cause="optimizer",
             name="net.0.norm.weight",
             says=("called with other arguments (alpha: -0.01 -> -0.02)",),
-            num_origins=None,
         ),
     ),
     "learning rate of AdamW": (
         Training(model=partial(ADAMW, lr=0.02)),
-        Culprit(
-            step=0,
-            phase="optimizer",
-            module="",
+        optimizer_argument(
             op="aten.mul_.Tensor",
-            kind="argument",
-            cause="optimizer",
             name="net.0.norm.weight",
             says=("called with other arguments (other: 0.9999 -> 0.9998)",),
-            num_origins=None,
             model=ADAMW,
         ),
     ),
     "betas of AdamW": (
         Training(model=partial(ADAMW, betas=(0.8, 0.999))),
-        Culprit(
-            step=0,
-            phase="optimizer",
-            module="",
+        optimizer_argument(
             op="aten.lerp_.Scalar",
-            kind="argument",
-            cause="optimizer",
             says=("called with other arguments (weight: 0.09999999999999998 -> 0.19999999999999996)",),
-            num_origins=None,
             model=ADAMW,
         ),
     ),
     "weight decay of AdamW": (
         Training(model=partial(ADAMW, weight_decay=0.05)),
-        Culprit(
-            step=0,
-            phase="optimizer",
-            module="",
+        optimizer_argument(
             op="aten.mul_.Tensor",
-            kind="argument",
-            cause="optimizer",
             name="net.0.norm.weight",
             says=("called with other arguments (other: 0.9999 -> 0.9995)",),
-            num_origins=None,
             model=ADAMW,
         ),
     ),
     "eps of a layer norm": (
         Training(model=partial(Deep, eps=1e-4)),
-        Culprit(
-            step=0,
-            phase="forward",
+        forward_argument(
             module="net.4.norm",
             op="aten.native_layer_norm.default",
-            kind="argument",
-            cause="forward",
             says=("called with other arguments (eps: 1e-05 -> 0.0001)",),
-            num_origins=None,
         ),
     ),
     "p of a dropout": (
         Training(model=partial(Deep, dropout=0.2)),
-        Culprit(
-            step=0,
-            phase="forward",
-            module="net.4.drop",
-            op="aten.bernoulli_.float",
-            kind="argument",
-            cause="forward",
-            says=("called with other arguments (p: 0.9 -> 0.8)",),
-            num_origins=None,
+        forward_argument(
+            module="net.4.drop", op="aten.bernoulli_.float", says=("called with other arguments (p: 0.9 -> 0.8)",)
         ),
     ),
     "one weight initialised differently": (
         Training(change=lambda model: add_ulp(model.net[3].up.weight)),
-        Culprit(
-            step=0,
-            phase="state",
+        other_start(
             module="net.3.up",
-            op="",
-            kind="content",
-            cause="initial_weights",
-            is_origin=False,
             name="net.3.up.weight",
             says=("the initial state net.3.up.weight differs", "no op is to blame"),
-            num_origins=0,
         ),
     ),
     "another seed": (
         Training(seed=12),
-        Culprit(
-            step=0,
-            phase="state",
+        other_start(
             module="net.0.up",
-            op="",
-            kind="content",
-            cause="initial_weights",
-            is_origin=False,
             name="net.0.up.weight",
             says=("net.0.up.weight, net.0.up.bias", "19 more", "so does the state of the generator", "seed: 11"),
-            num_origins=0,
         ),
     ),
     "a generator consumed before the step": (
         Training(change=draw_before_step),
-        Culprit(
+        no_op(
             step=2,
             phase="rng",
             module="",
-            op="",
-            kind="content",
             cause="rng",
-            is_origin=False,
             name="torch.cpu",
             says=("the state of the generator torch.cpu differs",),
-            num_origins=0,
         ),
     ),
     "another precision": (
@@ -277,15 +207,10 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
     ),
     "another dtype of an op": (
         Training(model=partial(Deep, middle=partial(Cast, torch.bfloat16))),
-        Culprit(
-            step=0,
-            phase="forward",
+        forward_argument(
             module="middle",
             op="aten._to_copy.default",
-            kind="argument",
-            cause="forward",
             says=("(dtype:", "float16", "bfloat16", "gave float16 [8, 16] in the reference, bfloat16 [8, 16] now"),
-            num_origins=None,
             model=HALF,
         ),
     ),

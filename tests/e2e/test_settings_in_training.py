@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from faults import quiet_trainer
 from styles import Classifier, Samples
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
 from det_callbacks.trace.store import Run

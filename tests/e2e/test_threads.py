@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, NotComparableError, enforce_determinism
 from det_callbacks.verdict import Verdict
@@ -29,16 +30,7 @@ class Mean(LightningModule):
 def fit(path: Path, mode: str, width: int, num_threads: int) -> Verdict | None:
     with enforce_determinism({"seed": 0, "num_threads": num_threads}):
         callback = DeterminismCallback(path / "reference", mode=mode, current=path / "current")
-        trainer = Trainer(
-            max_epochs=1,
-            callbacks=[callback],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-        )
-        trainer.fit(Mean(width), DataLoader(TensorDataset(torch.randn(4, width)), batch_size=2))
+        quiet_trainer(callback).fit(Mean(width), DataLoader(TensorDataset(torch.randn(4, width)), batch_size=2))
     return callback.verdict
 
 

@@ -16,7 +16,7 @@ from det_callbacks.trace.store import Run
 
 TRAIN = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from lightning.pytorch import seed_everything
 from faults import Training
 seed_everything(0)

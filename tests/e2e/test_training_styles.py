@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from styles import STYLES, Classifier, train
+from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore:.*lr_scheduler.step.*:UserWarning",
-    "ignore:.*optimizer contains scalars.*:UserWarning",
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-    "ignore:None of the inputs have requires_grad:UserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 
 def record(style: str, folder: Path, **options: object) -> Run:

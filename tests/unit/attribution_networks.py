@@ -1,7 +1,7 @@
 """Ordinary networks, small: their steps are attributed in ``attribution_models``."""
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  # as torch's documentation names it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

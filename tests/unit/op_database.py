@@ -13,7 +13,7 @@ if __name__ == "__main__":
     stand_in.TestCase = unittest.TestCase
     stand_in.assert_expected_inline = None
     sys.modules["expecttest"] = stand_in
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # beta and deprecated ops are swept too
 
     import torch
     from op_programs import total_of
@@ -38,7 +38,7 @@ if __name__ == "__main__":
                         total = total_of(op(sample.input, *sample.args, **sample.kwargs))
                         if total is not None:
                             total.backward()
-                except (RuntimeError, NotImplementedError) as error:
+                except (RuntimeError, NotImplementedError) as error:  # samples that this build cannot run
                     failures.append(f"{op.name} {dtype} {error}")
     report = {
         "silent": sorted(map(list, mode.silent), key=str),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F  # noqa: N812  # as torch's documentation names it
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

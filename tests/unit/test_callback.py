@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import (
     DetCallbacksError,
@@ -26,10 +27,7 @@ from det_callbacks import (
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-)
+pytestmark = LIGHTNING_ADVICE
 
 
 class Counted(pl.LightningModule):
@@ -54,17 +52,8 @@ class Counted(pl.LightningModule):
 def fit(callback: DeterminismCallback, model: Counted | None = None) -> Counted:
     torch.manual_seed(5)
     model = model or Counted()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-    )
     loader = DataLoader(TensorDataset(torch.arange(48.0).view(12, 4)), batch_size=4)
-    trainer.fit(model, loader, loader)
+    quiet_trainer(callback).fit(model, loader, loader)
     return model
 
 

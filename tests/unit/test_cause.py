@@ -92,11 +92,16 @@ def test_nothing_but_layouts():
     assert verdict.first_divergence.kind == "structure"
 
 
-@pytest.mark.parametrize(("is_first", "cause"), [(True, "initial_weights"), (False, "unknown")])
-def test_parameter_read_from_outside(is_first, cause):
+def reading_other_weights() -> tuple[StepBuilder, StepBuilder]:
     reference, current = StepBuilder(), StepBuilder()
     for step, bits in ((reference, 1), (current, 2)):
         step.op("aten.mm.default", "net.weight", weights={"net.weight": bits})
+    return reference, current
+
+
+@pytest.mark.parametrize(("is_first", "cause"), [(True, "initial_weights"), (False, "unknown")])
+def test_parameter_read_from_outside(is_first, cause):
+    reference, current = reading_other_weights()
     builder = VerdictBuilder("a", "b")
     difference = builder.add_step(reference.view(), current.view(), is_first=is_first)
     verdict = builder.finish()
@@ -106,9 +111,7 @@ def test_parameter_read_from_outside(is_first, cause):
 
 
 def test_parameter_is_initial_only_in_the_first_step_added():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, bits in ((reference, 1), (current, 2)):
-        step.op("aten.mm.default", "net.weight", weights={"net.weight": bits})
+    reference, current = reading_other_weights()
     builder = VerdictBuilder("a", "b")
     builder.add_equal_step(training_step().view(step=0))
     builder.add_step(reference.view(step=1), current.view(step=1))

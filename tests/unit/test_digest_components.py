@@ -7,16 +7,13 @@ from contextlib import contextmanager
 import digest_reference
 import pytest
 import torch
+from beta_tensors import BETA_TENSORS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from det_callbacks.digest import digest_bytes, digest_output, digest_tensor, digest_tensors
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning"),
-]
+pytestmark = BETA_TENSORS
 
 
 def combined(*components: torch.Tensor | bytes) -> int:

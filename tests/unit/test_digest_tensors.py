@@ -11,6 +11,7 @@ from det_callbacks.digest import components, digest_bytes, digest_output, digest
 from det_callbacks.errors import DetCallbacksError
 
 # torch says this once per process when a complex32 tensor is made, digested or not.
+# every dtype is digested, those that torch calls experimental too
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}

@@ -5,16 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from beta_tensors import BETA_TENSORS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*deprecated:UserWarning"),
-]
+pytestmark = BETA_TENSORS
 
 
 class CountingDispatch(TorchDispatchMode):

@@ -212,7 +212,7 @@ def test_a_backward_pass_inside_forward_runs_in_no_module():
     assert found == [[], ["0", ""]]
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # our hooks are global on purpose
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("level", ["op", "module"])
 def test_compiled_models_run_and_their_ops_stay_inside(backend, level):
@@ -241,7 +241,6 @@ def test_compiled_models_run_and_their_ops_stay_inside(backend, level):
         assert len(modules_of(mode, "aten.addmm.default")) == 2
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_part_of_a_model_counts_as_a_module_of_it():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()))

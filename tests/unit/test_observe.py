@@ -283,7 +283,7 @@ def test_plain_values_are_replayed_in_what_is_returned(tmp_path: Path) -> None:
         replayed = observe_non_deterministic("t", other)
         assert observe_non_deterministic.__doc__
     assert replayed == {"time": 1.5, "list": [1, "a"], "tensor": other["tensor"]}
-    assert other["tensor"].tolist() == [1.0]  # type: ignore[attr-defined]
+    assert other["tensor"].tolist() == [1.0]
     assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
     assert observer.verdict.coverage.replayed == {"t": {"count": 4, "differing": 3, "mib_per_step": 4e-06}}

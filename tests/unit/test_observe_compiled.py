@@ -164,7 +164,7 @@ def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> 
         return observe("inner", x.sin()).exp()
 
     def model(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(inner, weight * x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+        return torch.utils.checkpoint.checkpoint(inner, weight * x, use_reentrant=False).sum()
 
     _, gradient = train(tmp_path, "eager", model, steps=1)
     compiled = torch.compile(model, backend="aot_eager")

@@ -67,7 +67,7 @@ def sweep() -> SweepMode:
     return mode
 
 
-# what the beta parts of torch say of themselves is not the subject here
+# of beta, deprecated and since changed ops, which are swept all the same
 @pytest.mark.filterwarnings("ignore")
 class TestSweep:
     def test_it_is_broad(self, sweep):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from tracing import (
     assert_same,
+    differing_labels,
     digests_by_name,
-    label,
     position_of,
     reads_of,
     step_of,
@@ -20,6 +20,7 @@ from tracing import (
 
 from det_callbacks.digest import digest_output, digest_tensor
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.steps import StepTrace
 
 
 class Small(nn.Module):
@@ -86,12 +87,7 @@ def test_one_changed_bit_is_seen_where_it_enters_and_below():
     y = x.clone()
     y.view(torch.int32)[2] ^= 1
     first, second = (traced(lambda part=part: torch.exp(part).sum()) for part in (x, y))
-    differing = [
-        label(site)
-        for site, one, other in zip(first.program.sites, first.digests, second.digests, strict=True)
-        if one != other
-    ]
-    assert differing == ["input", "exp.default", "sum.default"]
+    assert differing_labels(first, second) == ["input", "exp.default", "sum.default"]
 
 
 # What is skipped
@@ -171,12 +167,15 @@ def adamw(**options: bool) -> tuple[Small, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
 
 
-def test_each_tensor_that_a_fused_op_writes_is_a_site_with_its_name():
-    model, optimizer = adamw(fused=True)
+def third_step_of_adamw(**options: bool) -> tuple[Small, StepTrace]:
+    model, optimizer = adamw(**options)
     mode = HashMode(model)
     x = torch.randn(8, 4)
-    for _ in range(3):
-        trace = step_of(mode, lambda: training_step(model, optimizer, x))
+    return model, [step_of(mode, lambda: training_step(model, optimizer, x)) for _ in range(3)][-1]
+
+
+def test_each_tensor_that_a_fused_op_writes_is_a_site_with_its_name():
+    model, trace = third_step_of_adamw(fused=True)
     names = [site.name for site in with_role(trace, "output") if site.op == "aten._fused_adamw_.default"]
     parameters = [name for name, _ in model.named_parameters()]
     assert names == parameters + [f"{key} of {name}" for key in ("exp_avg", "exp_avg_sq") for name in parameters]
@@ -187,11 +186,7 @@ def test_each_tensor_that_a_fused_op_writes_is_a_site_with_its_name():
 
 
 def test_a_foreach_op_reads_and_writes_element_by_element():
-    model, optimizer = adamw(foreach=True)
-    mode = HashMode(model)
-    x = torch.randn(8, 4)
-    for _ in range(3):
-        trace = step_of(mode, lambda: training_step(model, optimizer, x))
+    model, trace = third_step_of_adamw(foreach=True)
     parameters = [name for name, _ in model.named_parameters()]
     updates = [position for position, site in enumerate(trace.program.sites) if "addcdiv_" in site.op]
     assert [trace.program.sites[position].name for position in updates if trace.program.sites[position].name] == (
@@ -257,11 +252,7 @@ def test_a_moved_generator_is_seen_at_its_row_only():
         torch.nn.functional.dropout(torch.ones(100), 0.5)
 
     first, second = traced(lambda: body(1)), traced(lambda: body(2))
-    differing = [
-        label(site)
-        for site, one, other in zip(first.program.sites, first.digests, second.digests, strict=True)
-        if one != other
-    ]
+    differing = differing_labels(first, second)
     assert differing[0] == "torch.cpu"
     assert "ones.default" not in differing
 

@@ -1,6 +1,5 @@
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.seed import seed_everything
 from omegaconf import OmegaConf
-from process_state import NOTHING, VARIABLES, process_state
+from process_state import NOTHING, process_state
 from torch import nn
 
 from det_callbacks.errors import SettingsError
@@ -22,14 +21,7 @@ from det_callbacks.settings import (
 )
 from det_callbacks.settings import enforce as settings_module
 
-
-@pytest.fixture(autouse=True)
-def _same_process_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    before = process_state()
-    yield
-    assert process_state() == before, "a test of settings left something behind"
+pytestmark = pytest.mark.usefixtures("same_process_afterwards")
 
 
 def draw() -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor
-from process_state import NOTHING, VARIABLES, process_state, sdpa
+from process_state import NOTHING, process_state, sdpa
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import (
@@ -21,6 +21,8 @@ from det_callbacks.settings import (
     enforce_determinism,
     settings_in_force,
 )
+
+pytestmark = pytest.mark.usefixtures("same_process_afterwards")
 
 matmul: Any = torch.backends.cuda.matmul
 
@@ -80,15 +82,6 @@ CASES = [
 
 # In a process of their own (tests/e2e/test_late_settings.py), or with a Trainer (`allow`).
 ELSEWHERE_TESTED = {"allow", "num_interop_threads", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
-
-
-@pytest.fixture(autouse=True)
-def _same_process_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    before = process_state()
-    yield
-    assert process_state() == before, "a test of settings left something behind"
 
 
 def only(name: str, value: Any) -> DeterminismSettings:

@@ -1,0 +1,9 @@
+"""Kinds of tensors that torch warns of when one is made, and that are digested all the same."""
+
+import pytest
+
+BETA_TENSORS = pytest.mark.filterwarnings(
+    "ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta:UserWarning",
+    "ignore:The PyTorch API of nested tensors:UserWarning",  # a prototype
+    "ignore:torch.quantize_per_tensor.*deprecated:UserWarning",
+)
