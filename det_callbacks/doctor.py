@@ -8,6 +8,7 @@ import torch
 
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.environment import capture_environment, compare_environments
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import too_late
 from det_callbacks.trace.store import Run
@@ -185,7 +186,13 @@ def _line(name: str, value: Any) -> str:
 def _settings_of(run: Run) -> DeterminismSettings:
     recorded = run.manifest.get("settings")
     known = DeterminismSettings.__dataclass_fields__
-    values = {name: value for name, value in dict(recorded or {}).items() if name in known and value is not None}
+    if not isinstance(recorded, dict) or not recorded:
+        raise ReferenceFormatError(
+            f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
+            "Name a run that DeterminismCallback or ObserverContext recorded.",
+            str(run.path),
+        )
+    values = {name: value for name, value in recorded.items() if name in known and value is not None}
     if values.get("float32_matmul_precision") == "mixed":
         del values["float32_matmul_precision"]
     if values.get("inductor_deterministic") == (values.get("deterministic_algorithms") in ("error", "warn")):

@@ -177,9 +177,12 @@ class HeldState:
             is_changed = (_place(tensor), digest_tensor(tensor.data)) != before
             if is_changed:
                 with torch.inference_mode(tensor.is_inference()):
-                    if _place(tensor) != before[0]:
-                        tensor.data = data
-                    data.copy_(copy)
+                    if tensor.layout is not torch.strided:
+                        tensor.data = copy.clone()  # its parts may be others now
+                    else:
+                        if _place(tensor) != before[0]:
+                            tensor.data = data
+                        data.copy_(copy)
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
                 is_changed = True
@@ -227,7 +230,7 @@ class HeldState:
                 return
             self._held.append(_Held(name, functools.partial(_refill_cell, value, content)))
         elif isinstance(value, dict):
-            items = dict.copy(value)
+            items = dict(_kind_of_dict(value).items(value))
             self._held.append(_Held(name, functools.partial(_refill_dict, value, items)))
             for key, item in items.items():
                 label = repr(key) if isinstance(key, str | int) else f"<{type(key).__name__}>"
@@ -303,15 +306,20 @@ def _is_unchanged(now: list[Any], before: list[Any]) -> bool:
 
 
 def _refill_dict(value: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    if _is_unchanged(list(dict.keys(value)), list(before)) and _is_unchanged(
-        list(dict.values(value)), list(before.values())
+    kind = _kind_of_dict(value)
+    if _is_unchanged(list(kind.keys(value)), list(before)) and _is_unchanged(
+        list(kind.values(value)), list(before.values())
     ):
         return False
-    kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-    kind.clear(value)  # what a class of the user's does on its own clear() is not wanted here
+    kind.clear(value)
     for key, item in before.items():
         kind.__setitem__(value, key, item)
     return True
+
+
+def _kind_of_dict(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return whose methods to use: what a class of the user's does in its own is not wanted here."""
+    return collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
 
 
 def _refill_sequence(value: Any, before: list[Any]) -> bool:

@@ -225,6 +225,12 @@ def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run
             'there with steps="common".',
             str(path),
         )
+    if run.world_size != 1:
+        raise ReferenceFormatError(
+            f"The reference {path} is of {run.world_size} processes, and one process verifies. Verify with as many, or "
+            "record a reference of one.",
+            str(path),
+        )
     try:
         recorded = Selection.from_dict(run.manifest.get("selection", {}))
     except SelectionError as error:

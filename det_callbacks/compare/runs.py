@@ -189,7 +189,13 @@ def _chains_differ(reference: RankRun, current: RankRun, segment: int, step: int
 def _require_same_selection(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], reference: str | Path, current: str | Path
 ) -> None:
-    selections = [dict(manifest.get("selection") or {}) for manifest in (ours, theirs)]
+    for manifest, path in ((ours, reference), (theirs, current)):
+        if not isinstance(manifest.get("selection"), dict):
+            raise ReferenceFormatError(
+                f"{path}: run.json does not say what was recorded, so nothing can be compared. Record the run again.",
+                str(path),
+            )
+    selections = [manifest["selection"] for manifest in (ours, theirs)]
     differing = [key for key in _SELECTION_KEYS if selections[0].get(key) != selections[1].get(key)]
     if differing:
         shown = "; ".join(f"{key}: {selections[0].get(key)!r} and {selections[1].get(key)!r}" for key in differing)

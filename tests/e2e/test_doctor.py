@@ -105,6 +105,12 @@ def test_the_same_place_differs_in_nothing(tmp_path: Path, capsys: Capture):
         assert "in force        seed = 3" in text
 
 
+def test_a_run_that_does_not_say_its_settings_is_an_error(tmp_path: Path, capsys: Capture):
+    path = recorded(tmp_path / "run", lambda manifest: manifest.pop("settings"))
+    assert main(["doctor", "--against", str(path)]) == 2
+    assert "does not say which settings were in force" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["nothing", "file"])
 def test_a_reference_that_is_none_is_an_error(tmp_path: Path, capsys: Capture, what: str):
     path = tmp_path / "run"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the examples call it F
 
 from det_callbacks import (
+    BitwiseEquivalenceMode,
     DivergenceWarning,
     ObserverContext,
     Verdict,
@@ -42,6 +43,18 @@ def verify(folder: Path, body: Observed, *, seed: int = 0) -> Verdict:
     verdict = run(folder, "current", body, "reference", seed=seed).verdict
     assert verdict is not None
     return verdict
+
+
+def test_the_bitwise_mode_example(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(10, 5)
+    x = torch.randn(3, 10, requires_grad=True)
+    with BitwiseEquivalenceMode(raise_on_mismatch=False) as mode:
+        y = model(x)
+        loss = y.sum()
+        loss.backward()
+    print(f"Detected {len(mode.get_mismatches())} mismatches")
+    assert capsys.readouterr().out == "Detected 0 mismatches\n"
+    assert mode.num_compared > 4
 
 
 def test_the_hash_mode_example(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import pytest
 from step_builder import StepBuilder, training_step
 
+from det_callbacks.compare.live import open_reference
 from det_callbacks.compare.runs import compare_runs
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
@@ -9,7 +10,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
-from det_callbacks.trace.run_files import read_manifest
+from det_callbacks.trace.run_files import read_manifest, write_manifest
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
@@ -192,6 +193,21 @@ def test_other_selection_is_refused(tmp_path, reference, selection, word):
     with pytest.raises(SelectionError, match=word) as caught:
         compare_runs(reference, current)
     assert caught.value.exit_code == 2
+
+
+def test_a_run_that_does_not_say_its_selection_is_refused(tmp_path, reference):
+    current = record(tmp_path / "current", steps_of(range(10)))
+    manifest = read_manifest(current)
+    write_manifest(current, {key: value for key, value in manifest.items() if key not in ("selection", "digest")})
+    for one, other in ((reference, current), (current, reference), (current, current)):
+        with pytest.raises(ReferenceFormatError, match="does not say what was recorded"):
+            compare_runs(one, other)
+
+
+def test_one_process_verifies_no_run_of_several(tmp_path):
+    path = record(tmp_path / "run", steps_of(range(3)), others=(steps_of(range(3)),))
+    with pytest.raises(ReferenceFormatError, match="is of 2 processes, and one process verifies"):
+        open_reference(path, Selection(), steps="all")
 
 
 def test_other_every_n_steps_is_a_matter_of_steps(tmp_path, reference):
