@@ -19,6 +19,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "world_size": run.world_size,
         "rank": rank.rank,
         "selection": run.manifest.get("selection"),
+        "replay": list(run.manifest.get("replay", ())),
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
 

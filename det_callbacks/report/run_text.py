@@ -33,6 +33,8 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
         console.print(Text(line), soft_wrap=True)
+    if patterns := run.manifest.get("replay"):
+        console.print(Text(f"saved for replay: {', '.join(patterns)}"), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))
     rows = [
         ("...",) * 7

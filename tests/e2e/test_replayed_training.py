@@ -20,6 +20,7 @@ from det_callbacks import (
     ReplayError,
     SelectionError,
 )
+from det_callbacks.cli import main
 from det_callbacks.trace.store import Run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -121,8 +122,10 @@ def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
     assert verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 1
 
 
-def test_what_is_saved_is_readable_by_others(tmp_path: Path) -> None:
+def test_what_is_saved_is_shown_and_readable_by_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path / "run", replay=ALL, epochs=1)
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert f"saved for replay: {', '.join(ALL)}" in capsys.readouterr().out
     files = sorted((tmp_path / "run" / "rank-00000" / "replay").rglob("*.safetensors"))
     assert len(files) == 4
     with safe_open(files[0], framework="pt") as file:
