@@ -8,7 +8,7 @@ from torch import Tensor
 from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
-from det_callbacks.trace.source import capture_source
+from det_callbacks.trace.source import capture_source, is_of_torch
 from det_callbacks.trace.tree import VARYING, Context, Event, arguments_json, comparable, exact_form, needs_exact
 
 
@@ -43,7 +43,7 @@ def build_op_event(
         recomputed = context.recomputed
         if context.name is not None:
             output_names = [f"grad of {context.name}"] * len(outputs)
-    event.source = source_of(context)
+    event.source = _source_of_event(event)
     event.op_base = plan.base
     event.is_in_place = bool(plan.writes)
     names = list(const_names(plan, args, kwargs))
@@ -141,5 +141,24 @@ def light_event(parent: Event, func: Any, plan: OpPlan, phase: str, context: Con
     event = Event(parent, func, phase, context, [], [], [], 0)
     event.op_base = plan.base
     event.is_in_place = bool(plan.writes)
-    event.source = source_of(context)
+    event.source = _source_of_event(event)
     return event
+
+
+def _source_of_event(event: Event) -> tuple[str, ...]:
+    """Return the lines behind an op.
+
+    An op that a checkpoint repeats has none of the user's when the repeated module is torch's own: then those of its
+    first run, unless that module was called from several places.
+    """
+    context = event.context
+    source = source_of(context)
+    if isinstance(context, str) or not context.recomputed or not is_of_torch(source):
+        return source
+    first_runs: set[tuple[str, ...]] = set()
+    earlier = event.parent
+    while earlier is not None:
+        if earlier.func is event.func and earlier.phase == "forward" and earlier.module == event.module:
+            first_runs.add(earlier.source)
+        earlier = earlier.parent
+    return first_runs.pop() if len(first_runs) == 1 else source

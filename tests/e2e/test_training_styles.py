@@ -44,6 +44,18 @@ def test_a_verified_run_matches_and_is_not_disturbed(style: str, tmp_path: Path)
     assert states["numpy"] == seen_states["numpy"]
 
 
+@pytest.mark.parametrize("style", ["checkpoint", "checkpoint_reentrant"])
+def test_repeated_ops_and_their_backward_have_the_users_lines(style: str, tmp_path: Path) -> None:
+    view = record(style, tmp_path / "run").view(0, 0, 1)
+    repeated = [site for site in view.program.sites if site.recomputed and site.op]
+    assert len(repeated) > 3
+    backward = [
+        site for site in view.program.sites if site.phase == "backward" and site.op and site.module not in ("", "?")
+    ]
+    for site in (*repeated, *backward):
+        assert any(line.startswith("tests/e2e/styles.py:") for line in site.source), (site.op, site.module, site.source)
+
+
 @pytest.mark.parametrize("level", ["state", "module"])
 @pytest.mark.parametrize("style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch"])
 def test_lower_levels_match_too(style: str, level: str, tmp_path: Path) -> None:
