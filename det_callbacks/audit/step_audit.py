@@ -66,7 +66,7 @@ class StepAudit:
                 self._put_back.update(dict.fromkeys(held.put_back()))
             try:
                 view, outcome = trace()
-            except Exception as error:
+            except Exception as error:  # whatever a user's step raises; it goes on as it is, or as the cause of ours
                 if not views:
                     raise  # the step's own failure
                 raise StepNotRepeatableError(

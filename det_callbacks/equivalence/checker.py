@@ -163,7 +163,7 @@ class Checker:
             states = GeneratorStates(args, kwargs, with_python=check.is_foreign)
         try:
             out = plan.call(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: raised again
             self.skipped["raised"] += 1
             raise
         if plan.may_be_in_flight and is_in_flight(plan, out, args, kwargs):
@@ -198,7 +198,7 @@ class Checker:
         except AliasedError:
             self.skipped["aliased"] += 1
             return None
-        except Exception:
+        except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
             self.skipped["not_copied"] += 1
             return None
         return copies.args, copies.kwargs
@@ -212,7 +212,7 @@ class Checker:
             states.rewind()
         try:
             out = plan.call(*args, **kwargs)
-        except Exception:
+        except Exception:  # whatever an op raises; the first run stands, and it is counted as not compared
             self.skipped["second_run_raised"] += 1
             return None
         finally:

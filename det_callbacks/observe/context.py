@@ -118,7 +118,7 @@ class ObserverContext:
             self._recorder.phase = "forward"
             self._state = "open"
             self._begin_step()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody will call __exit__
             self._leave(complete=False)
             raise
         return self
