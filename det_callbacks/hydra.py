@@ -56,7 +56,8 @@ def determinism_callback(
         folder = _job_folder(current)
     elif HydraConfig.initialized() and arguments.get("mode", "verify") in ("verify", "audit"):
         folder = Path(HydraConfig.get().runtime.output_dir, CURRENT_FOLDER)
-    if isinstance(replay := arguments.get("replay"), str) and HydraConfig.initialized():
+    replay = arguments.get("replay")
+    if isinstance(replay, str) and replay.endswith((".yaml", ".yml")) and HydraConfig.initialized():
         arguments["replay"] = Path(HydraConfig.get().runtime.cwd, replay)
     path = None if reference is None else _job_folder(reference)
     callback = DeterminismCallback(path, current=folder, **arguments)

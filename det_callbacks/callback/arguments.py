@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.replay import ReplayChoice
 from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
@@ -22,7 +23,7 @@ def check_arguments(
     on_divergence: object,
     overwrite: object,
     audit: object,
-    audit_steps: Sequence[object],
+    audit_steps: object,
     audit_runs: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
@@ -36,7 +37,8 @@ def check_arguments(
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
-    if not audit_steps or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[operator]  # an int
+    is_list = isinstance(audit_steps, Sequence) and not isinstance(audit_steps, str) and len(audit_steps) > 0
+    if not is_list or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[attr-defined]  # a list
         raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
     if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
         raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
@@ -48,6 +50,15 @@ def check_replay(selection: Selection) -> None:
         raise SelectionError(
             f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
             f"level={selection.level!r} and every_n_steps={selection.every_n_steps}."
+        )
+
+
+def check_audit(selection: Selection, replay: ReplayChoice) -> None:
+    """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
+    if selection != Selection() or replay.patterns:
+        raise SelectionError(
+            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps and "
+            f"replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
         )
 
 

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import Strategy
 
 from det_callbacks.audit import AuditReport, HeldState, OpAudit, StepAudit, replay_list
 from det_callbacks.callback.alerts import AlertCallback
+from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.compare.live import free_folder
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError, StepNotRepeatableError, TraceError
 from det_callbacks.report import audit_line, audit_lines, print_closing_line
@@ -84,6 +85,8 @@ class Auditing:
         """Make ready for the steps of a fit."""
         if self._folder is None:
             self._folder = free_folder(Path(trainer.log_dir or trainer.default_root_dir), kind="audit")
+        for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
+            (self._folder / name).unlink(missing_ok=True)
         if self._auditor is not None:
             return
         if self._kind == "ops":
@@ -137,7 +140,8 @@ class Auditing:
             f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
         )
         replace_atomically(replay, replay_list(report.replay, comments).encode())
-        print_closing_line(audit_line(report, folder=self._folder))
+        missed = sorted(self._steps.difference(report.steps))
+        print_closing_line(audit_line(report, folder=self._folder, missed=missed))
         if not report.findings:
             return
         text = audit_lines(report, replay=replay)
@@ -161,13 +165,11 @@ class _OpAuditor:
 
     def __init__(self, pl_module: pl.LightningModule) -> None:
         self._audit = OpAudit(pl_module)
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[], object] | None = None
 
     def attach(self, trainer: pl.Trainer) -> None:
         self.detach()
-        strategy: Any = trainer.strategy
-        strategy.training_step = self._audit.mode.marks_forward(strategy.training_step)
-        self._restore = partial(strategy.__dict__.pop, "training_step", None)
+        self._restore = mark_training_step(trainer, self._audit.mode.marks_forward)
 
     def begin_step(self, step: int) -> None:
         self._audit.begin(step)
@@ -211,9 +213,7 @@ class _StepAuditor:
                 'the same data. Take a batch, or use audit="ops".'
             )
         self._hash_mode.optimizers = list(trainer.optimizers)
-        strategy: Any = trainer.strategy
-        strategy.training_step = self._hash_mode.marks_forward(strategy.training_step)
-        self._restores.append(partial(strategy.__dict__.pop, "training_step", None))
+        self._restores.append(mark_training_step(trainer, self._hash_mode.marks_forward))
         epoch_loop = trainer.fit_loop.epoch_loop
         loop: Any
         for loop in (epoch_loop.automatic_optimization, epoch_loop.manual_optimization):

@@ -1,12 +1,10 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,16 +12,17 @@ from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
-from det_callbacks.callback.arguments import check_alone, check_arguments, check_replay
+from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.loops import mark_training_step
+from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.environment import capture_environment, trainer_choices
 from det_callbacks.errors import DetCallbacksError, TraceError
 from det_callbacks.observe import Observations, activate, deactivate
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
-from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
+from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.verdict import Verdict
@@ -63,8 +62,8 @@ class DeterminismCallback(AlertCallback):
         audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
 
     Attributes:
-        verdict: the Verdict of a verification; None before the end of a fit and in other modes. Where the reference
-            holds more fits than have run, it counts theirs as missing.
+        verdict: the Verdict of a verification; None before the end of a fit, in other modes, and as long as the
+            reference holds more fits than have run and nothing differs.
         audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
@@ -137,6 +136,8 @@ class DeterminismCallback(AlertCallback):
         self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
         if self.replay.patterns and mode == "record":
             check_replay(self.selection)
+        if mode == "audit":
+            check_audit(self.selection, self.replay)
         self.audit = audit
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs
@@ -148,7 +149,7 @@ class DeterminismCallback(AlertCallback):
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
-        self._restore_training_step: Callable[[], None] | None = None
+        self._restore_training_step: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
@@ -170,8 +171,7 @@ class DeterminismCallback(AlertCallback):
                 f"DeterminismCallback follows one process so far, and this Trainer starts {trainer.world_size}. "
                 'Use devices=1, or mode="disabled".'
             )
-        callbacks: list[Callback] = vars(trainer)["callbacks"]
-        check_alone([other for other in callbacks if isinstance(other, DeterminismCallback)])
+        check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
         if self.settings is not None:
             require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
             if self.settings.seed is not None:
@@ -214,14 +214,14 @@ class DeterminismCallback(AlertCallback):
             self._is_fitting = True
             return
         is_resumed = trainer.ckpt_path is not None
-        allow = [] if self.settings is None else list(self.settings.allow)
-        choices = {**trainer_choices(trainer, pl_module), **self.choices, "settings": {"allow": allow}}
-        manifest = {
-            "selection": self.selection.to_dict(),
-            "settings": {**settings_in_force(), "allow": allow},
-            "environment": capture_environment(choices=choices).to_dict(),
-            "replay": list(self.replay.patterns),
-        }
+        manifest = manifest_of(
+            trainer,
+            pl_module,
+            selection=self.selection,
+            allow=() if self.settings is None else self.settings.allow,
+            choices=self.choices,
+            replay=self.replay.patterns,
+        )
         self.verdict = None
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
@@ -234,7 +234,12 @@ class DeterminismCallback(AlertCallback):
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
         self._hash_mode.recorder.exchange = run.exchange
-        self._observations = Observations(self._hash_mode.recorder, level=self.selection.level)
+        self._observations = Observations(
+            self._hash_mode.recorder,
+            owner=f"the DeterminismCallback of {self.reference}",
+            level=self.selection.level,
+            is_every_step=self.selection.every_n_steps == 1,
+        )
         activate(self._observations)
         if self._alerts is not None:
             self._alerts.on_new = self._put_alerts
@@ -246,17 +251,7 @@ class DeterminismCallback(AlertCallback):
         if self._hash_mode is None:
             return
         self._hash_mode.optimizers = list(trainer.optimizers)
-        self._mark_training_step(trainer, self._hash_mode)
-
-    def _mark_training_step(self, trainer: pl.Trainer, hash_mode: HashMode) -> None:
-        """Let the recorder know when ``training_step`` runs, also where a closure repeats it.
-
-        No hook of Lightning encloses it in both automatic and manual optimization; its loops call it through the
-        strategy (read at Lightning 2.6.6), so that one attribute of the strategy is set for the time of the fit.
-        """
-        strategy: Any = trainer.strategy
-        strategy.training_step = hash_mode.marks_forward(strategy.training_step)
-        self._restore_training_step = partial(strategy.__dict__.pop, "training_step", None)
+        self._restore_training_step = mark_training_step(trainer, self._hash_mode.marks_forward)
 
     # a step
 
@@ -330,7 +325,7 @@ class DeterminismCallback(AlertCallback):
             self._run.end_step(self._step)
         self._close_watch()
         if self._observations is not None:
-            self._observations.abandon()
+            self._observations.drop()
         if self._hash_mode is not None:
             self._hash_mode.abandon()
 

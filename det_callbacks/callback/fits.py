@@ -7,6 +7,7 @@ verification waits; when the process, or the Hydra job, ends first, it ends as d
 import atexit
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from det_callbacks.errors import DetCallbacksError, DivergenceWarning
@@ -20,10 +21,12 @@ class Waiting:
     Attributes:
         error: what is wrong if they never run.
         is_fatal: whether that is an error; else it is a warning.
+        write: keeps the verdict that this leads to.
     """
 
     error: DetCallbacksError
     is_fatal: bool
+    write: Callable[[], object] = lambda: None
 
 
 _num_ended = 0
@@ -67,6 +70,7 @@ def take_unfinished() -> DetCallbacksError | None:
     waiting = [one for _, one in _waiting.values()]
     _waiting.clear()
     for one in waiting:
+        one.write()
         if not one.is_fatal:
             warnings.warn(str(one.error), DivergenceWarning, stacklevel=2)
     return next((one.error for one in waiting if one.is_fatal), None)

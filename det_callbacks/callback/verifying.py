@@ -1,6 +1,7 @@
 """What a fit is verified against."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,13 +165,14 @@ class Verifying:
             verification.close(complete=False)
             raise
         verification.close(complete=True)
-        self.verdict = verdict
         level = self._selection.level
         if pending and not verification.has_divergence:
             print_closing_line(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
             error = DivergenceError(unfinished_text(verdict, num_fits=num_fits, num_ended=num_ended), verdict)
-            wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn"))
+            write = partial(verification.write, verdict)
+            wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return
+        self.verdict = verdict
         print_closing_line(verified_line(verdict, level=level))
         if verdict.verdict == "match":
             return

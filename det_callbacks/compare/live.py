@@ -165,7 +165,8 @@ class Verification:
         """Write the verdict and return it; it may be called after every fit.
 
         Args:
-            pending: fits of the reference that have not run yet; as long as there are any, their steps are missing.
+            pending: fits of the reference that have not run yet: their steps are missing, and nothing is written as
+                long as nothing else differs.
 
         Raises:
             NothingComparedError: no step was compared.
@@ -177,8 +178,13 @@ class Verification:
                 for step in self._ranks.steps(segment):
                     builder.add_missing_step(self.rank, int(step), segment)
         verdict = builder.finish()
-        write_verdict(self.current / VERDICT_FILE, verdict)
+        if not pending or self.has_divergence:
+            self.write(verdict)
         return verdict
+
+    def write(self, verdict: Verdict) -> None:
+        """Write a verdict into the current run's folder."""
+        write_verdict(self.current / VERDICT_FILE, verdict)
 
     def close(self, *, complete: bool) -> None:
         """Close the current run's files."""
@@ -199,13 +205,20 @@ class Verification:
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
 
 
-def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run, Selection]:
+def open_reference(
+    path: Path,
+    selection: Selection,
+    *,
+    steps: str,
+    alternative: str = ', or compare only what is there with steps="common"',
+) -> tuple[Run, Selection]:
     """Open the reference of a verification; return it with the selection to record with, which is its own.
 
     Args:
         path: folder of the reference.
         selection: what this run asks for; the default takes over the reference's.
         steps: "all" or "common"; "all" demands a complete reference.
+        alternative: what else the message about an incomplete one advises.
 
     Raises:
         ReferenceNotFoundError: there is none.
@@ -221,8 +234,7 @@ def open_reference(path: Path, selection: Selection, *, steps: str) -> tuple[Run
         )
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
-            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again, or compare only what is "
-            'there with steps="common".',
+            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",
             str(path),
         )
     if run.world_size != 1:

@@ -30,6 +30,13 @@ def observe_plain(name: str, path: str, index: int, kind: str, text: str) -> Non
         REGISTRY.sink.observe(name, [(path, _plain(kind, text))], first=index)
 
 
+@library.custom_op("det_callbacks::observe_int", mutates_args=())
+def observe_int(name: str, path: str, index: int, value: int) -> None:
+    """Record one integer of an observation, which may be a size that is only known when the graph runs."""
+    if REGISTRY.sink is not None:
+        REGISTRY.sink.observe(name, [(path, value)], first=index)
+
+
 @library.custom_op("det_callbacks::replay_leaf", mutates_args=())
 def replay_leaf(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
     """Return a copy of one tensor, with the saved bits where a run is verified."""
@@ -49,12 +56,17 @@ def _(name: str, path: str, index: int, kind: str, text: str) -> None:
     return None
 
 
+@observe_int.register_fake
+def _(name: str, path: str, index: int, value: int) -> None:
+    return None
+
+
 @replay_leaf.register_fake
 def _(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
     return tensor.clone()
 
 
-for _op in (observe_leaf, observe_plain, replay_leaf):
+for _op in (observe_leaf, observe_plain, observe_int, replay_leaf):
     _op.register_effect(EffectType.ORDERED)
 
 
@@ -64,7 +76,14 @@ def observe_in_graph(name: str, leaves: Leaves) -> None:
         if isinstance(leaf, Tensor):
             observe_leaf(leaf.detach(), name, path, index)
         else:
-            observe_plain(name, path, index, type(leaf).__name__, repr(leaf))
+            _observe_value(name, path, index, leaf)
+
+
+def _observe_value(name: str, path: str, index: int, value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        observe_int(name, path, index, value)
+    else:
+        observe_plain(name, path, index, type(value).__name__, repr(value))
 
 
 def replay_in_graph(name: str, leaves: Leaves) -> None:
@@ -75,7 +94,7 @@ def replay_in_graph(name: str, leaves: Leaves) -> None:
     """
     for index, (path, leaf) in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            observe_plain(name, path, index, type(leaf).__name__, repr(leaf))
+            _observe_value(name, path, index, leaf)
             continue
         with torch.no_grad():
             kept = replay_leaf(leaf.detach(), name, path, index)

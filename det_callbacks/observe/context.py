@@ -97,7 +97,8 @@ class ObserverContext:
         self.replay_budget_mib = replay_budget_mib
         self.verdict: Verdict | None = None
         self._recorder = Recorder(Selection())
-        self._observations = Observations(self._recorder)
+        self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
+        self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
         self._saver: SavedTensors | None = None
         self._verification: Verification | None = None
@@ -128,6 +129,8 @@ class ObserverContext:
     ) -> None:
         if self._state != "open":
             self._leave(complete=False)
+            if kind is None and self._error is not None:
+                raise self._error  # it was raised in the block, and something there caught it
             return
         if kind is not None:
             if self._verification is not None and self._verification.has_divergence:
@@ -144,6 +147,8 @@ class ObserverContext:
     @property
     def mismatches(self) -> tuple[Divergence, ...]:
         """What differs from the reference so far, the step under way included; the first 100."""
+        if self._state == "new":
+            self._require_open()
         found = self._mismatches
         if self._state == "open" and self._verification is not None and self._recorder.num_sites:
             found += self._verification.so_far(trace_so_far(self._recorder), segment=0, step=self._step)
@@ -198,7 +203,7 @@ class ObserverContext:
 
     def _open_reference(self) -> Run:
         assert self.reference is not None
-        run, _ = open_reference(self.reference, Selection(), steps="all")
+        run, _ = open_reference(self.reference, Selection(), steps="all", alternative="")
         if run.manifest.get("recorded_by") != _RECORDED_BY:
             raise ReferenceFormatError(
                 f"{self.reference} was not recorded by an ObserverContext but by a Trainer's DeterminismCallback, "
@@ -298,8 +303,8 @@ class ObserverContext:
         if not self.raise_on_mismatch:
             warnings.warn(text, DivergenceWarning, stacklevel=3)
             return
-        error = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
-        raise error(text, verdict)
+        self._error = (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+        raise self._error
 
     def _leave(self, *, complete: bool) -> None:
         """Leave nothing open; may be called more than once, and the first call says whether the run is complete."""

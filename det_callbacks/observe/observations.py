@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from det_callbacks.digest import digest_tensor
-from det_callbacks.errors import CoverageWarning
+from det_callbacks.errors import CoverageWarning, SelectionError
 from det_callbacks.observe.registry import Leaves
 from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, new_tensor, put_back
 from det_callbacks.trace.components import holds_data, unwrapped
@@ -30,6 +30,8 @@ class _Gradient:
     name: str
     module: str
     occurrence: int
+    is_repeated: bool
+    """Asked for in one of the two runs of a checkpointed region, of which only one gets the gradient."""
     num_received: int = 0
 
 
@@ -41,6 +43,8 @@ class Observations:
 
     Args:
         recorder: whose step it is.
+        owner: what messages call the run.
+        is_every_step: every step is recorded; otherwise nothing can be replayed.
         level: of the HashMode that is open around each step: at "op" it sees every op anyway, and regions change
             nothing; at "state" they cannot be told to which module ops belong, and record nothing. None without one.
 
@@ -50,8 +54,10 @@ class Observations:
         on_observed: called after each observation, when it has become a site.
     """
 
-    def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
+    def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None, is_every_step: bool = True) -> None:
         self._recorder = recorder
+        self._owner = owner
+        self._is_every_step = is_every_step
         self._level = level
         self._occurrences: Counter[str] = Counter()
         self._current: dict[str, int] = {}
@@ -80,13 +86,15 @@ class Observations:
         self._saved = saved
         self._process = os.getpid()
         self._is_open = True
+        self.region.resume()
 
     def end(self) -> None:
         """End a step, while the recorder's is still open: report what is outstanding, and remove the hooks."""
         if not self._is_open:
             return
+        received = {gradient.name for gradient in self._gradients if gradient.num_received}
         for gradient in self._gradients:
-            if not gradient.num_received:
+            if not gradient.num_received and not (gradient.is_repeated and gradient.name in received):
                 name = f"grad of {gradient.name}"
                 absent: Any = None  # recorded like a plain value: a gradient that is not there
                 record_group(self._recorder, "observation", "backward", [(name, absent)], owner=gradient.module)
@@ -105,11 +113,18 @@ class Observations:
         self.counts.end_step()
         self._clear()
 
+    def drop(self) -> None:
+        """Drop the step under way, if there is one; regions go on with the next."""
+        self._clear()
+
     def abandon(self) -> None:
         """Drop the step under way and close every region; may be called at any time and more than once."""
         self._clear()
         self._nested = 0
         self.region.leave_all()
+
+    def __str__(self) -> str:
+        return self._owner
 
     # what the registry's functions call
 
@@ -123,6 +138,7 @@ class Observations:
 
     def replay(self, name: str, leaves: Leaves, *, first: int = 0) -> Mapping[str, Any]:
         """Save or put back values and record them; return the plain values that were others, by path."""
+        self._require_every_step(name)
         if not self._takes(name):
             return {}
         occurrence = self._occurrence(name, first)
@@ -136,8 +152,7 @@ class Observations:
                     changed[path] = kept
                 values.append((path, kept))
                 continue
-            if holds_data(leaf):
-                self._replay_tensor(key, leaf, name)
+            self._replay_tensor(key, leaf, name)
             values.append((path, leaf))
         self._record(values, is_source=True)
         self._tell()
@@ -145,6 +160,8 @@ class Observations:
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
         """Record the gradient of a tensor when it is there."""
+        if is_replayed:
+            self._require_every_step(name)
         if not self._takes(name):
             return
         if is_compiled:
@@ -154,7 +171,8 @@ class Observations:
                 "it before its use, or outside the compiled function to keep one graph."
             )
         _, module = self._place()
-        gradient = _Gradient(name, module, self._occurrence(f"grad of {name}", 0))
+        is_repeated = not torch.is_grad_enabled() or _graph_task_id() != -1
+        gradient = _Gradient(name, module, self._occurrence(f"grad of {name}", 0), is_repeated)
         self._gradients.append(gradient)
         if tensor.requires_grad:
             self._handles.append(tensor.register_hook(_Hook(self, gradient, is_replayed)))
@@ -170,6 +188,8 @@ class Observations:
                 )
         else:
             self.region.enter()
+            if not self._is_open:
+                self.region.suspend()  # it begins with the next step
 
     def disable_ops(self) -> None:
         """End the region that began last; raise TraceError when there is none."""
@@ -196,6 +216,7 @@ class Observations:
 
     def _clear(self) -> None:
         self._is_open = False
+        self.region.suspend()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -212,7 +233,21 @@ class Observations:
                 "is recorded or put back. Observe what the worker returns."
             )
             return False
-        return self._is_open
+        if not self._is_open:
+            self._say(
+                f"{name!r} was observed outside the steps of {self._owner} (in a validation, between two batches, or "
+                "in a step that every_n_steps leaves out): nothing was recorded, compared, saved or put back there. "
+                "This is said once."
+            )
+            return False
+        return True
+
+    def _require_every_step(self, name: str) -> None:
+        if not self._is_every_step:
+            raise SelectionError(
+                f"{name!r} is to be saved and put back, and every_n_steps leaves steps out, which would go on with "
+                "other bits. Record with every_n_steps=1, or observe it without replaying it."
+            )
 
     def _occurrence(self, name: str, first: int) -> int:
         """Return which observation of this name in the step it is; its leaves may come one by one."""
@@ -228,7 +263,7 @@ class Observations:
 
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
         phase, module = self._place()
-        entries = [(path, unwrapped(leaf) if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves]
+        entries = [(path, _recorded(leaf)) for path, leaf in leaves]
         self.num_observed += len(entries)
         record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
 
@@ -276,6 +311,13 @@ class Observations:
         if text not in self._said:
             self._said.add(text)
             warnings.warn(text, CoverageWarning, stacklevel=4)
+
+
+def _recorded(leaf: Any) -> Any:
+    """Return what is recorded of a leaf: of a tensor without data (meta, fake) at least what it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return unwrapped(leaf) if holds_data(leaf) else f"no data: {leaf.dtype} {list(leaf.shape)} {leaf.device}"
 
 
 class _Hook:

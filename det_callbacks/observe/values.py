@@ -14,6 +14,8 @@ MAX_NAME = 1000
 MAX_DEPTH = 20
 
 _PLAIN = (bool, int, float, complex, str)
+_EXTENDED = "gG"
+"""Type codes of longdouble arrays: more precise than any dtype of torch, so that they would be cut."""
 
 
 def check_name(name: object) -> None:
@@ -90,12 +92,13 @@ def _collect(tree: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> 
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for entry in dataclasses.fields(tree):
             _collect(getattr(tree, entry.name), f"{path}.{entry.name}", depth + 1, found)
-    elif isinstance(tree, np.generic):
+    elif isinstance(tree, np.generic) and isinstance(tree.item(), _PLAIN):
         found.append((path, tree.item()))
-    elif isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+    elif type(tree) is np.ndarray and tree.dtype.kind in "biufc" and tree.dtype.char not in _EXTENDED:
         if not tree.flags.writeable or any(step < 0 for step in tree.strides) or not tree.dtype.isnative:
             raise TypeError(
-                f"{path!r} is an array that torch cannot read in place; observe a copy of it: np.array(...)"
+                f"{path!r} is an array that torch cannot read in place (read-only, reversed, or of another byte "
+                "order); observe a copy of it: torch.tensor(array.tolist())"
             )
         found.append((path, torch.from_numpy(tree)))
     else:
@@ -104,6 +107,8 @@ def _collect(tree: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> 
 
 def _kind(value: object) -> str:
     kind = f"a {type(value).__qualname__}"
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{kind} of dtype {value.dtype}"
     if isinstance(value, nn.Module):
         return f"{kind}; observe its state_dict()"
     if isinstance(value, set | frozenset):

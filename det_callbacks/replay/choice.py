@@ -51,7 +51,7 @@ class ReplayChoice:
             SelectionError: it is neither, the file cannot be read, a pattern or a budget is not one.
         """
         if isinstance(replay, str | Path):
-            replay = _read(Path(replay))
+            replay = _read(replay)
         if not isinstance(replay, Sequence) or not all(isinstance(item, str) for item in replay):
             raise SelectionError(
                 f"replay must be a list of patterns, or the path of a YAML file that holds one; got {replay!r}."
@@ -59,11 +59,12 @@ class ReplayChoice:
         return cls(patterns=tuple(dict.fromkeys(replay)), budget_mib=budget_mib, total_mib=total_mib)
 
 
-def _read(path: Path) -> Any:
+def _read(name: str | Path) -> Any:
+    path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise SelectionError(
-            f"replay must be a list of patterns, or the path of a YAML file that holds one; got {str(path)!r}: write "
-            f"[{str(path)!r}] if that is a pattern."
+            f"replay must be a list of patterns, or the path of a YAML file that holds one; got {str(name)!r}: write "
+            f"[{str(name)!r}] if that is a pattern."
         )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -62,7 +62,11 @@ class SavedStep:
         """Return a saved plain value; raise ReferenceFormatError when there is none of that key."""
         value = self._find(key, "values")
         self._taken.add(key)
-        return float.fromhex(value["float"]) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        if "complex" in value:
+            return complex(*map(float.fromhex, value["complex"]))
+        return float.fromhex(value["float"])
 
     def untaken(self) -> tuple[str, ...]:
         """Return the keys that nobody took, to be reported at the step's end."""
@@ -77,6 +81,8 @@ class SavedStep:
             return held[key]
         if key in content.entries or key in content.values:
             raise self._error(f"{key!r} is {'a plain value' if kind == 'entries' else 'a tensor'} there")
+        if not self.path.exists():
+            raise self._error(f"there is no such file, and so no {key!r}")
         known = ", ".join(repr(name) for name in self.keys[:4]) or "nothing"
         raise self._error(f"it has no {key!r}; it has {known}{', ...' if len(self.keys) > 4 else ''}")
 

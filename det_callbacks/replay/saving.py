@@ -102,11 +102,16 @@ class SavedTensors:
         self._by_op[op or key] += saved.num_bytes
         return saved
 
-    def keep_value(self, key: str, value: bool | int | float | str | None) -> None:
+    def keep_value(self, key: str, value: bool | int | float | complex | str | None) -> None:
         """Keep a plain value in the place of a tensor; numbers are kept exactly."""
         if key in self._tensors or key in self._values:
             raise ValueError(f"the step has saved {key!r} already")
-        self._values[key] = {"float": value.hex()} if isinstance(value, float) else value
+        if isinstance(value, float):
+            self._values[key] = {"float": value.hex()}
+        elif isinstance(value, complex):
+            self._values[key] = {"complex": [value.real.hex(), value.imag.hex()]}
+        else:
+            self._values[key] = value
 
     def write(self, step: int) -> int:
         """Write what was collected as the saved tensors of a step; return the bytes written, 0 if there was nothing.

@@ -1,5 +1,6 @@
 """What an audit found, as a table."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from det_callbacks.audit import AuditFinding, AuditReport
@@ -10,13 +11,17 @@ MAX_ROWS = 30
 _COLUMNS = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
 
 
-def audit_line(report: AuditReport, *, folder: Path) -> str:
-    """Return the closing line of an audit."""
+def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
+    """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
     compared = count(report.num_compared, "op" if report.kind == "ops" else "site")
     what = f"audited {count(len(report.steps), 'step')}, {compared} run again"
+    if missed:
+        what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
     if not report.findings:
         return f"det_callbacks: nothing differed: {what} (in {folder})"
-    return f"det_callbacks: {count(len(report.findings), 'op')} differed: {what} (audit.json and replay.yaml: {folder})"
+    return (
+        f"det_callbacks: {count(len(report.findings), 'place')} differed: {what} (audit.json and replay.yaml: {folder})"
+    )
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
@@ -35,10 +40,14 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
         advice.append("Transient: one of three runs of one step disagreed with the others; suspect the hardware first.")
     if "not held" in judgements:
         advice.append(
-            "Not held: the runs did not begin from the same place, so nothing after it is proven. Something outside "
-            "the model changed, such as a global variable, a file or another generator."
+            "Not held: the runs did not begin from the same place, so no op is accused. Something that the audit does "
+            "not hold changed: a global or class variable, a function's attribute, a cache, a file. The training went "
+            "on with it changed once per run, so its weights may not be those of an unaudited run."
         )
-    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
+    num_ops = sum(found.judgement != "not held" for found in report.findings)
+    begin = f"Run again on the same inputs, {count(num_ops, 'op')} gave other bits."
+    if not num_ops:
+        begin = "Run again, the audited steps did not begin from the same place."
     return "\n".join([begin, "", table, "", *advice])
 
 

@@ -77,6 +77,16 @@ class OpRegion:
         self.depth = 0
         self._close()
 
+    def suspend(self) -> None:
+        """Let ops pass, in a region that is open, until ``resume``: no step is under way."""
+        if self._mode is not None:
+            self._mode.recorder = None
+
+    def resume(self) -> None:
+        """Record ops again where a region is open."""
+        if self._mode is not None:
+            self._mode.recorder = self._recorder
+
     def _close(self) -> None:
         mode, self._mode = self._mode, None
         if mode is None:

@@ -240,7 +240,8 @@ def make_room(path: Path, *, overwrite: bool) -> None:
     if ours and not overwrite:
         raise RunExistsError(
             f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
-            'Record to another folder, replace the run with overwrite=True, or compare with it with mode="verify".',
+            "Record to another folder, replace the run with overwrite=True, or compare with it "
+            '(DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
             str(path),
         )
     # run.json first: what a kill leaves of the others is no run
@@ -307,10 +308,10 @@ def _manifest_digest(content: Mapping[str, Any]) -> str:
 
 def _not_found(folder: Path) -> str:
     if not folder.exists():
-        return f'There is no run at {folder}: the folder does not exist. Record one there with mode="record".'
+        return f"There is no run at {folder}: the folder does not exist. Record one there first."
     if not folder.is_dir():
         return f"{folder} is a file; a run is a folder. Name the folder that a run was recorded in."
     inside = sorted(child.name for child in folder.iterdir() if (child / MANIFEST).is_file())
     if inside:
         return f"{folder} is not a run (no {MANIFEST}), but these folders in it are: {', '.join(inside[:10])}."
-    return f'{folder} is not a run: it has no {MANIFEST}. Record one there with mode="record".'
+    return f"{folder} is not a run: it has no {MANIFEST}. Record one there first."

@@ -22,6 +22,7 @@ from det_callbacks import (
     DeterminismCallback,
     DivergenceWarning,
     NothingComparedError,
+    SelectionError,
     StepNotRepeatableError,
 )
 from det_callbacks.patterns import OpPattern
@@ -306,6 +307,35 @@ def test_an_exception_leaves_nothing_behind(kind: Any, tmp_path: Path) -> None:
     assert "run" not in vars(epoch_loop.manual_optimization)
     assert callback.audit_report is None
     assert not (tmp_path / "audit").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"level": "module"}, {"modules": ("last",)}, {"phases": ("backward",)}, {"every_n_steps": 2}, {"replay": ("*",)}],
+)
+def test_an_audit_of_less_than_everything_is_refused(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="An audit looks at every op"):
+        audit(tmp_path / "audit", **options)
+
+
+@pytest.mark.parametrize("steps", [3, -1, "abc", [], [-1], [1.5], None, [True]])
+def test_wrong_steps_are_refused(steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="audit_steps must be numbers of steps"):
+        audit(tmp_path / "audit", audit_steps=steps)
+
+
+def test_what_an_earlier_audit_found_is_gone_when_the_next_one_stops(tmp_path: Path) -> None:
+    train(Classifier, audit(tmp_path / "audit"), epochs=1)
+    assert (tmp_path / "audit" / "replay.yaml").exists()
+    with pytest.raises(NothingComparedError):
+        train(Classifier, audit(tmp_path / "audit", audit_steps=(100,)), epochs=1)
+    assert list((tmp_path / "audit").iterdir()) == []
+
+
+def test_steps_that_did_not_come_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(Classifier, audit(tmp_path / "audit", audit_steps=(1, 100)), epochs=1)
+    assert "audited 1 step" in (told := capsys.readouterr().out)
+    assert "1 step never came (100)" in told
 
 
 def test_steps_that_never_come_are_an_error(tmp_path: Path) -> None:

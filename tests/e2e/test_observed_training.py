@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from styles import Classifier, train
+from styles import Classifier, Validated, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from det_callbacks import (
     CoverageWarning,
     DeterminismCallback,
     DivergenceError,
     ObserverContext,
+    SelectionError,
     TraceError,
     disable_hash_mode,
     enable_hash_mode,
@@ -141,6 +143,65 @@ def test_regions_change_nothing_at_level_op_and_say_so_at_level_state(tmp_path: 
     assert plain is not None
     with pytest.warns(CoverageWarning, match='records nothing at level "state"'):
         record(tmp_path / "state", Regions, level="state")
+
+
+class LeavesOpen(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            enable_hash_mode()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+@pytest.mark.filterwarnings("ignore:enable_hash_mode records nothing:det_callbacks.CoverageWarning")
+def test_a_region_that_is_left_open_goes_on_in_the_next_step_and_not_in_between(level: str, tmp_path: Path) -> None:
+    record(tmp_path / "run", LeavesOpen, level=level)
+    run = Run.open(tmp_path / "run")
+    assert run.is_complete
+    assert run.rank(0).num_steps == 4
+    assert any(site.op for site in run.view(0, 0, 2).program.sites) is (level != "state")
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", LeavesOpen)
+    assert callback.verdict.verdict == "match"
+
+
+class InValidation(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        observe("in validation", batch[0])
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_is_observed_outside_the_steps_is_said_not_to_be_recorded(tmp_path: Path) -> None:
+    with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
+        record(tmp_path / "run", InValidation)
+
+
+@pytest.mark.parametrize("model", [Noisy, NoisyGradient])
+def test_what_is_replayed_needs_every_step(model: type[Classifier], tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
+        record(tmp_path / "run", model, level="state", every_n_steps=2)
+
+
+class CheckpointedGradient(Classifier):
+    use_reentrant = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        def block(hidden: Tensor) -> Tensor:
+            hidden = torch.tanh(hidden)
+            observe_grad("inner", hidden)
+            return (hidden * hidden).exp()
+
+        return self.last(checkpoint(block, self.first(inputs), use_reentrant=self.use_reentrant))
+
+
+class ReentrantGradient(CheckpointedGradient):
+    use_reentrant = True
+
+
+@pytest.mark.parametrize("model", [CheckpointedGradient, ReentrantGradient])
+def test_a_gradient_in_a_checkpointed_region_is_one(model: type[Classifier], tmp_path: Path) -> None:
+    record(tmp_path / "run", model)
+    sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
+    assert sum(site.name == "grad of inner" for site in sites) == 1
 
 
 def test_a_difference_in_an_observation_names_it(tmp_path: Path) -> None:

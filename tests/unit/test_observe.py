@@ -5,6 +5,7 @@ import gc
 import timeit
 import weakref
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,10 @@ def test_what_was_not_saved_is_an_error_and_no_live_value(tmp_path: Path) -> Non
             observe_non_deterministic(name, value)
         assert "step-000000000.safetensors" in str(error.value)
     next(tmp_path.rglob("*.safetensors")).unlink()
-    with pytest.raises(ReferenceFormatError, match="it has nothing"), ObserverContext(tmp_path, "c", tmp_path / "r"):
+    with (
+        pytest.raises(ReferenceFormatError, match="there is no such file"),
+        ObserverContext(tmp_path, "c", tmp_path / "r"),
+    ):
         observe_non_deterministic("x", torch.ones(2))
 
 
@@ -359,3 +363,34 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
         gc.collect()
         assert [one() for one in known] == [None] * 3
     assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
+
+
+@pytest.mark.parametrize("value", [1j, np.complex64(2 - 3j), 0.1, 7, True, None, "text"])
+def test_plain_values_are_saved_and_put_back_exactly(value: Any, tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "r"):
+        assert observe_non_deterministic("v", [value]) == [value]
+    other = "other" if not isinstance(value, str) else 3
+    with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
+        (kept,) = observe_non_deterministic("v", [other])
+    assert kept == value
+    assert observer.verdict is not None
+    assert observer.verdict.verdict == "match"
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1), np.ones(2, np.longdouble), np.ma.array([1]), np.array(["a"])])
+def test_what_would_be_read_in_part_is_refused(value: Any, tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "r"):
+        observe("beside", 1)
+        with pytest.raises(TypeError, match=r"'v' is a .* of dtype"):
+            observe("v", value)
+
+
+def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "r"):
+        observe("v", torch.empty(2, device="meta"))
+    for shape, verdict in ((2, "match"), (9, "diverged")):
+        said = nullcontext() if verdict == "match" else pytest.warns(DivergenceWarning)
+        with said, ObserverContext(tmp_path, f"c{shape}", tmp_path / "r") as observer:
+            observe("v", torch.empty(shape, device="meta"))
+        assert observer.verdict is not None
+        assert observer.verdict.verdict == verdict

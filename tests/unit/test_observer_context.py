@@ -186,3 +186,40 @@ def test_a_comparison_is_no_reference(tmp_path: Path) -> None:
         ObserverContext(tmp_path, "next", tmp_path / "current"),
     ):
         pass
+
+
+def test_a_mismatch_that_the_block_caught_is_raised_at_its_end(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "reference"):
+        observe("x", 1)
+        observe("y", 2)
+    caught: list[BaseException] = []
+
+    def catch_it() -> None:
+        with ObserverContext(tmp_path, "c", tmp_path / "reference", True):
+            try:
+                observe("x", 99)
+            except DivergenceError as error:
+                caught.append(error)
+            observe("y", 2)
+
+    with pytest.raises(DivergenceError) as again:
+        catch_it()
+    assert caught == [again.value]
+
+
+def test_mismatches_of_a_context_that_was_not_entered_are_unknown(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is not open"):
+        _ = ObserverContext(tmp_path, "r").mismatches
+
+
+def test_an_incomplete_reference_is_refused_without_advice_that_is_not_there(tmp_path: Path) -> None:
+    def stop() -> None:
+        with ObserverContext(tmp_path, "r"):
+            observe("x", 1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        stop()
+    with pytest.raises(ReferenceFormatError, match="is incomplete") as error:
+        ObserverContext(tmp_path, "c", tmp_path / "r").__enter__()
+    assert "steps=" not in str(error.value)

@@ -262,7 +262,7 @@ def test_what_was_not_saved_or_was_taken_is_an_error(tmp_path: Path) -> None:
             step.take(key, like=torch.ones(3))
     assert step.untaken() == ("two", "three")
     assert step.take_value("three") == 0.1
-    with pytest.raises(ReferenceFormatError, match="it has nothing"):
+    with pytest.raises(ReferenceFormatError, match="there is no such file"):
         reader(tmp_path, step=13).take("one", like=torch.ones(3))
 
 

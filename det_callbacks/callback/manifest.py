@@ -1,0 +1,38 @@
+"""What run.json says of a fit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from det_callbacks.environment import capture_environment, trainer_choices
+from det_callbacks.settings import settings_in_force
+from det_callbacks.trace.selection import Selection
+
+
+def manifest_of(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    *,
+    selection: Selection,
+    allow: Sequence[str],
+    choices: Mapping[str, Any],
+    replay: Sequence[str],
+) -> dict[str, Any]:
+    """Return selection, settings, environment and replay patterns of a fit.
+
+    Args:
+        trainer: whose precision, strategy and so on are choices.
+        pl_module: whose hyperparameters are.
+        selection: what is traced.
+        allow: ops that may be nondeterministic.
+        choices: further ones.
+        replay: patterns of ops whose outputs are saved or put back.
+    """
+    all_choices = {**trainer_choices(trainer, pl_module), **choices, "settings": {"allow": list(allow)}}
+    return {
+        "selection": selection.to_dict(),
+        "settings": {**settings_in_force(), "allow": list(allow)},
+        "environment": capture_environment(choices=all_choices).to_dict(),
+        "replay": list(replay),
+    }
