@@ -173,3 +173,19 @@ def test_observation_in_a_checkpointed_and_compiled_function(tmp_path: Path) -> 
     assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
     assert torch.equal(gradient, other)
+
+
+def test_a_size_that_is_only_known_when_the_graph_runs(tmp_path: Path) -> None:
+    def sized(x: Tensor) -> Tensor:
+        return observe("q", {"x": x * 2, "n": x.shape[0]})["x"]
+
+    compiled = torch.compile(sized, backend="eager", fullgraph=True, dynamic=True)
+    with ObserverContext(tmp_path, "run"):
+        for length in (3, 5):
+            compiled(torch.ones(length))
+    with ObserverContext(tmp_path, "plain", tmp_path / "run") as observer:
+        for length in (3, 5):
+            sized(torch.ones(length))
+    assert observer.mismatches == ()
+    assert observer.verdict is not None
+    assert observer.verdict.counts.sites_compared == 4
