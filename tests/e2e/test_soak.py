@@ -79,6 +79,7 @@ def train(reference: Path, mode: str, num_steps: int, lengths: str, current: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 4,000 traced steps, on a machine that may be busy
 def test_memory_is_flat_from_step_100_to_step_2000(tmp_path):
     for mode, current in (("record", ""), ("verify", tmp_path / "current")):
         resident = train(tmp_path / "run", mode, 2000, "fixed", current)
