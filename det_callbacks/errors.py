@@ -46,6 +46,38 @@ class NotComparableError(DivergenceError):
     exit_code = 3
 
 
+class CheckpointFormatError(DetCallbacksError, ValueError):
+    """A checkpoint, or what stands beside it, cannot be read.
+
+    Args:
+        message: the text shown to the user.
+        path: of the file.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NotResumableError(DetCallbacksError):
+    """A resumed run cannot be the same run as the one that saved the checkpoint.
+
+    Args:
+        message: the text shown to the user.
+        problems: why, one sentence each.
+    """
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message, problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class EquivalenceError(DetCallbacksError):
     """An op gave other bits when it was run again on the same inputs.
 

@@ -1,0 +1,217 @@
+"""What a Lightning fit is in the middle of, read from its loops (Lightning 2.6.6)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies import Strategy
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from det_callbacks.callback.data_watch import DataWatch
+from det_callbacks.digest import digest_tensor, unobserved
+from det_callbacks.resume import ResumeState, find_generators
+from det_callbacks.resume.generators import Held
+from det_callbacks.resume.state import Moment
+
+_NOT_LOOKED_INTO = (pl.Trainer, Logger, Strategy, _Loop, _BaseDataLoaderIter, torch.optim.Optimizer, DataWatch)
+
+
+class FitState:
+    """Reads the state of one fit.
+
+    Args:
+        trainer: whose fit it is.
+        watch: follows its data.
+    """
+
+    def __init__(self, trainer: pl.Trainer, watch: DataWatch) -> None:
+        self._trainer = trainer
+        self._watch = watch
+        self._versions: list[int] = []
+
+    # what is saved
+
+    def read(
+        self, moment: Moment, *, num_gradients: int | None = None, is_settled: bool = False
+    ) -> tuple[ResumeState, dict[str, torch.Tensor]]:
+        """Return what a process needs to go on from here, and the gradients that the next batch adds to.
+
+        Args:
+            moment: whether a checkpoint is being saved, or the next batch is about to be drawn.
+            num_gradients: how many were saved already; then they are not read again.
+            is_settled: nothing follows any more that belongs to the batch before.
+        """
+        trainer, watch = self._trainer, self._watch
+        epoch_loop = trainer.fit_loop.epoch_loop
+        batches = epoch_loop.batch_progress
+        done: Any = batches.current  # its class is wider than its declaration
+        position, generators = watch.position, None
+        problems = list(self._problems())
+        num_consumed, num_done = done.ready, batches.total.ready
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            # the training step draws, when its batch already counts as ready
+            num_consumed, num_done = position.num_drawn, num_done - int(moment == "draw")
+        is_mid_batch = done.started > done.processed and moment == "save"
+        if is_mid_batch:
+            num_consumed, num_done = num_consumed - 1, num_done - 1
+            before = watch.position_before_last
+            where = f"it was saved in the middle of step {epoch_loop.total_batch_idx}"
+            if changed := self._changed_in_batch():
+                problems.append(f"{where}, which {changed}")
+            elif before is None:
+                problems.append(f"{where}, and the generators before it were not kept")
+            else:
+                position, generators = before, watch.position.before_last
+        elif moment == "save" and not is_settled and self._has_validation_ahead():
+            problems.append(
+                "it was saved before a validation that Lightning leaves out when it resumes, and the process ended "
+                "before the next batch was drawn"
+            )
+        is_epoch_over = not is_mid_batch and (batches.is_last_batch or epoch_loop._num_ready_batches_reached())
+        if moment == "draw" and not position.num_drawn:
+            is_epoch_over, num_consumed = True, 0
+        gradients = {} if is_epoch_over or num_gradients is not None else self._accumulated(num_consumed)
+        state = ResumeState(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            step=num_done,
+            epoch=trainer.current_epoch,
+            moment=moment,
+            is_epoch_over=is_epoch_over,
+            is_mid_batch=is_mid_batch,
+            generators=generators or watch.capture(),
+            position=replace(position, num_consumed=num_consumed),
+            num_gradients=len(gradients) if num_gradients is None else num_gradients,
+            problems=tuple(problems),
+        )
+        return state, gradients
+
+    def tensors_before_left_out_hooks(self) -> dict[str, Any] | None:
+        """Return ``tensors`` where hooks follow that Lightning skips when it resumes: validation, end of epoch."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        progress: Any = epoch_loop.batch_progress.current
+        is_at_batch_end = progress.completed < progress.ready == progress.processed
+        if is_at_batch_end and (epoch_loop._num_ready_batches_reached() or self._has_validation_ahead()):
+            return self.tensors()
+        return None
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the digests of parameters and buffers, and the optimizers' options; one pass over the weights."""
+        module = self._trainer.lightning_module
+        with unobserved():
+            found: dict[str, Any] = {
+                name: digest_tensor(tensor.detach())
+                for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            }
+        for index, optimizer in enumerate(self._trainer.optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                for option, value in group.items():
+                    if option != "params":
+                        found[f"{option} of group {number} of optimizer {index}"] = repr(value)
+        return found
+
+    def _accumulated(self, num_consumed: int) -> dict[str, torch.Tensor]:
+        trainer = self._trainer
+        module = trainer.lightning_module
+        if module.automatic_optimization and not num_consumed % trainer.accumulate_grad_batches:
+            return {}
+        return {
+            name: parameter.grad.detach().to("cpu", copy=True).contiguous()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    # what stands in the way
+
+    def _problems(self) -> Iterator[str]:
+        watch, loaders = self._watch, self.loaders()
+        if watch.position.num_iterations > 1 and any(getattr(one, "persistent_workers", False) for one in loaders):
+            yield (
+                "persistent_workers=True keeps the workers, and generators in them that nothing can read, from epoch "
+                "to epoch; use persistent_workers=False"
+            )
+        num_stateful = sum(map(is_stateful, loaders))
+        if 0 < num_stateful < len(loaders):
+            yield "some of its loaders restore themselves (load_state_dict) and others do not"
+        if watch.has_overflowed:
+            yield "a loader was started again more often in the epoch than is kept"
+        if self._trainer.validating and not self._is_validation_over():
+            yield "it was saved in the middle of a validation"
+
+    def _is_validation_over(self) -> bool:
+        progress = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        return bool(progress.is_last_batch and progress.current.ready == progress.current.completed)
+
+    def _has_validation_ahead(self) -> bool:
+        loop = self._trainer.fit_loop
+        if self._trainer.validating or self._trainer.sanity_checking or loop._data_fetcher is None:
+            return False
+        progress = loop.epoch_loop.batch_progress.current
+        return progress.completed < progress.ready and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+    # a batch under way
+
+    def saves_on_exceptions(self) -> bool:
+        """Return whether a callback may save a checkpoint in the middle of a batch."""
+        callbacks: list[Callback] = vars(self._trainer)["callbacks"]
+        return any(
+            isinstance(callback, OnExceptionCheckpoint)
+            or (isinstance(callback, ModelCheckpoint) and callback.save_on_exception)
+            for callback in callbacks
+        )
+
+    def begin_batch(self) -> None:
+        """Note what the batch that begins may change."""
+        self._versions = self._state_versions()
+
+    def _state_versions(self) -> list[int]:
+        module = self._trainer.lightning_module
+        versions = [tensor._version for tensor in (*module.parameters(), *module.buffers())]
+        num_before = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        if not module.automatic_optimization or num_before % self._trainer.accumulate_grad_batches:
+            versions += [-1 if one.grad is None else one.grad._version for one in module.parameters()]
+        return versions
+
+    def _changed_in_batch(self) -> str | None:
+        if not self._versions:
+            return None
+        num_changed = sum(one != other for one, other in zip(self._state_versions(), self._versions, strict=False))
+        if not num_changed:
+            return None
+        return f"had already changed {num_changed} of the module's parameters, buffers and gradients"
+
+    # what the trainer has
+
+    def generators(self) -> dict[str, Held]:
+        """Return path -> generator for those that the module, the data and the callbacks hold."""
+        trainer = self._trainer
+        callbacks: list[Callback] = vars(trainer)["callbacks"]
+        roots: dict[str, object] = {"module": trainer.lightning_module}
+        datamodule = getattr(trainer, "datamodule", None)
+        if datamodule is not None:
+            roots["datamodule"] = datamodule
+        for index, loader in enumerate(self.loaders()):
+            roots[f"train_dataloader[{index}]"] = loader
+        for callback in callbacks:
+            kind = type(callback).__qualname__
+            if not type(callback).__module__.startswith("det_callbacks."):
+                same = sum(name.startswith(f"callback {kind}") for name in roots)
+                roots[f"callback {kind}" + (f" {same + 1}" if same else "")] = callback
+        return find_generators(roots, left=_NOT_LOOKED_INTO)
+
+    def loaders(self) -> list[Any]:
+        """Return the loaders of the training data."""
+        loader = self._trainer.fit_loop._combined_loader
+        return [] if loader is None else list(loader.flattened)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader restores its own position, through Lightning."""
+    return type(loader) is not DataLoader and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

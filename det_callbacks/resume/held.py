@@ -1,0 +1,95 @@
+"""Generators that objects hold: a data set's own, a sampler's, a module's."""
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from det_callbacks.resume.generators import HELD_TYPES, Held
+
+MAX_OBJECTS = 20_000
+"""Objects that are looked at; some 20 milliseconds."""
+
+MAX_ITEMS = 256
+"""A container with more is taken for data."""
+
+_LEFT: tuple[Any, ...] = (
+    *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
+    *(torch.Tensor, torch.nn.Parameter, np.ndarray, np.generic, torch.dtype, torch.device),
+    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType),
+)
+
+
+def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
+    """Return path -> random generator for those that the roots reach by attributes, items, closures and partials.
+
+    The process's own generators are not among them, and neither is ``random.SystemRandom``, which has no state. Looks
+    at 20,000 objects at most and into no container of more than 256 items.
+
+    Args:
+        roots: name -> object; names begin the paths.
+        left: types whose instances are not looked into.
+    """
+    found: dict[str, Held] = {}
+    own = {id(random.getstate.__self__), id(torch.default_generator)}  # type: ignore[attr-defined]  # a bound method
+    seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
+    pending = deque(roots.items())
+    while pending and len(seen) < MAX_OBJECTS:
+        path, value = pending.popleft()
+        if isinstance(value, (*_LEFT, *left)) or id(value) in seen or id(value) in own:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, HELD_TYPES):
+            if not isinstance(value, random.SystemRandom):
+                found[path] = value
+            continue
+        pending.extend(_inside(path, value))
+    return found
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        if len(value) <= MAX_ITEMS:
+            for key, item in value.items():
+                yield f"{path}[{key!r}]", item
+        return
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        if len(value) <= MAX_ITEMS:
+            for index, item in enumerate(value):
+                yield f"{path}[{index}]", item
+        return
+    if isinstance(value, functools.partial):
+        yield f"{path}.func", value.func
+        for index, item in enumerate(value.args):
+            yield f"{path}.args[{index}]", item
+        for key, item in value.keywords.items():
+            yield f"{path}.{key}", item
+        return
+    if isinstance(value, types.MethodType):
+        yield f"{path}.__self__", value.__self__
+        return
+    if isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f"{path}.{name}", cell.cell_contents
+            except ValueError:
+                continue  # a name that has no value yet
+        return
+    names: dict[str, object] = getattr(value, "__dict__", {})
+    for name, item in list(names.items()):
+        if isinstance(value, torch.nn.Module) and name in ("_modules", "_buffers", "_parameters"):
+            continue
+        yield f"{path}.{name}", item
+    if isinstance(value, torch.nn.Module):
+        for name, module in value._modules.items():
+            yield f"{path}.{name}", module
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield f"{path}.{name}", getattr(value, name)
