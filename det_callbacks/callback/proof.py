@@ -1,0 +1,198 @@
+"""The proof that a resumed training is the training that was interrupted."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from det_callbacks.callback.determinism import DeterminismCallback
+from det_callbacks.callback.resuming import Resume
+from det_callbacks.compare import compare_runs
+from det_callbacks.compare.live import free_folder
+from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
+from det_callbacks.resume import GeneratorStates
+from det_callbacks.verdict import Verdict
+
+CHECKPOINT = "interrupted.ckpt"
+
+
+def prove_resume(
+    make_trainer: Callable[..., pl.Trainer],
+    make_model: Callable[[], pl.LightningModule],
+    make_data: Callable[[], Any],
+    *,
+    stop_at: int,
+    steps: int,
+    folder: str | Path | None = None,
+    level: str = "op",
+    resume: Resume = "exact",
+) -> Verdict:
+    """Train, interrupt and resume, and compare with the same training uninterrupted, bit for bit.
+
+    Three trainings in this process, each from the generator states it has now: one of ``steps`` steps, recorded; one
+    that saves a checkpoint after ``stop_at`` steps and is interrupted when its next batch has been drawn; and one that
+    resumes from that checkpoint, verified against the first from step ``stop_at`` on. Where ``stop_at`` ends an epoch,
+    the checkpoint is saved in ``on_train_epoch_end``, else in ``on_train_batch_end``. It costs a little more than twice
+    the training, traced. The callers' generators are left as they were.
+
+    Args:
+        make_trainer: returns a new Trainer, which must train for ``steps`` steps at least; the callbacks that record,
+            save and stop are added to its own.
+        make_model: returns a new model, in the same way each time.
+        make_data: returns new data: what ``Trainer.fit`` takes after the model, or a tuple of training and validation
+            loaders.
+        stop_at: training batches before the interruption; at least 1.
+        steps: training batches in all; more than ``stop_at``.
+        folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the Trainer's log or root
+            directory.
+        level: of the digests: "op", "module" or "state".
+        resume: as for DeterminismCallback; "plain" restores what Lightning does and no more, which shows that the proof
+            can fail.
+
+    Returns:
+        The verdict on the resumed training. When the training was not even repeatable up to the interruption, the
+        verdict on that.
+
+    Raises:
+        SelectionError: ``stop_at`` or ``steps`` is out of range, or the training ends before.
+        NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> data = BoringModel().train_dataloader
+        >>> verdict = prove_resume(Trainer, BoringModel, data, stop_at=3, steps=6)  # doctest: +SKIP
+        >>> verdict.verdict  # doctest: +SKIP
+        'match'
+    """
+    if not isinstance(stop_at, int) or not isinstance(steps, int) or not 0 < stop_at < steps:
+        raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
+    generators = GeneratorStates.capture()
+    place: list[Path] = [] if folder is None else [Path(folder)]
+
+    def train(callback: DeterminismCallback, *others: pl.Callback, ckpt_path: str | None = None) -> None:
+        generators.restore()
+        trainer = _make(make_trainer)
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
+        callbacks.insert(0, callback)
+        callbacks.extend(others)
+        if not place:
+            place.append(free_folder(Path(trainer.log_dir or trainer.default_root_dir), kind="resume"))
+        _locate(callback, place[0], others)
+        model, data = make_model(), make_data()
+        loaders = data if isinstance(data, tuple) and len(data) == 2 else (data,)
+        trainer.fit(model, *loaders, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
+
+    try:
+        stop = _StopAfter(steps)
+        train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)  # type: ignore[arg-type]
+        if stop.num_done < steps:
+            raise SelectionError(
+                f"The training ended after {stop.num_done} of {steps} steps. Give its Trainer more (max_epochs, "
+                "max_steps), or ask for fewer steps."
+            )
+        reference, interrupted = place[0] / "reference", place[0] / "interrupted"
+        try:
+            train(
+                DeterminismCallback("interrupted", mode="record", level=level, resume=resume),  # type: ignore[arg-type]
+                _Interrupt(stop_at),
+            )
+        except _Interruption:
+            pass
+        before = compare_runs(reference, interrupted, steps="common")
+        if before.verdict != "match":
+            return before
+        resumed = DeterminismCallback("reference", current="resumed", resume=resume, require_digests=True)
+        try:
+            train(resumed, _StopAfter(steps), ckpt_path=str(place[0] / CHECKPOINT))
+        except DivergenceError as error:
+            assert error.verdict is not None, "a verification raises it with one"
+            return error.verdict
+        if resumed.verdict is None:
+            raise NothingComparedError("The resumed training was not verified to its end.")
+        first = resumed.verdict.coverage.steps[0]
+        if first != stop_at:
+            raise NotResumableError(
+                f"The resumed training began with step {first}, and {stop_at} steps had been done.", (f"step {first}",)
+            )
+        return resumed.verdict
+    finally:
+        generators.restore()
+
+
+def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
+    """Call it without arguments, or with ``callbacks=[]`` where it demands them."""
+    try:
+        parameters = inspect.signature(make_trainer).parameters.values()
+    except ValueError:
+        return make_trainer()
+    demanded = {one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD}
+    return make_trainer(callbacks=[]) if demanded == {"callbacks"} else make_trainer()
+
+
+def _locate(callback: DeterminismCallback, folder: Path, others: tuple[pl.Callback, ...]) -> None:
+    assert callback.reference is not None
+    callback.reference = folder / callback.reference
+    if callback.current is not None:
+        callback.current = folder / callback.current
+    for other in others:
+        if isinstance(other, _Interrupt):
+            other.path = folder / CHECKPOINT
+
+
+class _Interruption(Exception):
+    """Ends a training as a user would, between two batches."""
+
+
+class _StopAfter(pl.Callback):
+    """Ends a training after so many batches."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self.num_done = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.fit_loop.min_epochs = 0  # no minimum that the Trainer would go on to
+        trainer.fit_loop.epoch_loop.min_steps = None
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self.num_done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if self.num_done >= self._num_steps:
+            trainer.should_stop = True
+
+
+class _Interrupt(pl.Callback):
+    """Saves a checkpoint after so many batches and ends the training when the next batch has been drawn.
+
+    It stands behind all other callbacks, so that what they did at that moment is in the checkpoint.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._is_saved = False
+        self.path = Path(CHECKPOINT)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if epoch_loop.total_batch_idx + 1 == self._num_steps and not epoch_loop._num_ready_batches_reached():
+            self._save(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self._num_steps:
+            self._save(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self._is_saved:
+            raise _Interruption
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.path)
+        self._is_saved = True
