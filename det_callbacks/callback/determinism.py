@@ -227,7 +227,7 @@ class DeterminismCallback(AlertCallback):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
             root = Path(trainer.log_dir or trainer.default_root_dir)
-            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank)
+            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank, is_resumed=is_resumed)
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._is_fitting = True

@@ -92,7 +92,9 @@ class Verifying:
             )
         return recorded
 
-    def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int) -> None:
+    def begin_fit(
+        self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int, is_resumed: bool = False
+    ) -> None:
         """Make ready for the steps of a fit.
 
         Args:
@@ -100,6 +102,7 @@ class Verifying:
             selection: what is traced.
             root: where the folder of the verification goes by default.
             rank: of this process.
+            is_resumed: the fit goes on from a checkpoint.
         """
         go_on(self)
         self.verdict = None
@@ -116,7 +119,7 @@ class Verifying:
                 steps=self._steps,
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed)
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""

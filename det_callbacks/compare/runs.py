@@ -113,6 +113,7 @@ class _Comparison:
         self._builder = builder
         self._is_common = steps == "common"
         self._progress = progress
+        self._resumed = reference.resumed_steps | current.resumed_steps
         self._num_done = 0
         self._num_common = 0
         self._total = 0
@@ -168,7 +169,8 @@ class _Comparison:
         if is_known_equal:
             self._builder.add_equal_step(current)
         else:
-            self._builder.add_step(reference, current, is_first=is_first)
+            is_resumed = (segment, step) in self._resumed
+            self._builder.add_step(reference, current, is_first=is_first, is_resumed=is_resumed)
 
     def _num_equal(self, rank: int, segment: int, ours: np.ndarray, theirs: np.ndarray) -> int:
         """Return how many steps from the first on are equal, by their chains."""

@@ -54,7 +54,7 @@ class VerdictBuilder:
         self._names = (reference, current)
         self._max_divergences = max_divergences
         self._num_described = 0
-        self._first: dict[int, tuple[_Order, StepDifference, bool]] = {}
+        self._first: dict[int, tuple[_Order, StepDifference, bool, bool]] = {}
         self._whole: dict[tuple[int, int, str], _WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
@@ -73,13 +73,21 @@ class VerdictBuilder:
         """Whether anything differed so far."""
         return bool(self._first or self._whole)
 
-    def add_step(self, reference: StepView, current: StepView, *, is_first: bool | None = None) -> StepDifference:
+    def add_step(
+        self,
+        reference: StepView,
+        current: StepView,
+        *,
+        is_first: bool | None = None,
+        is_resumed: bool = False,
+    ) -> StepDifference:
         """Compare one step, and return how it differs; see ``compare_steps`` for the cost.
 
         Args:
             reference: the step as the reference has it.
             current: the same step of the current run.
             is_first: whether it is the first step of its fit; by default, whether it is the first one added.
+            is_resumed: whether one of the runs had just been resumed, so that its state came from a checkpoint.
         """
         rank, segment = current.rank, current.record.segment
         if is_first is None:
@@ -93,7 +101,8 @@ class VerdictBuilder:
             self._num_described += len(difference.divergences)
             if rank not in self._first:
                 position = difference.findings[0].position
-                self._first[rank] = ((segment, difference.step, position, rank), difference, is_first)
+                order = (segment, difference.step, position, rank)
+                self._first[rank] = (order, difference, is_first, is_resumed)
         return difference
 
     def add_equal_step(self, view: StepView) -> None:
@@ -209,16 +218,16 @@ class VerdictBuilder:
             return _whole_divergence(whole), "structure", self._explain_whole(show_rank)
         if by_steps is None:
             return None, None, self._explain_match()
-        _, difference, is_first = by_steps
-        cause = find_cause(difference, self._environment, is_first=is_first)
-        text = explain_step(difference, show_rank=show_rank)
+        _, difference, is_first, is_resumed = by_steps
+        cause = find_cause(difference, self._environment, is_first=is_first, is_resumed=is_resumed)
+        text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed)
         if self._whole:
             text += f"; besides, {self._explain_whole(show_rank)}"
         return difference.findings[0].divergence, cause, text
 
     def _origins(self) -> tuple[Divergence, ...]:
         origins: list[Divergence] = []
-        for _, difference, _ in sorted(self._first.values(), key=lambda known: known[0]):
+        for _, difference, *_ in sorted(self._first.values(), key=lambda known: known[0]):
             origins.extend(difference.origins)
         return tuple(origins[: self._max_divergences])
 

@@ -131,6 +131,12 @@ class Run:
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
                 and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
+                and all(
+                    isinstance(entry[name], int)
+                    for attempt in manifest["attempts"]
+                    for entry in attempt.get("resumed_from", ())
+                    for name in ("segment", "step")
+                )
             )
         except (KeyError, TypeError) as error:
             raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
@@ -147,6 +153,12 @@ class Run:
     def world_size(self) -> int:
         """Number of processes."""
         return int(self.manifest["world_size"])
+
+    @property
+    def resumed_steps(self) -> frozenset[tuple[int, int]]:
+        """The first step of each fit that went on from a checkpoint, as (fit, step)."""
+        entries = [entry for attempt in self.manifest["attempts"] for entry in attempt.get("resumed_from", ())]
+        return frozenset((entry["segment"], entry["step"]) for entry in entries)
 
     @property
     def keeps(self) -> str:

@@ -125,6 +125,12 @@ class RunWriter:
         number = self._manifest["attempts"][self._attempt]["segments"] - 1
         return stream_path(self.path, self._rank, self._attempt, number)
 
+    def note_resumed(self, step: int) -> None:
+        """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
+        entry = self._manifest["attempts"][self._attempt]
+        entry.setdefault("resumed_from", []).append({"segment": self._segment, "step": step})
+        self._write_manifest()
+
     def put_program(self, program: Program) -> None:
         """Keep a program; nothing is done when it is there."""
         if program.id not in self._programs:
@@ -183,7 +189,7 @@ class RunWriter:
         self._chain = 0
         self._manifest["attempts"][self._attempt]["segments"] += 1
         self._file = self._open_stream()
-        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
+        self._write_manifest()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
 
@@ -191,6 +197,25 @@ class RunWriter:
         """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once."""
         finished, self._file = self._file, None
         self._end(finished, complete=complete)
+
+    def discard_attempt(self) -> None:
+        """Take this attempt back, so that the run is what it was before ``resume``; its files are deleted.
+
+        Raises:
+            ValueError: it is the only attempt.
+        """
+        if not self._attempt:
+            raise ValueError(f"{self.path} has one attempt only")
+        self.close(complete=False)
+        segments = self._manifest["attempts"].pop()["segments"]
+        # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
+        self._write_manifest()
+        for number in range(segments):
+            stream = stream_path(self.path, self._rank, self._attempt, number)
+            stream.unlink(missing_ok=True)
+
+    def _write_manifest(self) -> None:
+        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
 
     def _open_stream(self) -> BinaryIO:
         path = self.stream
