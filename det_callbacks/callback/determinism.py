@@ -234,6 +234,7 @@ class DeterminismCallback(AlertCallback):
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
         self._hash_mode.recorder.exchange = run.exchange
+        self._hash_mode.recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
         self._observations = Observations(
             self._hash_mode.recorder,
             owner=f"the DeterminismCallback of {self.reference}",

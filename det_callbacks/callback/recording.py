@@ -16,6 +16,7 @@ from det_callbacks.errors import (
 )
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
+from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
@@ -98,6 +99,11 @@ class Recording:
                 f"{list(self._replay.patterns)}. Nothing was changed. Resume with the same patterns, or record to "
                 "another folder."
             )
+
+    @property
+    def earlier_programs(self) -> tuple[Program, ...]:
+        """Programs of the run that a resumed fit goes on with."""
+        return () if self._agreement is None else self._agreement.last_programs()
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the run holds of a step that begins, None when it is new."""

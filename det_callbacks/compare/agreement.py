@@ -6,10 +6,13 @@ from typing import Any
 from det_callbacks.compare.live import add_traced_step, reference_environment
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
-from det_callbacks.trace.program import StepView
+from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
+
+LAST_STEPS = 16
+"""Steps whose programs are looked up for a resumed fit: as many as one accumulation is likely to have."""
 
 
 class Agreement:
@@ -49,12 +52,18 @@ class Agreement:
         """Return whether an earlier attempt recorded a step."""
         return step in self._known
 
+    def last_programs(self) -> tuple[Program, ...]:
+        """Return the programs of the last steps that an earlier attempt recorded, each once."""
+        run = self.earlier
+        records = (run.rank(self._rank).read(self._segment, step) for step in sorted(self._known)[-LAST_STEPS:])
+        return tuple(run.program(identity) for identity in dict.fromkeys(record.program_id for record in records))
+
     def expectation(self, step: int) -> Expectation | None:
         """Return what a step held then, None when it was not recorded."""
         if step not in self._known:
             return None
         self._view = self.earlier.view(self._rank, self._segment, step)
-        return Expectation.of(self._view.record.digests)
+        return Expectation.of(self._view.record.digests, self._view.program)
 
     def begin(self) -> None:
         """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""

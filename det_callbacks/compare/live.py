@@ -97,7 +97,7 @@ class Verification:
         if step not in self._known[segment]:
             return None
         self._view = self.reference.view(self.rank, segment, step)
-        return Expectation.of(self._view.record.digests)
+        return Expectation.of(self._view.record.digests, self._view.program)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back from the reference, as the coverage shows it."""

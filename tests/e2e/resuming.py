@@ -1,4 +1,4 @@
-"""Trainings that are stopped and gone on with, of models without randomness: Lightning resumes them exactly by itself."""
+"""Trainings without randomness that are stopped and gone on with: Lightning resumes them exactly by itself."""
 
 from collections.abc import Callable
 from pathlib import Path
