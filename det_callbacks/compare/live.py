@@ -17,6 +17,7 @@ from det_callbacks.trace.program import StepView
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -55,6 +56,7 @@ class Verification:
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
+        self._builder.set_weight_loads(reference.weight_loads(rank), ())
         is_ours = (current / "run.json").is_file() and Run.open(current).manifest.get("purpose") == "verify"
         self._writer = RunWriter.create(
             current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
@@ -76,6 +78,11 @@ class Verification:
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
+
+    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
+        """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
+        self._writer.put_weight_loads(loads)
+        self._builder.set_weight_loads(self.reference.weight_loads(self.rank), self._writer.weight_loads)
 
     def begin_segment(self, segment: int, *, is_resumed: bool = False) -> None:
         """Start a fit; the verdict on the fits before it no longer holds.

@@ -65,6 +65,9 @@ def compare_runs(
         )
         return builder.finish()
     _require_same_selection(ours.manifest, theirs.manifest, reference, current)
+    builder.set_weight_loads(
+        *(tuple(load for rank in run.ranks for load in run.weight_loads(rank)) for run in (ours, theirs))
+    )
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
     _Comparison(ours, theirs, builder, steps="common" if is_partial else steps, progress=progress).run()
     return builder.finish()

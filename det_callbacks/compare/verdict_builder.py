@@ -2,14 +2,16 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
+from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 
@@ -60,6 +62,7 @@ class VerdictBuilder:
         self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._replayed: Mapping[str, Any] = {}
+        self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -120,6 +123,10 @@ class VerdictBuilder:
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
         self._environment = tuple(differences)
+
+    def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
+        """Set where the two runs loaded weights after the model was set up; said where weights differ."""
+        self._loads = (tuple(reference), tuple(current))
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
@@ -221,6 +228,8 @@ class VerdictBuilder:
         _, difference, is_first, is_resumed = by_steps
         cause = find_cause(difference, self._environment, is_first=is_first, is_resumed=is_resumed)
         text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed)
+        if cause in ("initial_weights", "checkpoint"):
+            text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
         if self._whole:
             text += f"; besides, {self._explain_whole(show_rank)}"
         return difference.findings[0].divergence, cause, text
