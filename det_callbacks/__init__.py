@@ -3,7 +3,7 @@
 from det_callbacks.audit import AuditFinding, AuditReport
 from det_callbacks.callback import DeterminismCallback
 from det_callbacks.compare import compare_runs
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest import StateDigest, digest_state, digest_tensor
 from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
     AuditError,
@@ -69,10 +69,12 @@ __all__ = [
     "RunExistsError",
     "SelectionError",
     "SettingsError",
+    "StateDigest",
     "StepNotRepeatableError",
     "TraceError",
     "Verdict",
     "compare_runs",
+    "digest_state",
     "digest_tensor",
     "disable_hash_mode",
     "enable_hash_mode",

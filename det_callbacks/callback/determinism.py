@@ -25,6 +25,7 @@ from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
+from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
 
 
@@ -146,6 +147,7 @@ class DeterminismCallback(AlertCallback):
         self.choices: dict[str, Any] = {}
         self._hash_mode: HashMode | None = None
         self._observations: Observations | None = None
+        self._loads = LoadWatch()
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_first = self._is_fitting = False
@@ -177,10 +179,11 @@ class DeterminismCallback(AlertCallback):
             if self.settings.seed is not None:
                 require_seeded_before(pl_module)
         self._begin_alerts(self.settings, pl_module)
-        if self._run is None:
-            self._run = self._new_run()
+        self._run = self._run or self._new_run()
         if isinstance(self._run, Verifying):
             self.selection = self._run.check_reference(self.selection)
+        if not isinstance(self._run, Auditing):
+            self._loads.open(pl_module)
 
     def _new_run(self) -> Recording | Verifying | Auditing:
         if self.mode == "audit":
@@ -227,13 +230,14 @@ class DeterminismCallback(AlertCallback):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
             root = Path(trainer.log_dir or trainer.default_root_dir)
-            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank)
+            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank, is_resumed=is_resumed)
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._is_fitting = True
         self._hash_mode = HashMode.for_training(pl_module, self.selection)
         self._hash_mode.recorder.alerts = self._alerts
         self._hash_mode.recorder.exchange = run.exchange
+        self._hash_mode.recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
         self._observations = Observations(
             self._hash_mode.recorder,
             owner=f"the DeterminismCallback of {self.reference}",
@@ -241,6 +245,7 @@ class DeterminismCallback(AlertCallback):
             is_every_step=self.selection.every_n_steps == 1,
         )
         activate(self._observations)
+        self._loads.open(pl_module, run.put_weight_loads)  # with what configure_model made
         if self._alerts is not None:
             self._alerts.on_new = self._put_alerts
 
@@ -262,7 +267,7 @@ class DeterminismCallback(AlertCallback):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
-        self._step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
         if isinstance(self._run, Auditing):
             self._open_watch()
             self._run.begin_step(self._step)
@@ -392,3 +397,4 @@ class DeterminismCallback(AlertCallback):
         restore, self._restore_training_step = self._restore_training_step, None
         if restore is not None:
             restore()
+        self._loads.close()

@@ -6,11 +6,21 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from det_callbacks.errors import CoverageWarning, NothingComparedError
-from det_callbacks.replay import OpSaver, ReplayChoice, SavedTensors
-from det_callbacks.report import count, print_closing_line, recorded_line
+from det_callbacks.compare.agreement import Agreement
+from det_callbacks.errors import (
+    CoverageWarning,
+    DivergenceError,
+    NotComparableError,
+    NothingComparedError,
+    SelectionError,
+)
+from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
+from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
+from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import StepTrace
+from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
 
@@ -18,81 +28,136 @@ from det_callbacks.verdict import Verdict
 class Recording:
     """The fits of one callback, written as a reference.
 
+    A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
+    they are in the run, and so is what was saved of them for replay.
+
     Args:
         path: folder of the reference.
         overwrite: replace a run that is there.
         replay: whose outputs are saved.
 
     Attributes:
-        saver: where the tensors of a step are kept; None before a fit.
-        saved: nothing: what a reference kept of a step.
+        saver: where the tensors of a step are kept; None before a fit, and in a step that the run holds already.
+        saved: what the run kept of a step that it holds already, to be put back.
         exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
+        verdict: of a resumed fit that disagreed with the run; None of every other one.
     """
 
     def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice) -> None:
         self._path = path
         self._replay = replay
         self.saver: SavedTensors | None = None
-        self.saved = None
-        self.exchange: OpSaver | None = None
+        self.saved: SavedStep | None = None
+        self.exchange: OpSaver | OpResaver | None = None
+        self.verdict: Verdict | None = None
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
+        self._agreement: Agreement | None = None
+        self._tensors: SavedTensors | None = None
         self._selection = Selection()
         self._num_steps = self._num_sites = 0
-        self.verdict: Verdict | None = None
-        """There is none of a recording."""
+        self._is_resumed = self._has_diverged = False
 
     def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
+            SelectionError: it is gone on with, and was recorded with other replay patterns.
+            ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
+        self._is_resumed = is_resumed
         if self._writer is not None:
+            self._agreement = None
             self._writer.start_segment()
         elif is_resumed and (self._path / "run.json").exists() and not self._overwrite:
+            earlier = Run.open(self._path)
+            self._require_same_patterns(earlier)
             self._writer = RunWriter.resume(self._path, manifest=manifest)
+            self._agreement = Agreement(earlier, rank=0, segment=self._writer.segment, manifest=manifest)
         else:
             self._writer = RunWriter.create(self._path, manifest=manifest, overwrite=self._overwrite)
-        if self.saver is not None:
-            self.saver.start_segment(self._writer.stream, self._writer.segment)
+        if self._tensors is not None:
+            self._tensors.start_segment(self._writer.stream, self._writer.segment)
             return
-        self.saver = SavedTensors(
+        self._tensors = SavedTensors(
             self._writer.stream,
             run_id=self._writer.run_id,
             segment=self._writer.segment,
             budget_mib=self._replay.budget_mib,
             total_budget_mib=self._replay.total_mib,
         )
-        if self._replay.patterns:
-            self.exchange = OpSaver(self._replay.patterns, self.saver)
+        if patterns := self._replay.patterns:
+            ops = OpSaver(patterns, self._tensors)
+            self.exchange = OpResaver(ops, OpReplayer(patterns)) if self._agreement is not None else ops
 
-    def expectation(self, step: int) -> None:
-        """Expect nothing; a step begins."""
-        if self.saver is not None:
-            self.saver.clear()
-        if self.exchange is not None:
+    def _require_same_patterns(self, earlier: Run) -> None:
+        recorded = list(earlier.manifest.get("replay", ()))
+        if set(recorded) != set(self._replay.patterns):
+            raise SelectionError(
+                f"{self._path} was recorded with replay={recorded}, and this attempt asks for "
+                f"{list(self._replay.patterns)}. Nothing was changed. Resume with the same patterns, or record to "
+                "another folder."
+            )
+
+    @property
+    def earlier_programs(self) -> tuple[Program, ...]:
+        """Programs of the run that a resumed fit goes on with."""
+        return () if self._agreement is None else self._agreement.last_programs()
+
+    def expectation(self, step: int) -> Expectation | None:
+        """Return what the run holds of a step that begins, None when it is new."""
+        writer = self._running()
+        if self._is_resumed:
+            self._is_resumed = False
+            writer.note_resumed(step)
+        self.saver, self.saved, expectation = self._tensors, None, None
+        if self._agreement is not None and self._agreement.holds(step):
+            expectation = self._agreement.expectation(step)
+            self.saver = None
+            self.saved = SavedStep.of(self._agreement.earlier, rank=0, segment=writer.segment, step=step)
+        if self._tensors is not None:
+            self._tensors.clear()
+        if isinstance(self.exchange, OpResaver):
+            self.exchange.begin(self.saved)
+        elif self.exchange is not None:
             self.exchange.begin_step()
+        return expectation
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        """Write a step; return False, as nothing can differ."""
+        """Write a step, or compare it with what the run holds of it; return whether to stop because it differs."""
+        if self._agreement is not None and self._agreement.holds(step):
+            self._has_diverged = self._agreement.add(trace, step=step, epoch=epoch)
+            # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
+            if self._has_diverged or not self._num_steps or self._has_saved_tensors():
+                return self._has_diverged
+        else:
+            if self._agreement is not None:
+                self._agreement.begin()
+            assert self.saver is not None, "a fit was begun"
+            self.saver.write(step)  # first: a step that is there has what was saved of it
+            if self.exchange is not None:
+                self.exchange.counts.end_step()
+            self._num_steps += 1
+            self._num_sites += len(trace.digests)
         writer = self._running()
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
-        assert self.saver is not None, "a fit was begun"
-        self.saver.write(step)  # first: a step that is there has what was saved of it
-        if self.exchange is not None:
-            self.exchange.counts.end_step()
         writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
-        self._num_steps += 1
-        self._num_sites += len(trace.digests)
         return False
+
+    def _has_saved_tensors(self) -> bool:
+        return self.saved is not None and bool(self.saved.keys)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
+
+    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
+        """Keep where weights were loaded in this fit so far."""
+        self._running().put_weight_loads(loads)
 
     def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Close the run's files and print the closing line.
@@ -103,11 +168,18 @@ class Recording:
             observed: what observations saved, as ``ReplayCounts`` has it.
 
         Raises:
+            DivergenceError, NotComparableError: a step that was run again is not what the run holds. The attempt is
+                taken back: the run is what it was before.
             NothingComparedError: no step was recorded.
         """
         writer = self._running()
-        writer.close(complete=self._num_steps > 0)
-        if not self._num_steps:
+        agreement = self._agreement
+        if self._has_diverged and agreement is not None:
+            self._take_back(agreement)
+        num_agreed = 0 if agreement is None else agreement.num_steps
+        is_empty = not self._num_steps and not num_agreed
+        writer.close(complete=not is_empty)
+        if is_empty:
             raise NothingComparedError(
                 f"Nothing was recorded in {self._path}: the fit had no step that every_n_steps="
                 f"{self._selection.every_n_steps} selects."
@@ -120,6 +192,7 @@ class Recording:
                 num_bytes=writer.bytes_written,
                 level=self._selection.level,
                 saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
+                num_agreed=None if agreement is None else num_agreed,
             )
         )
         if self.exchange is not None and self.exchange.unused:
@@ -128,6 +201,20 @@ class Recording:
                 "they mean ran. det-callbacks show --ops names those that did.",
                 category=CoverageWarning,
             )
+
+    def _take_back(self, agreement: Agreement) -> None:
+        """Leave the run as it was before this attempt, and raise what differs."""
+        self.verdict = verdict = agreement.verdict()
+        if self._tensors is not None:
+            self._tensors.delete()
+        self._running().discard_attempt()
+        self._writer = self._agreement = self._tensors = self.exchange = None
+        self._has_diverged = False
+        text = disagreement_text(
+            verdict, path=self._path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
+        )
+        self._num_steps = self._num_sites = 0
+        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit."""

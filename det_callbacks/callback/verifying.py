@@ -28,6 +28,7 @@ from det_callbacks.report import (
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Verdict
 
 
@@ -92,7 +93,9 @@ class Verifying:
             )
         return recorded
 
-    def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int) -> None:
+    def begin_fit(
+        self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int, is_resumed: bool = False
+    ) -> None:
         """Make ready for the steps of a fit.
 
         Args:
@@ -100,6 +103,7 @@ class Verifying:
             selection: what is traced.
             root: where the folder of the verification goes by default.
             rank: of this process.
+            is_resumed: the fit goes on from a checkpoint.
         """
         go_on(self)
         self.verdict = None
@@ -116,7 +120,7 @@ class Verifying:
                 steps=self._steps,
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed)
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
@@ -140,6 +144,10 @@ class Verifying:
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
+
+    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
+        """Keep where weights were loaded in this fit so far."""
+        self._running().put_weight_loads(loads)
 
     def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Write the verdict, print the closing line, and raise unless the fits so far match.

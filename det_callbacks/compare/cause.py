@@ -25,18 +25,26 @@ _SOURCES = {
 
 
 def find_cause(
-    difference: StepDifference, environment: Sequence[EnvironmentDifference], *, is_first: bool = False
+    difference: StepDifference,
+    environment: Sequence[EnvironmentDifference],
+    *,
+    is_first: bool = False,
+    is_resumed: bool = False,
 ) -> Cause:
     """Return the cause of a differing step, from the earliest evidence there is.
 
     In this order: the state at the start, the batch, the generators, a tensor from outside the trace, a structure that
     differs in nothing else, the phase of the first origin, a determinism setting, the phase of what differs first.
+    After a checkpoint was restored, the state at the start is what came from it.
 
     Args:
         difference: of the first step that differs.
         environment: how the environments differ.
         is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
+        is_resumed: whether one of the runs had just been resumed from a checkpoint.
     """
+    if is_resumed and difference.restored:
+        return "checkpoint"
     sources = [finding for finding in difference.findings if finding.is_source]
     phases = {finding.divergence.phase for finding in sources}
     if "state" in phases:
@@ -67,10 +75,14 @@ def is_setting(difference: EnvironmentDifference) -> bool:
     return not difference.is_machine and difference.name.startswith("settings.")
 
 
-def explain_step(difference: StepDifference, *, show_rank: bool) -> str:
+def explain_step(difference: StepDifference, *, show_rank: bool, is_resumed: bool = False) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
     first = difference.findings[0]
     place = f"Step {difference.step}" + (f" of rank {difference.rank}" if show_rank else "")
+    if is_resumed:
+        place += ", the first after resuming"
+        if difference.restored:
+            return f"{place}: {_explain_restored(difference)}"
     if first.is_source:
         return f"{place}: {_explain_sources(difference)}"
     text = f"{place}, {first.divergence.phase}: {describe(first)}"
@@ -120,6 +132,27 @@ def _listed(entries: Sequence[EnvironmentDifference]) -> str:
     return "; ".join(shown) + _and_more(len(entries))
 
 
+def _explain_restored(difference: StepDifference) -> str:
+    known = list(dict.fromkeys(_source_name(finding) for finding in difference.restored))
+    names = ", ".join(known[:MAX_NAMED]) + _and_more(len(known))
+    kinds = {finding.divergence.kind for finding in difference.restored}
+    what = "came out of the checkpoint with other bits"
+    if kinds == {"missing"}:
+        what = "did not come out of the checkpoint"
+    elif kinds == {"extra"}:
+        what = "came out of the checkpoint, and the reference has no such state there"
+    others = dict.fromkeys(
+        finding.divergence.phase
+        for finding in difference.findings
+        if finding.is_source and finding.divergence.phase in ("data", "rng")
+    )
+    also = f"; {' and '.join(_SOURCES[other] for other in others)} differs too" if others else ""
+    return (
+        f"{names} {what}{also}. Compare the checkpoint with the one that was saved there, and look at what changes "
+        "this state between loading it and the step; no op is to blame"
+    )
+
+
 def _explain_sources(difference: StepDifference) -> str:
     sources = [finding for finding in difference.findings if finding.is_source]
     phase = sources[0].divergence.phase
@@ -136,6 +169,11 @@ def _explain_sources(difference: StepDifference) -> str:
         what = f"is only in the {_side(alike[0].divergence)}"
     else:
         what = "differs"
+    if phase == "state" and difference.num_initial > 1:
+        share = (
+            f"all {len(known)}" if len(known) >= difference.num_initial else f"{len(known)} of {difference.num_initial}"
+        )
+        what += f" ({share} tensors)"
     others = dict.fromkeys(finding.divergence.phase for finding in sources if finding.divergence.phase != phase)
     also = f" (so does {' and '.join(_SOURCES[other] for other in others)})" if others else ""
     text = f"{_SOURCES[phase]} {names} {what}{also}; the difference came in through it, and no op is to blame"

@@ -17,6 +17,7 @@ from det_callbacks.trace.program import StepView
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -49,11 +50,13 @@ class Verification:
         self.rank = rank
         self._ranks = reference.rank(rank)
         self._known: dict[int, frozenset[int]] = {}
+        self._is_resumed = False
         self._done: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
+        self._builder.set_weight_loads(reference.weight_loads(rank), ())
         is_ours = (current / "run.json").is_file() and Run.open(current).manifest.get("purpose") == "verify"
         self._writer = RunWriter.create(
             current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
@@ -76,8 +79,19 @@ class Verification:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
-    def begin_segment(self, segment: int) -> None:
-        """Start a fit; the verdict on the fits before it no longer holds."""
+    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
+        """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
+        self._writer.put_weight_loads(loads)
+        self._builder.set_weight_loads(self.reference.weight_loads(self.rank), self._writer.weight_loads)
+
+    def begin_segment(self, segment: int, *, is_resumed: bool = False) -> None:
+        """Start a fit; the verdict on the fits before it no longer holds.
+
+        Args:
+            segment: fit.
+            is_resumed: it goes on from a checkpoint, so that its first step says whether that was restored.
+        """
+        self._is_resumed = is_resumed
         (self.current / VERDICT_FILE).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._known[segment] = frozenset(int(step) for step in known)
@@ -90,7 +104,7 @@ class Verification:
         if step not in self._known[segment]:
             return None
         self._view = self.reference.view(self.rank, segment, step)
-        return Expectation.of(self._view.record.digests)
+        return Expectation.of(self._view.record.digests, self._view.program)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back from the reference, as the coverage shows it."""
@@ -121,6 +135,9 @@ class Verification:
             epoch: counted from 0.
             is_whole: False for a step that was stopped: only what it had reached is compared.
         """
+        is_resumed = self._is_resumed and not self._done[segment]
+        if is_resumed:
+            self._writer.note_resumed(step)
         self._done[segment].append(step)
         if step not in self._known[segment]:
             if self._steps == "common":
@@ -131,20 +148,11 @@ class Verification:
         reference = self._reference_step(segment, step)
         if not is_whole:
             reference = reached_part(reference, trace.view(rank=self.rank, step=step, segment=segment))
-        record = reference.record
         self.num_steps += 1
-        if (
-            record.program_id == trace.program.id
-            and record.layout_id == trace.layout_id
-            and np.array_equal(record.digests, trace.digests)
-        ):
-            self._builder.add_equal_step(reference)
-            return False
-        current = trace.view(rank=self.rank, step=step, epoch=epoch, segment=segment)
-        if not self._builder.add_step(reference, current).num_differing:
-            return False  # another program and the same step: which arguments vary shows only after some steps
-        self._keep(trace, step, epoch)
-        return True
+        differs = add_traced_step(self._builder, reference, trace, epoch=epoch, is_resumed=is_resumed)
+        if differs:
+            self._keep(trace, step, epoch)
+        return differs
 
     def end_segment(self, segment: int, *, is_resumed: bool) -> None:
         """Count the steps of the reference that this fit did not have as missing.
@@ -203,6 +211,33 @@ class Verification:
         self._writer.put_program(trace.program)
         self._writer.put_layout(trace.layout)
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+
+
+def add_traced_step(
+    builder: VerdictBuilder, reference: StepView, trace: StepTrace, *, epoch: int, is_resumed: bool = False
+) -> bool:
+    """Compare a step that has just run with the reference's; return whether it differs.
+
+    An equal step of the same program costs one comparison of two arrays.
+
+    Args:
+        builder: what it is counted in.
+        reference: the same step in the reference.
+        trace: of the step.
+        epoch: counted from 0.
+        is_resumed: it is the first one after a checkpoint was restored.
+    """
+    record = reference.record
+    if (
+        record.program_id == trace.program.id
+        and record.layout_id == trace.layout_id
+        and np.array_equal(record.digests, trace.digests)
+    ):
+        builder.add_equal_step(reference)
+        return False
+    current = trace.view(rank=reference.rank, step=record.step, epoch=epoch, segment=record.segment)
+    # another program may be the same step: which arguments vary shows only after some steps
+    return bool(builder.add_step(reference, current, is_resumed=is_resumed).num_differing)
 
 
 def open_reference(

@@ -65,6 +65,9 @@ def compare_runs(
         )
         return builder.finish()
     _require_same_selection(ours.manifest, theirs.manifest, reference, current)
+    builder.set_weight_loads(
+        *(tuple(load for rank in run.ranks for load in run.weight_loads(rank)) for run in (ours, theirs))
+    )
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
     _Comparison(ours, theirs, builder, steps="common" if is_partial else steps, progress=progress).run()
     return builder.finish()
@@ -113,6 +116,7 @@ class _Comparison:
         self._builder = builder
         self._is_common = steps == "common"
         self._progress = progress
+        self._resumed = reference.resumed_steps | current.resumed_steps
         self._num_done = 0
         self._num_common = 0
         self._total = 0
@@ -168,7 +172,8 @@ class _Comparison:
         if is_known_equal:
             self._builder.add_equal_step(current)
         else:
-            self._builder.add_step(reference, current, is_first=is_first)
+            is_resumed = (segment, step) in self._resumed
+            self._builder.add_step(reference, current, is_first=is_first, is_resumed=is_resumed)
 
     def _num_equal(self, rank: int, segment: int, ours: np.ndarray, theirs: np.ndarray) -> int:
         """Return how many steps from the first on are equal, by their chains."""

@@ -56,6 +56,9 @@ class StepDifference:
         origins: the first ones with ``is_origin`` True, even where they lie beyond those divergences.
         findings: first divergence, sources up to the first origin, and the first origin: what a cause is found from.
         kinds: the kinds that occur in the step.
+        restored: parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie:
+            in the first step after a checkpoint was restored they came from there.
+        num_initial: tensors of the initial state that both sides list before the step; 0 unless it is a fit's first.
     """
 
     rank: int
@@ -67,6 +70,8 @@ class StepDifference:
     origins: tuple[Divergence, ...] = ()
     findings: tuple[Finding, ...] = ()
     kinds: frozenset[Kind] = frozenset()
+    restored: tuple[Finding, ...] = ()
+    num_initial: int = 0
 
 
 def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -> StepDifference:
@@ -132,13 +137,15 @@ class _Description:
         divergences: list[Divergence] = []
         origins: list[Divergence] = []
         findings: list[Finding] = []
+        restored: list[Finding] = []
         for row in self._changes.kinds:
             is_wanted = len(divergences) < limit
             if not is_wanted and len(origins) >= limit:
                 break
             is_origin = self._is_origin(row)
             is_evidence = not origins and len(findings) < MAX_SOURCES and (not findings or self._is_source(row))
-            if not (is_wanted or is_evidence or is_origin):
+            is_restored = len(restored) < MAX_SOURCES and self._is_state_found(row)
+            if not (is_wanted or is_evidence or is_origin or is_restored):
                 continue
             finding = self._finding(row, is_origin)
             if is_wanted:
@@ -147,6 +154,8 @@ class _Description:
                 findings.append(finding)
             if is_origin and len(origins) < limit:
                 origins.append(finding.divergence)
+            if is_restored:
+                restored.append(finding)
         return StepDifference(
             rank=self._current.rank,
             step=self._current.record.step,
@@ -157,7 +166,18 @@ class _Description:
             origins=tuple(origins),
             findings=tuple(findings),
             kinds=frozenset(self._changes.kinds.values()),
+            restored=tuple(restored),
+            num_initial=sum(self._is_state_found(row) for row in range(len(self._alignment)) if self._is_leading(row)),
         )
+
+    def _is_state_found(self, row: int) -> bool:
+        """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
+        left, right = self._places(row)
+        site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        if site.op or site.name is None or site.role not in ("named", "input"):
+            return False
+        is_found = site.role == "input" or (site.phase == "state" and self._is_leading(row))
+        return is_found and not self._finder.has_differing_input(left, right)
 
     def _places(self, row: int) -> tuple[int, int]:
         return int(self._alignment.reference[row]), int(self._alignment.current[row])

@@ -2,14 +2,16 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
+from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 
@@ -54,12 +56,13 @@ class VerdictBuilder:
         self._names = (reference, current)
         self._max_divergences = max_divergences
         self._num_described = 0
-        self._first: dict[int, tuple[_Order, StepDifference, bool]] = {}
+        self._first: dict[int, tuple[_Order, StepDifference, bool, bool]] = {}
         self._whole: dict[tuple[int, int, str], _WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._replayed: Mapping[str, Any] = {}
+        self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -73,13 +76,21 @@ class VerdictBuilder:
         """Whether anything differed so far."""
         return bool(self._first or self._whole)
 
-    def add_step(self, reference: StepView, current: StepView, *, is_first: bool | None = None) -> StepDifference:
+    def add_step(
+        self,
+        reference: StepView,
+        current: StepView,
+        *,
+        is_first: bool | None = None,
+        is_resumed: bool = False,
+    ) -> StepDifference:
         """Compare one step, and return how it differs; see ``compare_steps`` for the cost.
 
         Args:
             reference: the step as the reference has it.
             current: the same step of the current run.
             is_first: whether it is the first step of its fit; by default, whether it is the first one added.
+            is_resumed: whether one of the runs had just been resumed, so that its state came from a checkpoint.
         """
         rank, segment = current.rank, current.record.segment
         if is_first is None:
@@ -93,7 +104,8 @@ class VerdictBuilder:
             self._num_described += len(difference.divergences)
             if rank not in self._first:
                 position = difference.findings[0].position
-                self._first[rank] = ((segment, difference.step, position, rank), difference, is_first)
+                order = (segment, difference.step, position, rank)
+                self._first[rank] = (order, difference, is_first, is_resumed)
         return difference
 
     def add_equal_step(self, view: StepView) -> None:
@@ -111,6 +123,10 @@ class VerdictBuilder:
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
         self._environment = tuple(differences)
+
+    def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
+        """Set where the two runs loaded weights after the model was set up; said where weights differ."""
+        self._loads = (tuple(reference), tuple(current))
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
@@ -209,16 +225,18 @@ class VerdictBuilder:
             return _whole_divergence(whole), "structure", self._explain_whole(show_rank)
         if by_steps is None:
             return None, None, self._explain_match()
-        _, difference, is_first = by_steps
-        cause = find_cause(difference, self._environment, is_first=is_first)
-        text = explain_step(difference, show_rank=show_rank)
+        _, difference, is_first, is_resumed = by_steps
+        cause = find_cause(difference, self._environment, is_first=is_first, is_resumed=is_resumed)
+        text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed)
+        if cause in ("initial_weights", "checkpoint"):
+            text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
         if self._whole:
             text += f"; besides, {self._explain_whole(show_rank)}"
         return difference.findings[0].divergence, cause, text
 
     def _origins(self) -> tuple[Divergence, ...]:
         origins: list[Divergence] = []
-        for _, difference, _ in sorted(self._first.values(), key=lambda known: known[0]):
+        for _, difference, *_ in sorted(self._first.values(), key=lambda known: known[0]):
             origins.extend(difference.origins)
         return tuple(origins[: self._max_divergences])
 

@@ -15,14 +15,17 @@ from det_callbacks.digest.host import (
     digest_spans,
     format_digest,
 )
+from det_callbacks.digest.state import StateDigest, digest_state
 
 __all__ = [
     "DIGEST_VERSION",
+    "StateDigest",
     "digest_bytes",
     "digest_memory",
     "digest_output",
     "digest_rows",
     "digest_spans",
+    "digest_state",
     "digest_tensor",
     "digest_tensors",
     "format_digest",

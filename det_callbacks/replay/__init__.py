@@ -3,7 +3,7 @@
 from det_callbacks.replay.choice import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.replay.counts import ReplayCounts
 from det_callbacks.replay.files import replay_path
-from det_callbacks.replay.ops import OpReplayer, OpSaver
+from det_callbacks.replay.ops import OpReplayer, OpResaver, OpSaver
 from det_callbacks.replay.parts import SavedTensor, copy_bits, new_tensor, put_back
 from det_callbacks.replay.reading import SavedStep
 from det_callbacks.replay.saving import SavedTensors
@@ -12,6 +12,7 @@ __all__ = [
     "BUDGET_MIB",
     "TOTAL_MIB",
     "OpReplayer",
+    "OpResaver",
     "OpSaver",
     "ReplayChoice",
     "ReplayCounts",

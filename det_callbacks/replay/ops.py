@@ -125,3 +125,46 @@ class OpReplayer(OpSelection):
                 self.counts.add(op, differs=value != output and value == value, num_bytes=0)
                 replayed.append(value)
         return replayed
+
+
+class OpResaver:
+    """Saves the outputs of the ops that patterns mean, or puts them back where the step was recorded before.
+
+    Args:
+        saver: of steps that are new.
+        replayer: of steps that an earlier attempt of the run recorded.
+    """
+
+    def __init__(self, saver: OpSaver, replayer: OpReplayer) -> None:
+        self._saver = saver
+        self._replayer = replayer
+        self._current: OpSaver | OpReplayer = saver
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns that have meant no op so far."""
+        return tuple(pattern for pattern in self._saver.unused if pattern in self._replayer.unused)
+
+    @property
+    def counts(self) -> ReplayCounts:
+        """Of the steps that are new."""
+        return self._saver.counts
+
+    def begin(self, step: SavedStep | None) -> None:
+        """Start a step with what was saved of it; None for a new one."""
+        self._saver.begin_step()
+        self._replayer.begin(step)
+        self._current = self._saver if step is None else self._replayer
+
+    def selects(self, phase: str, module: str, op: str) -> bool:
+        """Return whether a pattern means an op at this place."""
+        return self._current.selects(phase, module, op)
+
+    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Save the outputs, or put the saved bits into them; return them.
+
+        Raises:
+            ReplayError: the budget does not suffice.
+            ReferenceFormatError: what was saved is missing, damaged or does not fit.
+        """
+        return self._current.exchange(phase, module, op, outputs)

@@ -139,6 +139,12 @@ class SavedTensors:
         self.clear()
         return written
 
+    def delete(self) -> None:
+        """Delete everything that was saved beside the stream: its attempt is taken back."""
+        self.clear()
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+
     def clear(self) -> None:
         """Drop what was collected, when a step is abandoned."""
         self._tensors = {}

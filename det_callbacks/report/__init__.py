@@ -16,7 +16,7 @@ from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
-from det_callbacks.report.verdict_text import render_verdict, verdict_lines
+from det_callbacks.report.verdict_text import disagreement_text, render_verdict, verdict_lines
 
 __all__ = [
     "OpUsage",
@@ -24,6 +24,7 @@ __all__ = [
     "audit_line",
     "audit_lines",
     "count",
+    "disagreement_text",
     "end_process",
     "find_op_usage",
     "op_facts_to_dict",

@@ -13,11 +13,31 @@ _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
 
 def recorded_line(
-    *, path: Path, num_steps: int, num_sites: int, num_bytes: int, level: str, saved: Mapping[str, Any] | None = None
+    *,
+    path: Path,
+    num_steps: int,
+    num_sites: int,
+    num_bytes: int,
+    level: str,
+    saved: Mapping[str, Any] | None = None,
+    num_agreed: int | None = None,
 ) -> str:
-    """Return the closing line of a recording; ``saved`` is what was saved for replay, as in ``Coverage.replayed``."""
+    """Return the closing line of a recording.
+
+    Args:
+        path: of the run.
+        num_steps: steps that were written.
+        num_sites: of those steps.
+        num_bytes: written.
+        level: of the selection.
+        saved: what was saved for replay, as in ``Coverage.replayed``.
+        num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
+    """
+    noun = "step" if num_agreed is None else "new step"
+    agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
     return (
-        f"det_callbacks: recorded {count(num_steps, 'step')}, {count(num_sites, 'site')} at level {level}, "
+        f"det_callbacks: {agreed}recorded {count(num_steps, noun)}, "
+        f"{count(num_sites, 'site')} at level {level}, "
         f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
     )
 

@@ -19,6 +19,9 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "world_size": run.world_size,
         "rank": rank.rank,
         "selection": run.manifest.get("selection"),
+        "attempts": len(run.manifest["attempts"]),
+        "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
+        "weight_loads": [load.to_dict() for load in run.weight_loads(rank.rank)],
         "replay": list(run.manifest.get("replay", ())),
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }

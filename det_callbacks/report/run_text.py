@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from det_callbacks.compare.loads import describe_load
 from det_callbacks.digest import format_digest
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
@@ -33,6 +34,13 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
         console.print(Text(line), soft_wrap=True)
+    for load in run.weight_loads(rank.rank):
+        what = "restored from a checkpoint" if load.is_restore else "weights loaded after setup"
+        fit = f" of fit {load.segment}" if load.segment else ""
+        line = f"{what}: {describe_load(load)}{fit}, {count(load.num_calls, 'call')}, attempt {load.attempt}"
+        console.print(Text(line), soft_wrap=True)
+    for segment, step in sorted(run.resumed_steps):
+        console.print(Text(f"resumed: fit {segment} went on from a checkpoint with step {step}"), soft_wrap=True)
     if patterns := run.manifest.get("replay"):
         console.print(Text(f"saved for replay: {', '.join(patterns)}"), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))

@@ -1,5 +1,7 @@
 """A verdict in words, for a person who has to act on it."""
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
@@ -22,6 +24,25 @@ _KINDS = {
 def verdict_lines(verdict: Verdict) -> str:
     """Return a verdict as plain text, for an exception's message or a log."""
     return to_text(lambda console: render_verdict(verdict, console))
+
+
+def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int) -> str:
+    """Return what is wrong with a resumed recording whose steps are not those that the run holds.
+
+    Args:
+        verdict: on the steps that were run again.
+        path: of the run.
+        num_agreed: steps that agreed before.
+        num_dropped: new steps that were written before, and are taken back.
+    """
+    agreed = f"{count(num_agreed, 'step')} before it agreed" if num_agreed else "it is the first one that was run again"
+    dropped = f"; {count(num_dropped, 'new step')} of this attempt went with it" if num_dropped else ""
+    return (
+        f"The resumed run is not the run in {path}: a step that is there already came out otherwise ({agreed}). "
+        f"The run keeps its steps and is as it was before{dropped}.\n\n{verdict_lines(verdict)}\n"
+        "Find out what the checkpoint did not bring back, or record this training as another run: into another folder, "
+        "or over this one with overwrite=True."
+    )
 
 
 def render_verdict(verdict: Verdict, console: Console) -> None:
@@ -136,7 +157,7 @@ def _render_environment(verdict: Verdict, console: Console) -> None:
 def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
     _heading(console, "Next")
     rank = f" --rank {first.rank}" if first.rank else ""
-    for path in (verdict.reference, verdict.current):
+    for path in dict.fromkeys((verdict.reference, verdict.current)):
         _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
 
 

@@ -9,7 +9,16 @@ from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.source import capture_source, is_of_torch
-from det_callbacks.trace.tree import VARYING, Context, Event, arguments_json, comparable, exact_form, needs_exact
+from det_callbacks.trace.tree import (
+    VARYING,
+    Context,
+    Event,
+    ProgramTree,
+    arguments_json,
+    comparable,
+    exact_form,
+    needs_exact,
+)
 
 
 def build_op_event(
@@ -18,7 +27,8 @@ def build_op_event(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    varying: tuple[int, ...],
+    tree: ProgramTree,
+    position: int,
     row_edges: Sequence[tuple[int, ...]],
     inputs: Sequence[Sequence[int]] | None,
     outputs: Sequence[Any],
@@ -31,7 +41,8 @@ def build_op_event(
         plan: of its overload.
         args: of the call.
         kwargs: of the call.
-        varying: places in ``event.consts`` that change from step to step.
+        tree: knows which arguments change from step to step.
+        position: of the next site of the step.
         row_edges: for each input row, the positions it follows from.
         inputs: positions read by each output, where they are not the same for all.
         outputs: tensors and numbers that the call wrote.
@@ -48,6 +59,7 @@ def build_op_event(
     event.is_in_place = bool(plan.writes)
     names = list(const_names(plan, args, kwargs))
     assert len(names) == len(event.consts), plan.name
+    varying = tree.varying(event, plan.name, names, position)
     varying_names = tuple(names[index] for index in varying)
     event.varying = varying
     consts = [VARYING if index in varying else const for index, const in enumerate(event.consts)]

@@ -99,6 +99,7 @@ class Recorder:
         self.layout_indices = []
         self.at = self.tree.root
         self._expected = expected
+        self.tree.expected = () if expected is None else expected.programs
         self.passing.clear()
         self._num_digested = 0
 
@@ -366,7 +367,8 @@ class Recorder:
             plan,
             args,
             kwargs,
-            varying=self.tree.varying(event),
+            tree=self.tree,
+            position=len(self.digests),
             row_edges=self.reads.row_edges,
             inputs=self.reads.by_output(plan, args, kwargs, len(outputs)),
             outputs=outputs,

@@ -64,15 +64,16 @@ class Expectation:
     """
 
     digests: "array[int]"
+    programs: tuple[Program, ...] = ()
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
 
     @classmethod
-    def of(cls, digests: np.ndarray) -> "Expectation":
-        """Return the expectation of a recorded step."""
+    def of(cls, digests: np.ndarray, program: Program | None = None) -> "Expectation":
+        """Return the expectation of a recorded step; its program tells which arguments change from step to step."""
         values = array("Q")
         values.frombytes(np.ascontiguousarray(digests, dtype=np.uint64).tobytes())
-        return cls(digests=values)
+        return cls(digests=values, programs=() if program is None else (program,))
 
     def differs(self, position: int, digest: int) -> bool:
         """Return whether the reference had something else at this position."""

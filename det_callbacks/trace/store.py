@@ -7,6 +7,7 @@
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
     rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
+    rank-00000/weight_loads.json                calls of load_state_dict after setup, where there were any
 
 A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
@@ -25,6 +26,7 @@ from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 from det_callbacks.trace.run_files import (
     MANIFEST,
     NONDETERMINISTIC_FILE,
+    WEIGHT_LOADS_FILE,
     damaged,
     layout_path,
     program_path,
@@ -35,6 +37,7 @@ from det_callbacks.trace.run_files import (
     stream_path,
 )
 from det_callbacks.trace.stream import StreamFile
+from det_callbacks.trace.weight_loads import WeightLoad
 
 _CACHED = 64
 
@@ -131,6 +134,12 @@ class Run:
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
                 and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
+                and all(
+                    isinstance(entry[name], int)
+                    for attempt in manifest["attempts"]
+                    for entry in attempt.get("resumed_from", ())
+                    for name in ("segment", "step")
+                )
             )
         except (KeyError, TypeError) as error:
             raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
@@ -147,6 +156,12 @@ class Run:
     def world_size(self) -> int:
         """Number of processes."""
         return int(self.manifest["world_size"])
+
+    @property
+    def resumed_steps(self) -> frozenset[tuple[int, int]]:
+        """The first step of each fit that went on from a checkpoint, as (fit, step)."""
+        entries = [entry for attempt in self.manifest["attempts"] for entry in attempt.get("resumed_from", ())]
+        return frozenset((entry["segment"], entry["step"]) for entry in entries)
 
     @property
     def keeps(self) -> str:
@@ -178,15 +193,22 @@ class Run:
             ReferenceFormatError: the file is damaged.
         """
         path = self.path / rank_folder(rank) / NONDETERMINISTIC_FILE
-        try:
-            ops = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError) as error:
-            raise damaged(path, f"it cannot be read ({error})") from error
-        if not isinstance(ops, list) or not all(isinstance(entry, dict) and "op" in entry for entry in ops):
+        ops = _read_list(path)
+        if not all("op" in entry for entry in ops):
             raise damaged(path, "it is no list of ops")
         return ops
+
+    def weight_loads(self, rank: int) -> tuple[WeightLoad, ...]:
+        """Return where weights were loaded into the model after it was set up; () when nowhere (or not looked for).
+
+        Raises:
+            ReferenceFormatError: the file is damaged.
+        """
+        path = self.path / rank_folder(rank) / WEIGHT_LOADS_FILE
+        try:
+            return tuple(map(WeightLoad.from_dict, _read_list(path)))
+        except (KeyError, TypeError) as error:
+            raise damaged(path, f"it is no list of loads ({error})") from error
 
     def program(self, identity: int) -> Program:
         """Return a program; the last 64 are kept."""
@@ -232,6 +254,19 @@ class Run:
                     self.incomplete_reason = file.unfinished
             first_segment = files[-1].segment
         return RankRun(rank, files)
+
+
+def _read_list(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a small JSON file of a run, [] where there is none."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"it cannot be read ({error})") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise damaged(path, "it is no list of objects")
+    return entries
 
 
 def _is_count(value: object) -> bool:

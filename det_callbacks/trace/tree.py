@@ -203,9 +203,16 @@ def comparable(value: Any) -> Any:
 
 
 class ProgramTree:
-    """The events of all steps seen so far, bounded in number."""
+    """The events of all steps seen so far, bounded in number.
+
+    Attributes:
+        expected: the program that the step under way has in the reference, if there is one.
+        earlier: programs of the run that a resumed fit goes on with.
+    """
 
     def __init__(self) -> None:
+        self.expected: tuple[Program, ...] = ()
+        self.earlier: tuple[Program, ...] = ()
         self.root = Event(None, None, "", "", [], [], [], 0)
         self.num_events = 0
         self._arguments: dict[tuple[object, ...], tuple[list[Any], tuple[int, ...]]] = {}
@@ -217,12 +224,20 @@ class ProgramTree:
             self.num_events = 0
             self._arguments.clear()
 
-    def varying(self, event: Event) -> tuple[int, ...]:
+    def varying(self, event: Event, op: str, names: Sequence[str], position: int) -> tuple[int, ...]:
         """Return which arguments of a new event were others when the same call was made in an earlier step.
 
         Calls are the same when op, keywords, phase, module and depth agree: the argument sites that this very result
-        adds to a program shift positions, but not depths.
+        adds to a program shift positions, but not depths. The first steps after a resume have no steps before them, so
+        that what a program says of the same position counts too: they get the program of an uninterrupted run.
+
+        Args:
+            event: the new one.
+            op: ``namespace.op.overload``.
+            names: of ``event.consts``.
+            position: site that would tell its varying arguments.
         """
+        recorded = self._recorded_varying(event, op, position)
         key = (event.func, event.keywords, event.phase, event.context, event.depth)
         known = self._arguments.get(key)
         varying: tuple[int, ...] = ()
@@ -231,8 +246,20 @@ class ProgramTree:
             varying = tuple(
                 index for index, (old, new) in enumerate(pairs) if index in known[1] or repr(old) != repr(new)
             )
+        if recorded:
+            varying = tuple(index for index, name in enumerate(names) if index in varying or name in recorded)
         self._arguments[key] = (event.consts, varying)
         return varying
+
+    def _recorded_varying(self, event: Event, op: str, position: int) -> set[str]:
+        recorded: set[str] = set()
+        for program in (*self.expected, *self.earlier):
+            site = program.sites[position] if position < len(program) else None
+            if site is None or site.role != "argument":
+                continue
+            if (site.op, site.phase, site.module) == (op, event.phase, event.module):
+                recorded.update(site.varying)
+        return recorded
 
     def add(self, event: Event) -> None:
         """Hang a new event below its parent."""

@@ -4,6 +4,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ from det_callbacks.trace.run_files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
     PROGRAMS,
+    WEIGHT_LOADS_FILE,
     make_room,
     rank_folder,
     replace_atomically,
@@ -26,6 +28,7 @@ from det_callbacks.trace.run_files import (
 )
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.stream import END_OF_STREAM, encode_header, encode_step
+from det_callbacks.trace.weight_loads import WeightLoad
 
 
 class RunWriter:
@@ -41,6 +44,8 @@ class RunWriter:
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
         self._last_step = -1
+        self._earlier_loads: tuple[WeightLoad, ...] = ()
+        self._loads: dict[int, Sequence[WeightLoad]] = {}
         self._chain: int | None = 0 if not attempt else None
         for folder in (path / PROGRAMS, path / LAYOUTS, stream_path(path, rank, 0, 0).parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +111,7 @@ class RunWriter:
         content = {key: value for key, value in run.manifest.items() if key != "digest"}
         content["attempts"] = [*content["attempts"], {"segments": 1}]
         writer = cls(run.path, rank, content, attempt=len(content["attempts"]) - 1, segment=segments[-1])
+        writer._earlier_loads = run.weight_loads(rank)
         write_manifest(run.path, content)
         return writer
 
@@ -124,6 +130,12 @@ class RunWriter:
         """The file that steps are appended to now."""
         number = self._manifest["attempts"][self._attempt]["segments"] - 1
         return stream_path(self.path, self._rank, self._attempt, number)
+
+    def note_resumed(self, step: int) -> None:
+        """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
+        entry = self._manifest["attempts"][self._attempt]
+        entry.setdefault("resumed_from", []).append({"segment": self._segment, "step": step})
+        self._write_manifest()
 
     def put_program(self, program: Program) -> None:
         """Keep a program; nothing is done when it is there."""
@@ -175,6 +187,20 @@ class RunWriter:
             self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, json.dumps(list(ops), indent=1).encode()
         )
 
+    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
+        """Keep where weights were loaded in the fit under way, beside those of other fits and attempts."""
+        self._loads[self._segment] = [replace(load, segment=self._segment, attempt=self._attempt) for load in loads]
+        self._write_loads()
+
+    @property
+    def weight_loads(self) -> tuple[WeightLoad, ...]:
+        """Where weights were loaded, in all fits and attempts."""
+        return (*self._earlier_loads, *(load for found in self._loads.values() for load in found))
+
+    def _write_loads(self) -> None:
+        content = json.dumps([load.to_dict() for load in self.weight_loads], indent=1).encode()
+        replace_atomically(self.path / rank_folder(self._rank) / WEIGHT_LOADS_FILE, content)
+
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
         finished = self._file
@@ -183,7 +209,7 @@ class RunWriter:
         self._chain = 0
         self._manifest["attempts"][self._attempt]["segments"] += 1
         self._file = self._open_stream()
-        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
+        self._write_manifest()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
 
@@ -191,6 +217,28 @@ class RunWriter:
         """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once."""
         finished, self._file = self._file, None
         self._end(finished, complete=complete)
+
+    def discard_attempt(self) -> None:
+        """Take this attempt back, so that the run is what it was before ``resume``; its files are deleted.
+
+        Raises:
+            ValueError: it is the only attempt.
+        """
+        if not self._attempt:
+            raise ValueError(f"{self.path} has one attempt only")
+        self.close(complete=False)
+        segments = self._manifest["attempts"].pop()["segments"]
+        # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
+        self._write_manifest()
+        for number in range(segments):
+            stream = stream_path(self.path, self._rank, self._attempt, number)
+            stream.unlink(missing_ok=True)
+        if self._loads:
+            self._loads.clear()
+            self._write_loads()
+
+    def _write_manifest(self) -> None:
+        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
 
     def _open_stream(self) -> BinaryIO:
         path = self.stream

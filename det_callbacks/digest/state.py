@@ -1,0 +1,151 @@
+"""StateDigest: which weights these are, by name; answers "did both start from the same weights?"."""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from det_callbacks.digest.components import digest_tensor, digest_tensors
+from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.errors import DetCallbacksError
+
+MAX_DEPTH = 20
+
+_Entry = tuple[str, Tensor | bool | int | float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDigest:
+    """The digests of a state's tensors, by name.
+
+    Two are equal when they have the same names, and under each the same bits, dtype and shape.
+
+    Attributes:
+        digest: of everything: names, dtypes, shapes and bits; 16 hexadecimal digits.
+        tensors: name -> digest of its elements in row-major order, 16 hexadecimal digits: what ``digest_tensor`` gives,
+            and what stands in a run, so that ``det-callbacks show RUN --find`` finds it.
+        layouts: name -> dtype and shape, "float32 [64, 768]"; the type of what is no tensor.
+    """
+
+    digest: str
+    tensors: Mapping[str, str] = field(hash=False)
+    layouts: Mapping[str, str] = field(hash=False)
+
+    def differing(self, other: "StateDigest") -> tuple[str, ...]:
+        """Return the names under which two states differ, in the order of this one; what only one of them has differs.
+
+        Example:
+            >>> import torch
+            >>> weights = {"a": torch.zeros(2), "b": torch.ones(2)}
+            >>> digest_state(weights).differing(digest_state({**weights, "a": torch.ones(2)}))
+            ('a',)
+        """
+        names = dict.fromkeys((*self.tensors, *other.tensors))
+        return tuple(
+            name
+            for name in names
+            if (self.tensors.get(name), self.layouts.get(name)) != (other.tensors.get(name), other.layouts.get(name))
+        )
+
+
+def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
+    """Return the digests of a module's parameters and buffers, or of the tensors and numbers of a nested dict.
+
+    Of a module: parameters, then buffers, those that are not persistent included, by the names that ``state_dict``
+    has; a tied tensor stands under each of its names, as it does there. Of a ``state_dict``, an optimizer's
+    ``state_dict`` or any other mapping: what its mappings, lists, tuples and dataclasses hold, names joined by points
+    ("state.0.exp_avg"), at most 20 levels deep. Numbers count as well as tensors (an optimizer's "param_groups.0.lr");
+    texts and other objects are left out.
+
+    Costs one pass over the memory, large states in two threads; a tensor under two names is read twice. Tensors of
+    other devices are copied to the host, one at a time. Of a DTensor it is this rank's shard.
+
+    Args:
+        state: a module or a mapping.
+
+    Raises:
+        TypeError: it is neither, or a tensor in it has no data (meta, fake, uninitialised); the tensor is named.
+        DetCallbacksError: a tensor's storage is freed, or two entries have the same name.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 3)
+        >>> digest_state(model) == digest_state(model.state_dict())
+        True
+        >>> list(digest_state(model).tensors)
+        ['weight', 'bias']
+    """
+    if isinstance(state, nn.Module):
+        entries = list(_of_module(state))
+    elif isinstance(state, Mapping):
+        entries = list(_of_mapping(state))
+    else:
+        raise TypeError(f"digest_state takes a module or a mapping such as a state_dict; got {type(state).__name__}.")
+    tensors: dict[str, str] = {}
+    layouts: dict[str, str] = {}
+    for (name, value), digest in zip(entries, _digests(entries), strict=True):
+        if name in tensors:
+            raise DetCallbacksError(f"Two entries of the state are called {name!r}, so neither could be named.")
+        tensors[name] = format_digest(digest)
+        layouts[name] = (
+            f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
+    lines = sorted([name, layouts[name], tensors[name]] for name in tensors)
+    whole = digest_bytes(json.dumps(lines, separators=(",", ":")).encode())
+    return StateDigest(digest=format_digest(whole), tensors=tensors, layouts=layouts)
+
+
+def _digests(entries: list[_Entry]) -> list[int]:
+    tensors = [value for _, value in entries if isinstance(value, Tensor)]
+    try:
+        known = iter(digest_tensors(tensors))
+    except TypeError:
+        for name, value in entries:
+            _require_data(name, value)
+        raise
+    return [next(known) if isinstance(value, Tensor) else _digest_number(value) for _, value in entries]
+
+
+def _require_data(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        try:
+            digest_tensor(value)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from error
+
+
+def _digest_number(value: bool | int | float) -> int:
+    if isinstance(value, float):
+        return digest_bytes(struct.pack("<d", value))
+    return digest_bytes(str(int(value)).encode())
+
+
+def _of_module(module: nn.Module) -> Iterator[_Entry]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _of_mapping(tree: Any, name: str = "", depth: int = 0) -> Iterator[_Entry]:
+    if isinstance(tree, Tensor | bool | int | float):
+        yield name, tree
+        return
+    if isinstance(tree, Mapping):
+        items = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list | tuple):
+        items = [(str(index), value) for index, value in enumerate(tree)]
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        items = [(entry.name, getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
+    else:
+        return
+    if depth == MAX_DEPTH:
+        raise DetCallbacksError(
+            f"{name} is nested more than {MAX_DEPTH} levels deep; pass the part that holds tensors."
+        )
+    for key, value in items:
+        yield from _of_mapping(value, f"{name}.{key}" if name else key, depth + 1)

@@ -1,0 +1,116 @@
+"""digest_state: which weights these are, by name."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from det_callbacks import DetCallbacksError, StateDigest, digest_state, digest_tensor
+from det_callbacks.digest import format_digest
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.again = nn.Linear(3, 4)
+        self.again.weight = self.first.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+def test_a_module_has_its_state_dicts_names_and_what_is_not_persistent():
+    net = Net()
+    found = digest_state(net)
+    assert set(found.tensors) == {*net.state_dict(), "mask"}
+    assert (
+        found.tensors["first.weight"] == found.tensors["again.weight"] == format_digest(digest_tensor(net.first.weight))
+    )
+    assert found.layouts["first.weight"] == "float32 [4, 3]"
+    assert found.differing(digest_state(net.state_dict())) == ("mask",)
+    net.mask = None
+    assert digest_state(net) == digest_state(net.state_dict())
+
+
+def test_one_flipped_bit_is_named():
+    net = Net()
+    other = copy.deepcopy(net)
+    assert digest_state(net) == digest_state(other)
+    assert hash(digest_state(net)) == hash(digest_state(other))
+    other.second.weight.data.view(torch.int32)[1, 2] ^= 1
+    found, changed = digest_state(net), digest_state(other)
+    assert found != changed
+    assert found.digest != changed.digest
+    assert found.differing(changed) == changed.differing(found) == ("second.weight",)
+
+
+def test_what_one_side_lacks_differs_and_the_order_is_no_difference():
+    tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert digest_state(tensors) == digest_state(dict(reversed(tensors.items())))
+    assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0.0])
+def test_the_same_bytes_of_another_shape_or_dtype_differ(other):
+    assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": other})) == ("a",)
+
+
+def test_numbers_keep_their_kind():
+    states = [digest_state({"a": value}) for value in (1, 1.0, True, 2, torch.tensor(1))]
+    assert len(set(states)) == len(states)
+
+
+def test_an_optimizers_state_has_names_and_numbers():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = digest_state(optimizer.state_dict())
+    assert {"state.0.exp_avg", "state.1.exp_avg_sq", "param_groups.0.lr", "param_groups.0.betas.1"} <= set(
+        before.tensors
+    )
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.state[net.bias]["exp_avg"][0] += 1
+    assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
+
+
+# torch 2.13 says that quantised tensors will go
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_other_kinds_of_tensors():
+    tensors = {
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "transposed": torch.randn(3, 5).t(),
+        "quantised": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0),
+    }
+    found = digest_state(tensors)
+    assert found.tensors == {name: format_digest(digest_tensor(value)) for name, value in tensors.items()}
+
+
+def test_what_cannot_be_digested_is_named():
+    with pytest.raises(TypeError, match=r"net\.weight: "):
+        digest_state({"net.weight": torch.empty(2, device="meta")})
+    with pytest.raises(TypeError, match=r"first\.weight|weight"):
+        digest_state(nn.LazyLinear(3))
+    with pytest.raises(TypeError, match="takes a module or a mapping such as a state_dict; got Tensor"):
+        digest_state(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(DetCallbacksError, match=r"'a\.b'"):
+        digest_state({"a": {"b": 1}, "a.b": 2})
+    deep: dict[str, object] = {}
+    inner = deep
+    for _ in range(30):
+        inner["a"] = inner = {}
+    inner["x"] = torch.ones(1)
+    with pytest.raises(DetCallbacksError, match="more than 20 levels"):
+        digest_state(deep)
+
+
+def test_it_survives_pickling_and_is_not_the_empty_state():
+    found = digest_state(Net())
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert digest_state({}) != found
+    assert isinstance(found, StateDigest)
