@@ -15,9 +15,11 @@ from det_callbacks.digest.host import (
     digest_spans,
     format_digest,
 )
+from det_callbacks.digest.streaming import DigestStream
 
 __all__ = [
     "DIGEST_VERSION",
+    "DigestStream",
     "digest_bytes",
     "digest_memory",
     "digest_output",

@@ -1,6 +1,12 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.checkpoint_text import (
+    mismatch_text,
+    missing_files_line,
+    missing_sidecar_line,
+    render_checkpoint,
+)
 from det_callbacks.report.closing import (
     count,
     print_closing_line,
@@ -26,11 +32,15 @@ __all__ = [
     "count",
     "end_process",
     "find_op_usage",
+    "mismatch_text",
+    "missing_files_line",
+    "missing_sidecar_line",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
     "print_error",
     "recorded_line",
+    "render_checkpoint",
     "render_diagnosis",
     "render_digest_places",
     "render_op_facts",
