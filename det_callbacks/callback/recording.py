@@ -39,6 +39,10 @@ class Recording:
         self._writer: RunWriter | None = None
         self._selection = Selection()
         self._num_steps = self._num_sites = 0
+        self.chain: int | None = None
+        """After the last step that was recorded; None before the first."""
+        self.program: int | None = None
+        """Id of the program of that step."""
         self.verdict: Verdict | None = None
         """There is none of a recording."""
 
@@ -68,6 +72,11 @@ class Recording:
         if self._replay.patterns:
             self.exchange = OpSaver(self._replay.patterns, self.saver)
 
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run."""
+        return self._running().run_id
+
     def expectation(self, step: int) -> None:
         """Expect nothing; a step begins."""
         if self.saver is not None:
@@ -85,7 +94,8 @@ class Recording:
         self.saver.write(step)  # first: a step that is there has what was saved of it
         if self.exchange is not None:
             self.exchange.counts.end_step()
-        writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        self.chain = writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        self.program = trace.program.id
         self._num_steps += 1
         self._num_sites += len(trace.digests)
         return False

@@ -11,15 +11,13 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # looked at in Lightning 2.6.6
 from typing_extensions import override
 
-from det_callbacks.checkpoint.check import compare_loaded, load_plainly, no_digests, unreadable
+from det_callbacks.callback.loading import Loader
 from det_callbacks.checkpoint.entries import Entries, entries_of
 from det_callbacks.checkpoint.files import Place
 from det_callbacks.checkpoint.folders import save_folder
-from det_callbacks.checkpoint.reading import Found, find_sidecar
 from det_callbacks.checkpoint.saving import amend, put_sidecar, remove_beside, save_file, settle, step_aside
 from det_callbacks.checkpoint.sidecar import SaveContext, Sidecar
-from det_callbacks.errors import CheckpointMismatchError
-from det_callbacks.report import mismatch_text, print_closing_line, unfinished_save_line
+from det_callbacks.report import print_closing_line, unfinished_save_line
 
 MOMENT = "det_callbacks.moment"
 """Key under which a moment travels through the IOs around ours; ours takes it out again."""
@@ -136,7 +134,7 @@ class DigestingIO(_WrappingCheckpointIO):
         checkpoint_io: CheckpointIO,
         *,
         capture: Callable[[str], Moment],
-        loader: "Loader",
+        loader: Loader,
         saves: Saves,
     ) -> None:
         super().__init__(checkpoint_io)

@@ -6,6 +6,7 @@ from det_callbacks.report.checkpoint_text import (
     missing_files_line,
     missing_sidecar_line,
     render_checkpoint,
+    unfinished_save_line,
 )
 from det_callbacks.report.closing import (
     count,
@@ -51,6 +52,7 @@ __all__ = [
     "render_verdict",
     "run_to_dict",
     "step_to_dict",
+    "unfinished_save_line",
     "unfinished_text",
     "verdict_lines",
     "verified_line",

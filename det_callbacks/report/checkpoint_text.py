@@ -81,6 +81,11 @@ def missing_files_line(path: str, names: Sequence[str]) -> str:
     return f"det_callbacks: {path} is what was saved, but what was kept beside it is missing: {', '.join(names)}"
 
 
+def unfinished_save_line(path: str) -> str:
+    """Return the line of a checkpoint that was to be written by now, and is not there."""
+    return f"det_callbacks: the checkpoint IO has not written {path}, which it was given: there are no digests of it"
+
+
 def _two_line(report: CheckpointReport) -> str:
     if report.equal:
         same = "" if report.has_same_bytes else "; the files' bytes differ"
