@@ -2,11 +2,15 @@
 
 from det_callbacks.audit import AuditFinding, AuditReport
 from det_callbacks.callback import DeterminismCallback
+from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import StateDigest, digest_state, digest_tensor
 from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
     AuditError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
     CoverageWarning,
     DetCallbacksError,
     DetCallbacksWarning,
@@ -44,6 +48,10 @@ __all__ = [
     "AuditFinding",
     "AuditReport",
     "BitwiseEquivalenceMode",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointReport",
     "Counts",
     "Coverage",
     "CoverageWarning",
@@ -54,6 +62,7 @@ __all__ = [
     "Divergence",
     "DivergenceError",
     "DivergenceWarning",
+    "EntryDifference",
     "EnvironmentDifference",
     "EquivalenceError",
     "HashMode",
@@ -73,6 +82,7 @@ __all__ = [
     "StepNotRepeatableError",
     "TraceError",
     "Verdict",
+    "check_checkpoint",
     "compare_runs",
     "digest_state",
     "digest_tensor",

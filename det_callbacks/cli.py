@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from det_callbacks.checkpoint import check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.doctor import diagnose
 from det_callbacks.errors import DetCallbacksError, SelectionError
@@ -22,6 +23,7 @@ from det_callbacks.report import (
     find_op_usage,
     op_facts_to_dict,
     op_usage_to_dict,
+    render_checkpoint,
     render_diagnosis,
     render_digest_places,
     render_op_facts,
@@ -127,6 +129,15 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if diagnosis.is_well else 1
 
 
+def _check_checkpoint(options: argparse.Namespace) -> int:
+    report = check_checkpoint(options.checkpoint, options.other)
+    if options.json:
+        _print_json(report.to_dict())
+    else:
+        render_checkpoint(report, make_console())
+    return report.exit_code
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="det-callbacks",
@@ -179,6 +190,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="JSON on standard output")
     doctor.set_defaults(run=_doctor)
+
+    check = commands.add_parser(
+        "check-checkpoint",
+        help="whether a checkpoint is what was saved",
+        description="Compare a checkpoint with the digests that stand beside it, or with another checkpoint. Paths may "
+        "be remote. Exit 1 when something differs, 2 when it cannot be told.",
+    )
+    check.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
+    check.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
+    check.add_argument("--json", action="store_true", help="JSON on standard output")
+    check.set_defaults(run=_check_checkpoint)
     return parser
 
 

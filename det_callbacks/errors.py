@@ -46,22 +46,6 @@ class NotComparableError(DivergenceError):
     exit_code = 3
 
 
-class CheckpointFormatError(DetCallbacksError, ValueError):
-    """A checkpoint, or what stands beside it, cannot be read.
-
-    Args:
-        message: the text shown to the user.
-        path: of the file.
-    """
-
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 class NotResumableError(DetCallbacksError):
     """A resumed run cannot be the same run as the one that saved the checkpoint.
 
@@ -147,6 +131,44 @@ class RunExistsError(_PathError, FileExistsError):
     Args:
         message: the text shown to the user.
         path: the folder.
+    """
+
+
+class CheckpointMismatchError(DetCallbacksError):
+    """A checkpoint is not what the digests beside it say.
+
+    Args:
+        message: the text shown to the user.
+        path: the checkpoint.
+        entries: what differs, each as "section: name"; empty where only the file's bytes do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, path: str = "", entries: tuple[str, ...] = ()) -> None:
+        super().__init__(message, path, entries)
+        self.path = path
+        self.entries = entries
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointFormatError(_PathError, ValueError):
+    """A checkpoint, or the file of its digests, is truncated, damaged or of a foreign version.
+
+    Args:
+        message: the text shown to the user; it names the file.
+        path: the file.
+    """
+
+
+class CheckpointNotFoundError(_PathError, FileNotFoundError):
+    """There is no checkpoint, or no digests beside it, where they are needed.
+
+    Args:
+        message: the text shown to the user.
+        path: the path that was looked at.
     """
 
 

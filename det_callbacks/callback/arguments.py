@@ -25,6 +25,7 @@ def check_arguments(
     audit: object,
     audit_steps: object,
     audit_runs: object,
+    require_digests: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
@@ -37,6 +38,8 @@ def check_arguments(
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
+    if not isinstance(require_digests, bool):
+        raise SelectionError(f"require_digests must be True or False; got {require_digests!r}.")
     is_list = isinstance(audit_steps, Sequence) and not isinstance(audit_steps, str) and len(audit_steps) > 0
     if not is_list or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[attr-defined]  # a list
         raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")

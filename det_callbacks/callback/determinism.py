@@ -14,9 +14,11 @@ from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
 from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_replay
 from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.checkpoints import CheckpointWatch
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.callback.manifest import manifest_of
+from det_callbacks.callback.moments import Moments
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import DetCallbacksError, TraceError
@@ -61,6 +63,7 @@ class DeterminismCallback(AlertCallback):
         audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
         audit_steps: audit: the steps to audit, by number.
         audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
+        require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
 
     Attributes:
         verdict: the Verdict of a verification; None before the end of a fit, in other modes, and as long as the
@@ -76,6 +79,8 @@ class DeterminismCallback(AlertCallback):
         ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
         AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
+        CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
+        CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
         StepNotRepeatableError: an audited step changed what cannot be put back.
 
     In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
@@ -106,6 +111,7 @@ class DeterminismCallback(AlertCallback):
         audit: Literal["ops", "step"] = "ops",
         audit_steps: Sequence[int] = (0, 1, 2),
         audit_runs: int = 2,
+        require_digests: bool = False,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -118,6 +124,7 @@ class DeterminismCallback(AlertCallback):
             audit=audit,
             audit_steps=audit_steps,
             audit_runs=audit_runs,
+            require_digests=require_digests,
         )
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
@@ -142,6 +149,9 @@ class DeterminismCallback(AlertCallback):
         self.audit = audit
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs
+        self.require_digests = require_digests
+        self._moments = Moments()
+        self._checkpoints = CheckpointWatch(self._moments)
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
@@ -165,6 +175,8 @@ class DeterminismCallback(AlertCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
+        self._moments.begin_stage(trainer)
+        self._checkpoints.attach(trainer, require_digests=self.require_digests)
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)
             return
@@ -214,6 +226,7 @@ class DeterminismCallback(AlertCallback):
         if isinstance(run, Auditing):
             self.audit_report = None
             run.begin_fit(trainer, pl_module, self.selection)
+            self._moments.begin_fit(run, mode=self.mode, reference=None)
             self._is_fitting = True
             return
         is_resumed = trainer.ckpt_path is not None
@@ -231,6 +244,7 @@ class DeterminismCallback(AlertCallback):
         else:
             root = Path(trainer.log_dir or trainer.default_root_dir)
             run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank, is_resumed=is_resumed)
+        self._moments.begin_fit(run, mode=self.mode, reference=self.reference, environment=manifest["environment"])
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._is_fitting = True
@@ -374,6 +388,7 @@ class DeterminismCallback(AlertCallback):
         # only a fit that has nothing to train comes here without on_train_end
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
         self._end_alerts()
+        self._checkpoints.end_fit()
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None

@@ -57,6 +57,10 @@ class Recording:
         self._selection = Selection()
         self._num_steps = self._num_sites = 0
         self._is_resumed = self._has_diverged = False
+        self.chain: int | None = None
+        """After the last step that was recorded; None before the first."""
+        self.program: int | None = None
+        """Id of the program of that step."""
 
     def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
@@ -91,6 +95,11 @@ class Recording:
         if patterns := self._replay.patterns:
             ops = OpSaver(patterns, self._tensors)
             self.exchange = OpResaver(ops, OpReplayer(patterns)) if self._agreement is not None else ops
+
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run."""
+        return self._running().run_id
 
     def _require_same_patterns(self, earlier: Run) -> None:
         recorded = list(earlier.manifest.get("replay", ()))
@@ -131,6 +140,7 @@ class Recording:
             self._has_diverged = self._agreement.add(trace, step=step, epoch=epoch)
             # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
             if self._has_diverged or not self._num_steps or self._has_saved_tensors():
+                self.chain, self.program = self._agreement.chain(step), trace.program.id
                 return self._has_diverged
         else:
             if self._agreement is not None:
@@ -145,7 +155,8 @@ class Recording:
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
-        writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        self.chain = writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        self.program = trace.program.id
         return False
 
     def _has_saved_tensors(self) -> bool:

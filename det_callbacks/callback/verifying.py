@@ -70,6 +70,8 @@ class Verifying:
         self._selection = Selection()
         self._verification: Verification | None = None
         self._segment = -1
+        self.program: int | None = None
+        """Id of the program of the last step."""
 
     def check_reference(self, selection: Selection) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
@@ -138,6 +140,7 @@ class Verifying:
         """Compare a step; return whether to stop because it differs."""
         if self.exchange is not None:
             self.exchange.counts.end_step()
+        self.program = trace.program.id
         differs = self._running().add(trace, segment=self._segment, step=step, epoch=epoch)
         return differs and self._on_divergence == "raise"
 

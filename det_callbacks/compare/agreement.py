@@ -65,6 +65,10 @@ class Agreement:
         self._view = self.earlier.view(self._rank, self._segment, step)
         return Expectation.of(self._view.record.digests, self._view.program)
 
+    def chain(self, step: int) -> int:
+        """Return the chain that the run holds at a step."""
+        return self.earlier.rank(self._rank).chain(self._segment, step)
+
     def begin(self) -> None:
         """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
         self._is_begun = True

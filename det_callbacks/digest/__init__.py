@@ -16,9 +16,11 @@ from det_callbacks.digest.host import (
     format_digest,
 )
 from det_callbacks.digest.state import StateDigest, digest_state
+from det_callbacks.digest.streaming import DigestStream
 
 __all__ = [
     "DIGEST_VERSION",
+    "DigestStream",
     "StateDigest",
     "digest_bytes",
     "digest_memory",

@@ -1,6 +1,13 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.checkpoint_text import (
+    mismatch_text,
+    missing_files_line,
+    missing_sidecar_line,
+    render_checkpoint,
+    unfinished_save_line,
+)
 from det_callbacks.report.closing import (
     count,
     print_closing_line,
@@ -27,11 +34,15 @@ __all__ = [
     "disagreement_text",
     "end_process",
     "find_op_usage",
+    "mismatch_text",
+    "missing_files_line",
+    "missing_sidecar_line",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
     "print_error",
     "recorded_line",
+    "render_checkpoint",
     "render_diagnosis",
     "render_digest_places",
     "render_op_facts",
@@ -42,6 +53,7 @@ __all__ = [
     "render_verdict",
     "run_to_dict",
     "step_to_dict",
+    "unfinished_save_line",
     "unfinished_text",
     "verdict_lines",
     "verified_line",

@@ -1,0 +1,212 @@
+"""Where Lightning saves, links, loads and removes checkpoints: ours stands in each of these ways."""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
+
+from det_callbacks.callback.loading import Loader, OnLoaded
+from det_callbacks.callback.saving import MOMENT, DigestingIO, Moment, Saves
+from det_callbacks.checkpoint.entries import entries_of
+from det_callbacks.checkpoint.files import Place
+from det_callbacks.checkpoint.folders import save_folder
+from det_callbacks.checkpoint.saving import link_beside, new_id, remove_beside, step_aside
+from det_callbacks.checkpoint.sidecar import SaveContext
+
+
+class HasContext(Protocol):
+    """What knows the moment of a save."""
+
+    def context(self) -> SaveContext:
+        """Return the moment; called in the thread that trains, at each save."""
+
+
+class CheckpointWatch:
+    """Gives every checkpoint of a Trainer its sidecar, and compares the ones it loads.
+
+    It stays with the Trainer after a fit: ``trainer.save_checkpoint`` is called then, too, and callbacks save and
+    remove checkpoints on exceptions and in their ``teardown`` after every hook of ours. What it puts into
+    ModelCheckpoints, which may be pickled afterwards, is taken out at the end of a fit.
+
+    Args:
+        source: knows the moment of a save.
+
+    Attributes:
+        last_path: path of the latest save, as Lightning has it; None before the first.
+    """
+
+    def __init__(self, source: HasContext) -> None:
+        self.last_path: str | None = None
+        self._source = source
+        self._loader = Loader()
+        self._saves = Saves()
+        self._trainer: pl.Trainer | None = None
+        self._io: DigestingIO | None = None
+        self._undo: list[Callable[[], object]] = []
+        self._links: list[ModelCheckpoint] = []
+        self._moment: Moment | None = None
+
+    @property
+    def on_loaded(self) -> OnLoaded | None:
+        """Called with path, sidecar and attachments of a checkpoint that was loaded, once all of it agreed."""
+        return self._loader.on_loaded
+
+    @on_loaded.setter
+    def on_loaded(self, function: OnLoaded | None) -> None:
+        self._loader.on_loaded = function
+
+    def amend(self, path: str | Path, name: str, content: bytes) -> None:
+        """Add a file to those kept beside a checkpoint, or replace it.
+
+        Nothing is done where the checkpoint was removed or saved anew by somebody else; while its save is under way in
+        another thread, the file is added at its end. The latest 64 saves can be amended.
+
+        Args:
+            path: of the checkpoint, as ``last_path`` has it.
+            name: of the file: letters, digits and ``. _ -``.
+            content: of the file.
+
+        Raises:
+            ValueError: the name is no plain file name.
+        """
+        self._saves.amend(str(path), name, content)
+
+    def attach(self, trainer: pl.Trainer, *, require_digests: bool = False) -> None:
+        """Stand in the Trainer's ways of saving and loading; in those of another Trainer no more.
+
+        Args:
+            trainer: whose strategy is set up.
+            require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
+        """
+        self.detach()
+        self._trainer = trainer
+        self._loader.require_digests = require_digests
+        strategy = trainer.strategy
+        outermost: Any = strategy.checkpoint_io
+        outer: Any = None
+        innermost = outermost
+        while isinstance(innermost, _WrappingCheckpointIO) and not isinstance(innermost, DigestingIO):
+            outer, innermost = innermost, innermost.checkpoint_io
+        if isinstance(innermost, DigestingIO):  # of a callback that this Trainer had before
+            innermost = innermost.base
+        self._io = DigestingIO(innermost, capture=self._capture, loader=self._loader, saves=self._saves)
+        if outer is None:
+            strategy.checkpoint_io = self._io
+            self._undo.append(partial(setattr, strategy, "checkpoint_io", innermost))
+        else:
+            # the setter takes no wrapper, and nothing in place of what is there (Lightning 2.6.6)
+            outer._checkpoint_io = self._io
+            self._undo.append(partial(setattr, outer, "_checkpoint_io", innermost))
+            self._wrap(outermost, "save_checkpoint", partial(self._stamp, type(outermost).save_checkpoint, outermost))
+        # strategies that save and load in their own way do not come through the IO
+        if type(strategy).save_checkpoint is not Strategy.save_checkpoint:
+            self._wrap(strategy, "save_checkpoint", partial(self._save_in_strategy, strategy))
+        if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
+            self._wrap(strategy, "load_checkpoint", partial(self._load_in_strategy, strategy))
+        for callback in vars(trainer)["callbacks"]:
+            if isinstance(callback, ModelCheckpoint):
+                # a link is made past the IO (Lightning 2.6.6)
+                vars(callback)["_link_checkpoint"] = partial(self._link, type(callback)._link_checkpoint)
+                self._links.append(callback)
+
+    def end_fit(self) -> None:
+        """Finish what others have written, and leave the ModelCheckpoints."""
+        if self._io is not None:
+            self._io.finish()
+        links, self._links = self._links, []
+        for callback in links:
+            vars(callback).pop("_link_checkpoint", None)
+
+    def detach(self) -> None:
+        """Leave the Trainer as it was."""
+        self.end_fit()
+        if self._io is not None:
+            self._io.finish(is_last=True)
+        undo, self._undo = self._undo, []
+        for function in reversed(undo):
+            function()
+        self._trainer = self._io = None
+
+    def _wrap(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        vars(owner)[name] = function
+        self._undo.append(partial(vars(owner).pop, name, None))
+
+    def _capture(self, path: str) -> Moment:
+        """Return the moment of a save, and remember that it is under way."""
+        moment, self._moment = self._moment, None
+        if moment is None:
+            parameters = {} if self._trainer is None else _parameter_names(self._trainer)
+            moment = Moment(new_id(), self._source.context(), parameters)
+        self._saves.begin(path, moment.id)
+        self.last_path = path
+        return moment
+
+    def _stamp(
+        self, save: Callable[..., None], io: object, checkpoint: dict[str, Any], path: Any, *rest: Any, **options: Any
+    ) -> None:
+        """Save through an IO that may hand the checkpoint to another thread: the moment travels in it."""
+        save(io, {**checkpoint, MOMENT: self._capture(str(path))}, path, *rest, **options)
+
+    def _save_in_strategy(
+        self, strategy: Strategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        place = Place.of(filepath)
+        held = dict(checkpoint)  # the strategy takes out what it saves apart
+        if strategy.is_global_zero and place.is_folder():
+            step_aside(place)
+        moment = self._capture(str(filepath))
+        self._moment = moment
+        try:
+            type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options=storage_options)
+        finally:
+            self._moment = None
+        if not place.is_folder():
+            return
+        save_folder(
+            place,
+            id=moment.id,
+            rank=int(getattr(strategy, "global_rank", 0)),
+            num_ranks=int(getattr(strategy, "world_size", 1)),
+            entries=entries_of(held),
+            context=moment.context,
+        )
+        self._saves.end(str(filepath), moment.id)
+
+    def _load_in_strategy(self, strategy: Any, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
+        load = partial(type(strategy).load_checkpoint, strategy, checkpoint_path, *rest, **options)
+        return self._loader.load_elsewhere(str(checkpoint_path), load)
+
+    def _link(self, link_checkpoint: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        """Make a link, and one to the sidecar; in between, a reader follows the checkpoint's own link."""
+        is_ours = trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath)
+        link = Place.of(linkpath)
+        if is_ours:
+            if link.target() is not None:
+                remove_beside(link)
+            else:
+                step_aside(link)
+        link_checkpoint(trainer, filepath, linkpath)
+        if is_ours:
+            link_beside(Place.of(filepath), link)
+
+
+def _parameter_names(trainer: pl.Trainer) -> Mapping[tuple[int, int], str]:
+    """Return (optimizer, place in its groups) -> qualified name: an optimizer's state is kept by that place."""
+    module = trainer.lightning_module
+    if module is None:
+        return {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        (number, place): names[id(parameter)]
+        for number, optimizer in enumerate(trainer.optimizers)
+        for place, parameter in enumerate(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        if id(parameter) in names
+    }

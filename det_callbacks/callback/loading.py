@@ -1,0 +1,138 @@
+"""Checkpoints on their way in: compared with the digests beside them before anything is restored."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from det_callbacks.checkpoint.check import (
+    CheckpointReport,
+    check_checkpoint,
+    compare_loaded,
+    load_plainly,
+    no_digests,
+    unreadable,
+)
+from det_callbacks.checkpoint.difference import EntryDifference
+from det_callbacks.checkpoint.files import Place
+from det_callbacks.checkpoint.reading import Found, find_sidecar, read_attachments
+from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
+from det_callbacks.errors import CheckpointMismatchError
+from det_callbacks.report import mismatch_text, missing_files_line, missing_sidecar_line, print_closing_line
+
+OnLoaded = Callable[[str, Sidecar | None, Mapping[str, bytes]], None]
+
+
+class Loader:
+    """Loads a checkpoint and compares what it is, and what it holds, with its sidecar.
+
+    The file is read once more than without it, and the digest of every tensor is taken.
+
+    Attributes:
+        require_digests: a checkpoint without digests beside it is an error, instead of a line.
+        on_loaded: called with the path, the sidecar and the content of the files kept beside the checkpoint, once all
+            of it agreed; with None and nothing where no digests stand beside it.
+    """
+
+    def __init__(self) -> None:
+        self.require_digests = False
+        self.on_loaded: OnLoaded | None = None
+        self._is_checked = False
+
+    def load(self, path: str, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Load a file, unless it is not what was saved.
+
+        Args:
+            path: of the checkpoint, as Lightning has it.
+            load: loads it as it would be loaded without this.
+
+        Raises:
+            CheckpointMismatchError: it differs from what was saved.
+            CheckpointFormatError: it, or its sidecar, cannot be read.
+            CheckpointNotFoundError: it has no digests beside it, and they are required.
+        """
+        if self._is_checked:
+            return load()
+        place = Place.of(path)
+        if not place.exists():
+            return load()  # which says so
+        content = place.digest()
+        found = find_sidecar(place, content)
+        if found is None:
+            return self._load_unchecked(place, load)
+        self._require_content(place, found, content)
+        checkpoint = load()
+        _require_equal(compare_loaded(place, found, content, checkpoint))
+        self._hand_over(place, found)
+        return checkpoint
+
+    def load_elsewhere(self, path: str, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Load a checkpoint that a strategy reads by itself: files and folders are compared before.
+
+        Raises:
+            CheckpointMismatchError, CheckpointFormatError, CheckpointNotFoundError: as ``load`` does.
+        """
+        place = Place.of(path)
+        if not place.exists():
+            return load()
+        is_folder = place.is_folder()
+        content = None if is_folder else place.digest()
+        found = find_sidecar(place, content)
+        if found is None:
+            return self._load_unchecked(place, load)
+        if content is None:
+            _require_equal(check_checkpoint(path), but_files=True)
+        else:
+            self._require_content(place, found, content)
+        # its own reading may come through the IO in which we stand
+        self._is_checked = True
+        try:
+            checkpoint = load()
+        finally:
+            self._is_checked = False
+        self._hand_over(place, found)
+        return checkpoint
+
+    def _require_content(self, place: Place, found: Found, content: FileDigest) -> None:
+        """Raise for a file whose bytes are not those that were saved: whatever it holds, it is not opened otherwise."""
+        if found.fits:
+            return
+        try:
+            checkpoint = load_plainly(place)
+        except Exception as error:  # a damaged file makes torch's readers raise anything
+            raise unreadable(place, content, found, error) from error
+        _require_equal(compare_loaded(place, found, content, checkpoint if isinstance(checkpoint, dict) else {}))
+
+    def _load_unchecked(self, place: Place, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if self.require_digests:
+            raise no_digests(place)
+        checkpoint = load()
+        print_closing_line(missing_sidecar_line(place.shown))
+        if self.on_loaded is not None:
+            self.on_loaded(place.shown, None, {})
+        return checkpoint
+
+    def _hand_over(self, place: Place, found: Found) -> None:
+        if self.on_loaded is None:
+            return
+        contents, missing, damaged = read_attachments(found)
+        if damaged:
+            names = tuple(f"resume: {name}" for name in damaged)
+            raise CheckpointMismatchError(
+                f"What is kept beside {place.shown} is not what was saved: {', '.join(names)} differs. The checkpoint "
+                "itself is. Restore the folder beside it from a copy, or use another checkpoint.",
+                place.shown,
+                names,
+            )
+        if missing:
+            print_closing_line(missing_files_line(place.shown, missing))
+        self.on_loaded(place.shown, found.sidecar, contents)
+
+
+def _require_equal(report: CheckpointReport, *, but_files: bool = False) -> None:
+    """Raise where something differs; ``but_files`` leaves what is kept beside the checkpoint to be looked at later."""
+    entries: tuple[EntryDifference, ...] = report.entries
+    is_equal = report.equal
+    if but_files:
+        entries = tuple(entry for entry in entries if entry.section != "resume")
+        is_equal = report.has_same_bytes and not entries
+    if not is_equal:
+        raise CheckpointMismatchError(mismatch_text(report), report.path, tuple(entry.name for entry in entries))
