@@ -1,7 +1,7 @@
 """Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
 from det_callbacks.audit import AuditFinding, AuditReport
-from det_callbacks.callback import DeterminismCallback
+from det_callbacks.callback import DeterminismCallback, prove_resume
 from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import StateDigest, digest_state, digest_tensor
@@ -21,6 +21,7 @@ from det_callbacks.errors import (
     NondeterministicOpWarning,
     NotComparableError,
     NothingComparedError,
+    NotResumableError,
     ReferenceFormatError,
     ReferenceNotFoundError,
     ReplayError,
@@ -69,6 +70,7 @@ __all__ = [
     "NondeterministicOpError",
     "NondeterministicOpWarning",
     "NotComparableError",
+    "NotResumableError",
     "NothingComparedError",
     "ObserverContext",
     "OpMismatch",
@@ -93,4 +95,5 @@ __all__ = [
     "observe_grad",
     "observe_non_deterministic",
     "observe_non_deterministic_grad",
+    "prove_resume",
 ]

@@ -2,5 +2,6 @@
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.fits import runs_finished, take_unfinished
+from det_callbacks.callback.proof import prove_resume
 
-__all__ = ["DeterminismCallback", "runs_finished", "take_unfinished"]
+__all__ = ["DeterminismCallback", "prove_resume", "runs_finished", "take_unfinished"]

@@ -12,6 +12,7 @@ MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")
 ON_DIVERGENCE = ("raise", "collect", "warn")
 AUDITS = ("ops", "step")
+RESUMES = ("exact", "warn", "plain")
 
 
 def check_arguments(
@@ -26,12 +27,14 @@ def check_arguments(
     audit_steps: object,
     audit_runs: object,
     require_digests: object,
+    resume: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
     _require_one_of("steps", steps, STEPS)
     _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
     _require_one_of("audit", audit, AUDITS)
+    _require_one_of("resume", resume, RESUMES)
     if mode in ("record", "verify") and (not isinstance(reference, str | Path) or not str(reference)):
         raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
     if current is not None and (not isinstance(current, str | Path) or not str(current)):

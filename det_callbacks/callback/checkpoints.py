@@ -23,8 +23,8 @@ from det_callbacks.checkpoint.sidecar import SaveContext
 class HasContext(Protocol):
     """What knows the moment of a save."""
 
-    def context(self) -> SaveContext:
-        """Return the moment; called in the thread that trains, at each save."""
+    def context(self, path: str) -> SaveContext:
+        """Return the moment; called in the thread that trains, at each save, with the checkpoint's path."""
 
 
 class CheckpointWatch:
@@ -142,7 +142,7 @@ class CheckpointWatch:
         moment, self._moment = self._moment, None
         if moment is None:
             parameters = {} if self._trainer is None else _parameter_names(self._trainer)
-            moment = Moment(new_id(), self._source.context(), parameters)
+            moment = Moment(new_id(), self._source.context(path), parameters)
         self._saves.begin(path, moment.id)
         self.last_path = path
         return moment

@@ -1,6 +1,7 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +15,15 @@ from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
 from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_replay
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.checkpoints import CheckpointWatch
+from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.callback.manifest import manifest_of
-from det_callbacks.callback.moments import Moments
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.errors import DetCallbacksError, TraceError
-from det_callbacks.observe import Observations, activate, deactivate
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
-from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
@@ -64,6 +62,9 @@ class DeterminismCallback(AlertCallback):
         audit_steps: audit: the steps to audit, by number.
         audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
         require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
+        resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
+            uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
+            leaves all that to Lightning.
 
     Attributes:
         verdict: the Verdict of a verification; None before the end of a fit, in other modes, and as long as the
@@ -81,6 +82,7 @@ class DeterminismCallback(AlertCallback):
         AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
         CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
         CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
+        NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
         StepNotRepeatableError: an audited step changed what cannot be put back.
 
     In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
@@ -112,6 +114,7 @@ class DeterminismCallback(AlertCallback):
         audit_steps: Sequence[int] = (0, 1, 2),
         audit_runs: int = 2,
         require_digests: bool = False,
+        resume: Literal["exact", "warn", "plain"] = "exact",
     ) -> None:
         super().__init__()
         check_arguments(
@@ -125,6 +128,7 @@ class DeterminismCallback(AlertCallback):
             audit_steps=audit_steps,
             audit_runs=audit_runs,
             require_digests=require_digests,
+            resume=resume,
         )
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
@@ -150,18 +154,16 @@ class DeterminismCallback(AlertCallback):
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs
         self.require_digests = require_digests
-        self._moments = Moments()
-        self._checkpoints = CheckpointWatch(self._moments)
+        self.resume = resume
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
-        self._hash_mode: HashMode | None = None
-        self._observations: Observations | None = None
+        self._checkpointing = Checkpointing(require_digests=require_digests, resume=resume)
         self._loads = LoadWatch()
+        self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
-        self._is_first = self._is_fitting = False
-        self._restore_training_step: Callable[[], object] | None = None
+        self._is_fitting = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
@@ -175,8 +177,7 @@ class DeterminismCallback(AlertCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
-        self._moments.begin_stage(trainer)
-        self._checkpoints.attach(trainer, require_digests=self.require_digests)
+        self._checkpointing.begin_stage(trainer)
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)
             return
@@ -223,10 +224,11 @@ class DeterminismCallback(AlertCallback):
         if run is None:
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+        begin_checkpoints = partial(self._checkpointing.begin_fit, run, mode=self.mode, reference=self.reference)
         if isinstance(run, Auditing):
             self.audit_report = None
             run.begin_fit(trainer, pl_module, self.selection)
-            self._moments.begin_fit(run, mode=self.mode, reference=None)
+            begin_checkpoints()
             self._is_fitting = True
             return
         is_resumed = trainer.ckpt_path is not None
@@ -244,33 +246,21 @@ class DeterminismCallback(AlertCallback):
         else:
             root = Path(trainer.log_dir or trainer.default_root_dir)
             run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank, is_resumed=is_resumed)
-        self._moments.begin_fit(run, mode=self.mode, reference=self.reference, environment=manifest["environment"])
-        # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
-        self._is_first = not is_resumed
+        begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
-        self._hash_mode = HashMode.for_training(pl_module, self.selection)
-        self._hash_mode.recorder.alerts = self._alerts
-        self._hash_mode.recorder.exchange = run.exchange
-        self._hash_mode.recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
-        self._observations = Observations(
-            self._hash_mode.recorder,
-            owner=f"the DeterminismCallback of {self.reference}",
-            level=self.selection.level,
-            is_every_step=self.selection.every_n_steps == 1,
-        )
-        activate(self._observations)
+        self._trace = Tracing(pl_module, run, selection=self.selection, alerts=self._alerts, is_resumed=is_resumed)
         self._loads.open(pl_module, run.put_weight_loads)  # with what configure_model made
-        if self._alerts is not None:
-            self._alerts.on_new = self._put_alerts
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self._run, Auditing):
             self._run.attach(trainer)
-        if self._hash_mode is None:
-            return
-        self._hash_mode.optimizers = list(trainer.optimizers)
-        self._restore_training_step = mark_training_step(trainer, self._hash_mode.marks_forward)
+        if self._trace is not None:
+            self._trace.attach(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._checkpointing.resuming.begin_epoch()
 
     # a step
 
@@ -281,33 +271,26 @@ class DeterminismCallback(AlertCallback):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
+        self._checkpointing.resuming.begin_batch()
         self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
+            self._open_watch()
         if isinstance(self._run, Auditing):
-            self._open_watch()
             self._run.begin_step(self._step)
-            return
-        assert self._hash_mode is not None
-        is_selected = self.selection.selects_step(self._step)
-        if self.selection.level != "op" or not is_selected:
-            self._open_watch()
-        if not is_selected:
-            return
-        assert isinstance(self._run, Recording | Verifying)
-        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(self._step))
-        assert self._observations is not None
-        self._observations.begin(saver=self._run.saver, saved=self._run.saved)
+        elif self._trace is not None:
+            self._trace.begin_step(self._step, batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._hash_mode is not None:
-            self._hash_mode.record_values("forward", loss, "loss")
+        if self._trace is not None:
+            self._trace.note_loss(loss)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._hash_mode is not None:
-            self._hash_mode.recorder.phase = "gradient"
+        if self._trace is not None:
+            self._trace.begin_gradients()
         elif isinstance(self._run, Auditing):
             self._run.before_optimizer()
 
@@ -318,35 +301,20 @@ class DeterminismCallback(AlertCallback):
         if isinstance(self._run, Auditing):
             self._run.end_step(self._step)
         self._close_watch()
-        if self._hash_mode is None or not self._hash_mode.is_open:
-            return
-        self._hash_mode.record_values("state", outputs, "outputs")
-        if self._observations is not None:
-            self._observations.end()
-        trace = self._hash_mode.finish()
-        if trace is None:
-            raise TraceError(
-                f"Step {self._step} could not be traced, because a dispatch mode was left open in it, so nothing after "
-                f"step {self._step - 1} would be {'recorded' if self.mode == 'record' else 'verified'}. Close that "
-                "mode within the training step."
-            )
-        self._is_first = False
-        assert isinstance(self._run, Recording | Verifying)
-        if self._run.add(trace, step=self._step, epoch=trainer.current_epoch):
+        if self._trace is not None and self._trace.end_step(self._step, trainer.current_epoch, outputs):
             self._end_fit(is_resumed=True, is_early=True)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
+        self._checkpointing.resuming.end_epoch()
 
     def _close_step(self) -> None:
         if isinstance(self._run, Auditing):
             self._run.end_step(self._step)
         self._close_watch()
-        if self._observations is not None:
-            self._observations.drop()
-        if self._hash_mode is not None:
-            self._hash_mode.abandon()
+        if self._trace is not None:
+            self._trace.drop_step()
 
     # after training
 
@@ -357,6 +325,7 @@ class DeterminismCallback(AlertCallback):
     def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
             return
+        observed = {} if self._trace is None else self._trace.observed
         self._close_trace()
         if isinstance(self._run, Auditing):
             try:
@@ -366,7 +335,6 @@ class DeterminismCallback(AlertCallback):
             return
         assert self._run is not None
         try:
-            observed = {} if self._observations is None else self._observations.counts.to_dict()
             self._run.end_fit(is_resumed=is_resumed, is_early=is_early, observed=observed)
         finally:
             self.verdict = self._run.verdict
@@ -388,12 +356,7 @@ class DeterminismCallback(AlertCallback):
         # only a fit that has nothing to train comes here without on_train_end
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
         self._end_alerts()
-        self._checkpoints.end_fit()
-
-    def _put_alerts(self) -> None:
-        assert self._alerts is not None
-        assert isinstance(self._run, Recording | Verifying)
-        self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
+        self._checkpointing.end_stage()
 
     def _close_trace(self) -> None:
         if self._is_fitting:
@@ -401,15 +364,8 @@ class DeterminismCallback(AlertCallback):
         self._is_fitting = False
         if isinstance(self._run, Auditing):
             self._run.detach()
-        if self._observations is not None:
-            self._observations.abandon()
-            deactivate(self._observations)
-        hash_mode, self._hash_mode = self._hash_mode, None
-        if hash_mode is not None:
-            hash_mode.abandon()
-            if self._alerts is not None and self._alerts.found:
-                self._put_alerts()  # with the number of calls
-        restore, self._restore_training_step = self._restore_training_step, None
-        if restore is not None:
-            restore()
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.close()
         self._loads.close()
+        self._checkpointing.end_fit()

@@ -44,7 +44,7 @@ class Recording:
     """
 
     def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice) -> None:
-        self._path = path
+        self.path = path
         self._replay = replay
         self.saver: SavedTensors | None = None
         self.saved: SavedStep | None = None
@@ -75,13 +75,13 @@ class Recording:
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
-        elif is_resumed and (self._path / "run.json").exists() and not self._overwrite:
-            earlier = Run.open(self._path)
+        elif is_resumed and (self.path / "run.json").exists() and not self._overwrite:
+            earlier = Run.open(self.path)
             self._require_same_patterns(earlier)
-            self._writer = RunWriter.resume(self._path, manifest=manifest)
+            self._writer = RunWriter.resume(self.path, manifest=manifest)
             self._agreement = Agreement(earlier, rank=0, segment=self._writer.segment, manifest=manifest)
         else:
-            self._writer = RunWriter.create(self._path, manifest=manifest, overwrite=self._overwrite)
+            self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self._overwrite)
         if self._tensors is not None:
             self._tensors.start_segment(self._writer.stream, self._writer.segment)
             return
@@ -105,7 +105,7 @@ class Recording:
         recorded = list(earlier.manifest.get("replay", ()))
         if set(recorded) != set(self._replay.patterns):
             raise SelectionError(
-                f"{self._path} was recorded with replay={recorded}, and this attempt asks for "
+                f"{self.path} was recorded with replay={recorded}, and this attempt asks for "
                 f"{list(self._replay.patterns)}. Nothing was changed. Resume with the same patterns, or record to "
                 "another folder."
             )
@@ -192,12 +192,12 @@ class Recording:
         writer.close(complete=not is_empty)
         if is_empty:
             raise NothingComparedError(
-                f"Nothing was recorded in {self._path}: the fit had no step that every_n_steps="
+                f"Nothing was recorded in {self.path}: the fit had no step that every_n_steps="
                 f"{self._selection.every_n_steps} selects."
             )
         print_closing_line(
             recorded_line(
-                path=self._path,
+                path=self.path,
                 num_steps=self._num_steps,
                 num_sites=self._num_sites,
                 num_bytes=writer.bytes_written,
@@ -222,7 +222,7 @@ class Recording:
         self._writer = self._agreement = self._tensors = self.exchange = None
         self._has_diverged = False
         text = disagreement_text(
-            verdict, path=self._path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
+            verdict, path=self.path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
         )
         self._num_steps = self._num_sites = 0
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
@@ -232,7 +232,7 @@ class Recording:
         self._running().close(complete=False)
         print_closing_line(
             f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "
-            f"{self._path} is incomplete"
+            f"{self.path} is incomplete"
         )
 
     def _running(self) -> RunWriter:

@@ -93,6 +93,10 @@ class Resuming:
         self._watch.detach()
         self._incomplete.clear()
 
+    def forget(self) -> None:
+        """Nothing was loaded (any more)."""
+        self._pending, self._gradients = None, {}
+
     def begin_batch(self) -> None:
         """Note what a batch may change, where an exception might have a checkpoint saved in its middle."""
         if self._watch.keeps_last and self._fit is not None:
@@ -156,7 +160,8 @@ class Resuming:
             CheckpointFormatError: a file is damaged.
             NotResumableError: the run cannot go on as the same run (``resume="exact"``).
         """
-        self._path, self._pending, self._gradients = path, None, {}
+        self.forget()
+        self._path = path
         if self._resume == "plain":
             return
         content = (files or {}).get(state_file(rank))

@@ -63,7 +63,7 @@ class Verifying:
         self.saved: SavedStep | None = None
         self.exchange: OpReplayer | None = None
         self.verdict: Verdict | None = None
-        self._reference = reference
+        self.path = reference
         self._current = current
         self._steps = steps
         self._on_divergence = on_divergence
@@ -81,7 +81,7 @@ class Verifying:
         """
         if self._verification is not None:
             return self._selection
-        run, selection = open_reference(self._reference, selection, steps=self._steps)
+        run, selection = open_reference(self.path, selection, steps=self._steps)
         self._patterns_of(run)
         return selection
 
@@ -111,7 +111,7 @@ class Verifying:
         self.verdict = None
         if self._verification is None:
             self._selection = selection
-            run, _ = open_reference(self._reference, selection, steps=self._steps)
+            run, _ = open_reference(self.path, selection, steps=self._steps)
             if patterns := self._patterns_of(run):
                 self.exchange = OpReplayer(patterns)
             self._verification = Verification(

@@ -1,4 +1,4 @@
-"""What the callback knows of the moment at which a checkpoint is saved."""
+"""The checkpoints of a callback's Trainer: their digests, and the state beside them that makes a resume exact."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,35 +8,50 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.checkpoints import CheckpointWatch
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.resuming import Resume, Resuming
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint import SaveContext
+from det_callbacks.checkpoint.sidecar import Sidecar
 from det_callbacks.environment import capture_environment, trainer_choices
 
 
-class Moments:
-    """The Trainer and the run of a callback."""
+class Checkpointing:
+    """What is written beside the checkpoints of one callback's Trainer, and read again when one is loaded.
 
-    def __init__(self) -> None:
+    Args:
+        require_digests: loading a checkpoint without digests beside it is an error.
+        resume: "exact", "warn" or "plain", see ``Resuming``.
+    """
+
+    def __init__(self, *, require_digests: bool, resume: Resume) -> None:
+        self._require_digests = require_digests
+        self._watch = CheckpointWatch(self)
+        self._watch.on_loaded = self._loaded
+        self.resuming = Resuming(resume, self._watch.amend)
         self._trainer: pl.Trainer | None = None
         self._run: Recording | Verifying | Auditing | None = None
         self._identity: Mapping[str, Any] | None = None
         self._environment: Mapping[str, Any] | None = None
 
     def begin_stage(self, trainer: pl.Trainer) -> None:
-        """Know the Trainer; the run of an earlier stage is over."""
+        """Stand in the Trainer's ways of saving and loading; the run of an earlier stage is over."""
         self._trainer = trainer
         self._run = self._identity = self._environment = None
+        self.resuming.forget()
+        self._watch.attach(trainer, require_digests=self._require_digests)
 
     def begin_fit(
         self,
         run: Recording | Verifying | Auditing,
         *,
         mode: str,
-        reference: str | Path | None,
+        reference: Path | None,
         environment: Mapping[str, Any] | None = None,
     ) -> None:
         """Know the run of a fit, and the environment where it was captured already."""
+        assert self._trainer is not None, "a stage began"
         self._run = run
         self._environment = environment
         self._identity = {
@@ -44,9 +59,18 @@ class Moments:
             "mode": mode,
             "reference": None if reference is None else str(reference),
         }
+        self.resuming.attach(self._trainer)
 
-    def context(self) -> SaveContext:
-        """Return the moment."""
+    def end_fit(self) -> None:
+        """Leave loops, loaders and ModelCheckpoints; checkpoints are still followed, since some are saved later."""
+        self.resuming.detach()
+
+    def end_stage(self) -> None:
+        """Finish what is being written."""
+        self._watch.end_fit()
+
+    def context(self, path: str) -> SaveContext:
+        """Return the moment of a save."""
         trainer = self._trainer
         assert trainer is not None, "a stage began"
         if self._environment is None:
@@ -64,4 +88,10 @@ class Moments:
             chain=run.chain if isinstance(run, Recording) else None,
             program=run.program if isinstance(run, Recording | Verifying) else None,
             environment=self._environment,
+            attachments=self.resuming.files(path) if is_fit and run is not None else {},
         )
+
+    def _loaded(self, path: str, _: Sidecar | None, attachments: Mapping[str, bytes]) -> None:
+        trainer = self._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.resuming.loaded(path, attachments, rank=trainer.global_rank, world_size=trainer.world_size)

@@ -1,0 +1,120 @@
+"""The trace of one fit: open during its steps, and closed on every path."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from det_callbacks.callback.loops import mark_training_step
+from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.verifying import Verifying
+from det_callbacks.errors import TraceError
+from det_callbacks.observe import Observations, activate, deactivate
+from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.selection import Selection
+
+
+class Tracing:
+    """Traces the selected steps of a fit and hands them to its run.
+
+    Args:
+        pl_module: that is trained.
+        run: what the steps are written to, or compared with.
+        selection: what is traced.
+        alerts: collects ops without a deterministic implementation; None where nothing does.
+        is_resumed: the fit begins in the middle of a run.
+    """
+
+    def __init__(
+        self,
+        pl_module: pl.LightningModule,
+        run: Recording | Verifying,
+        *,
+        selection: Selection,
+        alerts: Alerts | None,
+        is_resumed: bool,
+    ) -> None:
+        self._run = run
+        self._selection = selection
+        self._alerts = alerts
+        # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
+        self._is_first = not is_resumed
+        self._hash_mode = HashMode.for_training(pl_module, selection)
+        recorder = self._hash_mode.recorder
+        recorder.alerts = alerts
+        recorder.exchange = run.exchange
+        recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
+        self._observations = Observations(
+            recorder,
+            owner=f"the DeterminismCallback of {run.path}",
+            level=selection.level,
+            is_every_step=selection.every_n_steps == 1,
+        )
+        activate(self._observations)
+        self._restore_training_step: Callable[[], object] = lambda: None
+        if alerts is not None:
+            alerts.on_new = self._put_alerts
+
+    @property
+    def observed(self) -> Mapping[str, Any]:
+        """What observations saved or put back so far, as the coverage shows it."""
+        return self._observations.counts.to_dict()
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Follow the optimizers and the training step of a Trainer that is about to train."""
+        self._hash_mode.optimizers = list(trainer.optimizers)
+        self._restore_training_step = mark_training_step(trainer, self._hash_mode.marks_forward)
+
+    def begin_step(self, step: int, batch: Any) -> None:
+        """Open the trace for a step, if it is a selected one."""
+        if not self._selection.selects_step(step):
+            return
+        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(step))
+        self._observations.begin(saver=self._run.saver, saved=self._run.saved)
+
+    def note_loss(self, loss: Any) -> None:
+        """Record the loss, before the backward pass."""
+        self._hash_mode.record_values("forward", loss, "loss")
+
+    def begin_gradients(self) -> None:
+        """Note that what follows is done to gradients, until the optimizer steps."""
+        self._hash_mode.recorder.phase = "gradient"
+
+    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+        """Hand a step over to the run; return whether to stop because it differs.
+
+        Raises:
+            TraceError: it could not be traced.
+        """
+        if not self._hash_mode.is_open:
+            return False
+        self._hash_mode.record_values("state", outputs, "outputs")
+        self._observations.end()
+        trace = self._hash_mode.finish()
+        if trace is None:
+            raise TraceError(
+                f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "
+                f"{step - 1} would be {'recorded' if isinstance(self._run, Recording) else 'verified'}. Close that "
+                "mode within the training step."
+            )
+        self._is_first = False
+        return self._run.add(trace, step=step, epoch=epoch)
+
+    def drop_step(self) -> None:
+        """Forget a step that did not come to its end."""
+        self._observations.drop()
+        self._hash_mode.abandon()
+
+    def close(self) -> None:
+        """Leave nothing open. May be called more than once."""
+        self._observations.abandon()
+        deactivate(self._observations)
+        self._hash_mode.abandon()
+        if self._alerts is not None and self._alerts.found:
+            self._put_alerts()  # with the number of calls
+        self._restore_training_step()
+
+    def _put_alerts(self) -> None:
+        assert self._alerts is not None
+        self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
