@@ -91,7 +91,9 @@ class Checkpointing:
             attachments=self.resuming.files(path) if is_fit and run is not None else {},
         )
 
-    def _loaded(self, path: str, _: Sidecar | None, attachments: Mapping[str, bytes]) -> None:
+    def _loaded(self, path: str, sidecar: Sidecar | None, attachments: Mapping[str, bytes]) -> None:
         trainer = self._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.resuming.loaded(path, attachments, rank=trainer.global_rank, world_size=trainer.world_size)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        saved = () if sidecar is None or sidecar.resume is None else tuple(sidecar.resume.files)
+        self.resuming.loaded(path, attachments, saved=saved, rank=trainer.global_rank, world_size=trainer.world_size)

@@ -158,7 +158,7 @@ class DeterminismCallback(AlertCallback):
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
-        self._checkpointing = Checkpointing(require_digests=require_digests, resume=resume)
+        self._checkpointing: Checkpointing | None = None
         self._loads = LoadWatch()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
@@ -177,6 +177,8 @@ class DeterminismCallback(AlertCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
+        if self._checkpointing is None:
+            self._checkpointing = Checkpointing(require_digests=self.require_digests, resume=self.resume)
         self._checkpointing.begin_stage(trainer)
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)
@@ -224,6 +226,7 @@ class DeterminismCallback(AlertCallback):
         if run is None:
             return
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
+        assert self._checkpointing is not None, "setup was called"
         begin_checkpoints = partial(self._checkpointing.begin_fit, run, mode=self.mode, reference=self.reference)
         if isinstance(run, Auditing):
             self.audit_report = None
@@ -260,7 +263,8 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._checkpointing.resuming.begin_epoch()
+        if self._checkpointing is not None:
+            self._checkpointing.resuming.begin_epoch()
 
     # a step
 
@@ -271,6 +275,7 @@ class DeterminismCallback(AlertCallback):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
+        assert self._checkpointing is not None, "setup was called"
         self._checkpointing.resuming.begin_batch()
         self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
@@ -307,7 +312,8 @@ class DeterminismCallback(AlertCallback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
-        self._checkpointing.resuming.end_epoch()
+        if self._checkpointing is not None:
+            self._checkpointing.resuming.end_epoch()
 
     def _close_step(self) -> None:
         if isinstance(self._run, Auditing):
@@ -356,7 +362,8 @@ class DeterminismCallback(AlertCallback):
         # only a fit that has nothing to train comes here without on_train_end
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
         self._end_alerts()
-        self._checkpointing.end_stage()
+        if self._checkpointing is not None:
+            self._checkpointing.end_stage()
 
     def _close_trace(self) -> None:
         if self._is_fitting:
@@ -368,4 +375,5 @@ class DeterminismCallback(AlertCallback):
         if trace is not None:
             trace.close()
         self._loads.close()
-        self._checkpointing.end_fit()
+        if self._checkpointing is not None:
+            self._checkpointing.end_fit()

@@ -8,7 +8,7 @@ has. The loops are reached into by the methods that stand at those moments (read
 * ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from det_callbacks.callback.data_watch import DataWatch
 from det_callbacks.callback.fit_state import FitState, is_stateful
 from det_callbacks.errors import CheckpointFormatError, CoverageWarning, NotResumableError
+from det_callbacks.report import print_closing_line, unrestored_line
 from det_callbacks.resume import ResumeState
 
 Resume = Literal["exact", "warn", "plain"]
@@ -147,12 +148,15 @@ class Resuming:
 
     # restoring
 
-    def loaded(self, path: str, files: Mapping[str, bytes] | None, *, rank: int, world_size: int) -> None:
-        """Take over what stood beside a checkpoint that was loaded for a fit.
+    def loaded(
+        self, path: str, files: Mapping[str, bytes], *, saved: Collection[str], rank: int, world_size: int
+    ) -> None:
+        """Take over what stands beside a checkpoint that was loaded for a fit.
 
         Args:
             path: of the checkpoint.
-            files: name -> content; None or without this rank's when nothing is there.
+            files: name -> content.
+            saved: names of the files that were saved with it.
             rank: of this process.
             world_size: of this run.
 
@@ -164,23 +168,21 @@ class Resuming:
         self._path = path
         if self._resume == "plain":
             return
-        content = (files or {}).get(state_file(rank))
+        name = state_file(rank)
+        content = files.get(name)
         if content is None:
-            of_rank = f" of rank {rank}" if files else ""
-            rank_zero_warn(
-                f"Beside {path} stands no state{of_rank} of generators and data, so Lightning alone resumes it: a run "
-                "with shuffling, augmentation or dropout will not be the same run.",
-                category=CoverageWarning,
-            )
+            if name in saved:
+                self._refuse([f"{name}, which was saved beside it, is missing"])
+            print_closing_line(unrestored_line(path, rank=rank if files else None))
             return
-        state = ResumeState.from_bytes(content, f"{path}.resume/{state_file(rank)}")
+        state = ResumeState.from_bytes(content, f"{path}.resume/{name}")
         problems = list(state.problems)
         if state.world_size != world_size:
             problems.append(f"it was saved by {state.world_size} processes, and there are {world_size} now")
         if problems:
             self._refuse(problems)
         if state.num_gradients:
-            self._gradients = self._read_gradients((files or {}).get(gradients_file(rank)), rank)
+            self._gradients = self._read_gradients(files.get(gradients_file(rank)), rank)
         self._pending = state
 
     def _read_gradients(self, content: bytes | None, rank: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from det_callbacks.report.checkpoint_text import (
     missing_sidecar_line,
     render_checkpoint,
     unfinished_save_line,
+    unrestored_line,
 )
 from det_callbacks.report.closing import (
     count,
@@ -55,6 +56,7 @@ __all__ = [
     "step_to_dict",
     "unfinished_save_line",
     "unfinished_text",
+    "unrestored_line",
     "verdict_lines",
     "verified_line",
     "waiting_line",

@@ -76,6 +76,15 @@ def missing_sidecar_line(path: str) -> str:
     )
 
 
+def unrestored_line(path: str, *, rank: int | None) -> str:
+    """Return the line of a checkpoint that Lightning alone resumes, for all ranks or for one."""
+    of_rank = "" if rank is None else f" of rank {rank}"
+    return (
+        f"det_callbacks: {path} is resumed by Lightning alone: no state{of_rank} of generators and data stands beside "
+        "it, so with shuffling, augmentation or dropout the run will not be the same run"
+    )
+
+
 def missing_files_line(path: str, names: Sequence[str]) -> str:
     """Return the line of a checkpoint of which files kept beside it are gone."""
     return f"det_callbacks: {path} is what was saved, but what was kept beside it is missing: {', '.join(names)}"

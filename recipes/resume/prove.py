@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from trainings import make_data, make_model
 
 from det_callbacks import DetCallbacksError, prove_resume
-from det_callbacks.report import verdict_lines
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -32,7 +31,9 @@ def main(config: DictConfig) -> None:
     except DetCallbacksError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    print(verdict_lines(verdict))
+    print(f"{verdict.verdict}: {verdict.explanation}")
+    if verdict.first_divergence is not None:
+        print(f"cause: {verdict.cause}; first: {verdict.first_divergence.name or verdict.first_divergence.op}")
     raise SystemExit(verdict.exit_code)
 
 

@@ -140,6 +140,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "audit_steps": [5],
         "audit_runs": 3,
         "require_digests": False,
+        "resume": "exact",
     }
 
 

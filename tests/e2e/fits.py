@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -122,7 +123,12 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     """Nothing that a fit needs is there after it; what is global is watched for every test by the conftest."""
     assert _get_current_dispatch_mode_stack() == []
     assert "training_step" not in vars(fit.trainer.strategy)
-    assert callback._hash_mode is None
+    assert callback._trace is None
+    loop = fit.trainer.fit_loop
+    assert "_load_combined_loader_states" not in vars(loop)
+    assert "on_run_start" not in vars(loop.epoch_loop)
+    assert type(loop._combined_loader) in (CombinedLoader, type(None))
+    assert "_get_iterator" not in vars(fit.loader)
     run = callback._run
     if run is not None:
         keeper = run._verification if isinstance(run, Verifying) else run

@@ -48,11 +48,13 @@ def test_what_is_written_is_read() -> None:
         lambda content: b"[]",
         lambda content: b"\xff\xfe",
         lambda content: json.dumps({**json.loads(content), "position": None}).encode(),
-        lambda content: json.dumps({key: value for key, value in json.loads(content).items() if key != "step"}).encode(),
+        lambda content: json.dumps(
+            {key: value for key, value in json.loads(content).items() if key != "step"}
+        ).encode(),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_it(damage) -> None:
-    with pytest.raises(CheckpointFormatError, match="x.ckpt.resume/rank-00000.json is damaged") as caught:
+    with pytest.raises(CheckpointFormatError, match=r"rank-00000\.json is damaged") as caught:
         ResumeState.from_bytes(damage(a_state().to_bytes()), "x.ckpt.resume/rank-00000.json")
     assert caught.value.exit_code == 2
 
