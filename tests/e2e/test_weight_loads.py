@@ -134,6 +134,7 @@ def test_copies_of_the_module_work_and_tell_nobody(tmp_path: Path) -> None:
     assert b"det_callbacks" not in copies.pickled + copies.saved
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 def test_a_compiled_part_is_named_by_the_module_it_was_called_on(tmp_path: Path) -> None:
     class Compiled(Steady):
         def __init__(self) -> None:
