@@ -1,6 +1,6 @@
 """What a fit is recorded into."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,19 @@ class Recording:
         """Programs of the run that a resumed fit goes on with."""
         return () if self._agreement is None else self._agreement.last_programs()
 
-    def expectation(self, step: int) -> Expectation | None:
-        """Return what the run holds of a step that begins, None when it is new."""
+    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
+        """Return what the run holds of a step that begins, None when it is new.
+
+        Args:
+            step: training batch.
+            digest_state: returns the state that the step begins with; called in the first one after a resume.
+        """
         writer = self._running()
         if self._is_resumed:
             self._is_resumed = False
             writer.note_resumed(step)
+            if self._agreement is not None and self._agreement.holds(step):
+                self._agreement.compare_state(step, digest_state)
         self.saver, self.saved, expectation = self._tensors, None, None
         if self._agreement is not None and self._agreement.holds(step):
             expectation = self._agreement.expectation(step)
