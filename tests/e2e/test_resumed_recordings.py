@@ -143,8 +143,7 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(
     assert again.verdict.verdict == "match"
 
 
-@pytest.mark.parametrize("mode", ["record", "verify"])
-@pytest.mark.parametrize("level", ["module", "state"])
+@pytest.mark.parametrize(("mode", "level"), [("record", "state"), ("verify", "module")])
 @pytest.mark.parametrize(
     ("change", "name"),
     [
