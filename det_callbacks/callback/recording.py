@@ -67,7 +67,8 @@ class Recording:
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
-        self._is_resumed = is_resumed
+        # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
+        self._is_resumed = is_resumed and selection.every_n_steps == 1
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
@@ -76,6 +77,8 @@ class Recording:
             self._require_same_patterns(earlier)
             self._writer = RunWriter.resume(self._path, manifest=manifest)
             self._agreement = Agreement(earlier, rank=0, segment=self._writer.segment, manifest=manifest)
+            if not self._is_resumed:
+                self._agreement.begin()
         else:
             self._writer = RunWriter.create(self._path, manifest=manifest, overwrite=self._overwrite)
         if self._tensors is not None:
@@ -185,6 +188,8 @@ class Recording:
             self._take_back(agreement)
         num_agreed = 0 if agreement is None else agreement.num_steps
         is_empty = not self._num_steps and not num_agreed
+        if is_empty and agreement is not None:
+            self._discard()
         writer.close(complete=not is_empty)
         if is_empty:
             raise NothingComparedError(
@@ -212,19 +217,31 @@ class Recording:
     def _take_back(self, agreement: Agreement) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
         self.verdict = verdict = agreement.verdict()
+        text = disagreement_text(
+            verdict, path=self._path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
+        )
+        self._discard()
+        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+
+    def _discard(self) -> None:
+        """Take the attempt back; another fit would go on with the run anew."""
         if self._tensors is not None:
             self._tensors.delete()
         self._running().discard_attempt()
         self._writer = self._agreement = self._tensors = self.exchange = None
         self._has_diverged = False
-        text = disagreement_text(
-            verdict, path=self._path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
-        )
         self._num_steps = self._num_sites = 0
-        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def stop(self, reason: str) -> None:
-        """Leave the run as incomplete: an exception ended the fit."""
+        """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
+        if self._agreement is not None and not self._num_steps:
+            num_agreed = self._agreement.num_steps
+            self._discard()
+            print_closing_line(
+                f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self._path} "
+                "held already: it is as it was before"
+            )
+            return
         self._running().close(complete=False)
         print_closing_line(
             f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "

@@ -103,7 +103,8 @@ class Verifying:
             selection: what is traced.
             root: where the folder of the verification goes by default.
             rank: of this process.
-            is_resumed: the fit goes on from a checkpoint.
+            is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
+                not be the first one after it.
         """
         go_on(self)
         self.verdict = None
@@ -120,7 +121,7 @@ class Verifying:
                 steps=self._steps,
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.every_n_steps == 1)
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step.

@@ -14,6 +14,7 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import (
     DeterminismCallback,
     DivergenceError,
+    NothingComparedError,
     SelectionError,
     cli,
     compare_runs,
@@ -294,15 +295,49 @@ def test_what_was_saved_is_put_back_in_steps_that_are_there(tmp_path: Path) -> N
     assert callback.verdict.verdict == "match"
 
 
-def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, run: Path) -> None:
-    class Failing(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.epoch_loop.total_batch_idx == 6:
-                raise RuntimeError("stop")
+def test_a_resume_that_has_nothing_to_train_leaves_the_run_as_it_was(recorded: Path, run: Path) -> None:
+    before = files_of(run)
+    with pytest.raises(NothingComparedError):
+        fit(DeterminismCallback(run, mode="record"), ckpt_path=recorded / "4.ckpt", loader=Stateful(), max_steps=4)
+    assert files_of(run) == before
 
+
+def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) -> None:
+    class OtherSeed(Steady):
+        def on_train_start(self) -> None:
+            torch.manual_seed(5)
+
+    run = tmp_path / "run"
+    fit(DeterminismCallback(run, mode="record", every_n_steps=3), Checkpoints(tmp_path, 4), loader=Stateful())
+    callback = DeterminismCallback(run, mode="record", every_n_steps=3)
+    with pytest.raises(DivergenceError) as caught:
+        fit(callback, model=OtherSeed, ckpt_path=tmp_path / "4.ckpt", loader=Stateful())
+    assert "the first after resuming" not in str(caught.value)
+    assert Run.open(run).rank(0).steps(0).tolist() == [0, 3, 6]
+
+
+class Failing(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.step:
+            raise RuntimeError("stop")
+
+
+def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, run: Path, capsys: Any) -> None:
+    before = files_of(run)
+    options: dict[str, Any] = {"loader": Stateful(), "max_epochs": 3}
     with pytest.raises(RuntimeError, match="stop"):
-        fit(DeterminismCallback(run, mode="record"), Failing(), ckpt_path=recorded / "4.ckpt", loader=Stateful())
-    assert Run.open(run).rank(0).steps(0).tolist() == list(range(2 * BATCHES))
-    fit(DeterminismCallback(run, mode="record"), ckpt_path=recorded / "4.ckpt", loader=Stateful())
+        fit(DeterminismCallback(run, mode="record"), Failing(6), ckpt_path=recorded / "4.ckpt", **options)
+    assert "after 2 steps that" in capsys.readouterr().out
+    assert files_of(run) == before
+
+    # one that has added a step is incomplete until it is gone on with
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(DeterminismCallback(run, mode="record"), Failing(9), ckpt_path=recorded / "6.ckpt", **options)
+    assert not Run.open(run).is_complete
+    assert Run.open(run).rank(0).steps(0).tolist() == list(range(2 * BATCHES + 1))
+    fit(DeterminismCallback(run, mode="record"), ckpt_path=recorded / "4.ckpt", **options)
     assert Run.open(run).is_complete
-    assert compare_runs(recorded / "run", run).verdict == "match"
+    assert compare_runs(recorded / "run", run, steps="common").verdict == "match"
