@@ -67,14 +67,14 @@ class DeterminismCallback(AlertCallback):
             leaves all that to Lightning.
 
     Attributes:
-        verdict: the Verdict of a verification; None before the end of a fit, in other modes, and as long as the
-            reference holds more fits than have run and nothing differs.
+        verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
+            end of a fit, in other cases, and while the reference holds more fits than have run and nothing differs.
         audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
         SelectionError, SettingsError: an argument is not one of the allowed ones (at construction).
-        DivergenceError: the run is not the reference (verify; ``.verdict`` says where).
+        DivergenceError: the run is not the reference (verify), or not what it goes on with (record, resumed).
         NotComparableError: it differs, and so does the machine in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
         ReplayError: what is to be saved is larger than the budget, or the disk.
@@ -89,7 +89,6 @@ class DeterminismCallback(AlertCallback):
     left at their defaults; others than the reference's are refused.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
     """
 

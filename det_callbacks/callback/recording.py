@@ -1,6 +1,6 @@
 """What a fit is recorded into."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ class Recording:
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
-        self._is_resumed = is_resumed
+        # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
+        self._is_resumed = is_resumed and selection.every_n_steps == 1
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
@@ -80,6 +81,8 @@ class Recording:
             self._require_same_patterns(earlier)
             self._writer = RunWriter.resume(self.path, manifest=manifest)
             self._agreement = Agreement(earlier, rank=0, segment=self._writer.segment, manifest=manifest)
+            if not self._is_resumed:
+                self._agreement.begin()
         else:
             self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self._overwrite)
         if self._tensors is not None:
@@ -115,12 +118,19 @@ class Recording:
         """Programs of the run that a resumed fit goes on with."""
         return () if self._agreement is None else self._agreement.last_programs()
 
-    def expectation(self, step: int) -> Expectation | None:
-        """Return what the run holds of a step that begins, None when it is new."""
+    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
+        """Return what the run holds of a step that begins, None when it is new.
+
+        Args:
+            step: training batch.
+            digest_state: returns the state that the step begins with; called in the first one after a resume.
+        """
         writer = self._running()
         if self._is_resumed:
             self._is_resumed = False
             writer.note_resumed(step)
+            if self._agreement is not None and self._agreement.holds(step):
+                self._agreement.compare_state(step, digest_state)
         self.saver, self.saved, expectation = self._tensors, None, None
         if self._agreement is not None and self._agreement.holds(step):
             expectation = self._agreement.expectation(step)
@@ -189,6 +199,8 @@ class Recording:
             self._take_back(agreement)
         num_agreed = 0 if agreement is None else agreement.num_steps
         is_empty = not self._num_steps and not num_agreed
+        if is_empty and agreement is not None:
+            self._discard()
         writer.close(complete=not is_empty)
         if is_empty:
             raise NothingComparedError(
@@ -216,19 +228,31 @@ class Recording:
     def _take_back(self, agreement: Agreement) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
         self.verdict = verdict = agreement.verdict()
+        text = disagreement_text(
+            verdict, path=self.path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
+        )
+        self._discard()
+        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+
+    def _discard(self) -> None:
+        """Take the attempt back; another fit would go on with the run anew."""
         if self._tensors is not None:
             self._tensors.delete()
         self._running().discard_attempt()
         self._writer = self._agreement = self._tensors = self.exchange = None
         self._has_diverged = False
-        text = disagreement_text(
-            verdict, path=self.path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
-        )
         self._num_steps = self._num_sites = 0
-        raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def stop(self, reason: str) -> None:
-        """Leave the run as incomplete: an exception ended the fit."""
+        """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
+        if self._agreement is not None and not self._num_steps:
+            num_agreed = self._agreement.num_steps
+            self._discard()
+            print_closing_line(
+                f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self.path} "
+                "held already: it is as it was before"
+            )
+            return
         self._running().close(complete=False)
         print_closing_line(
             f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "

@@ -70,7 +70,8 @@ class Tracing:
         """Open the trace for a step, if it is a selected one."""
         if not self._selection.selects_step(step):
             return
-        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=self._run.expectation(step))
+        expected = self._run.expectation(step, self._hash_mode.digest_state)
+        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
 
     def note_loss(self, loss: Any) -> None:

@@ -1,6 +1,6 @@
 """What a fit is verified against."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +105,8 @@ class Verifying:
             selection: what is traced.
             root: where the folder of the verification goes by default.
             rank: of this process.
-            is_resumed: the fit goes on from a checkpoint.
+            is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
+                not be the first one after it.
         """
         go_on(self)
         self.verdict = None
@@ -122,11 +123,18 @@ class Verifying:
                 steps=self._steps,
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.every_n_steps == 1)
 
-    def expectation(self, step: int) -> Expectation | None:
-        """Return what the reference had in a step, None when it has no such step."""
+    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
+        """Return what the reference had in a step, None when it has no such step.
+
+        Args:
+            step: training batch.
+            digest_state: returns the state that the step begins with; called in the first one after a resume.
+        """
         verification = self._running()
+        if verification.is_resuming(self._segment):
+            verification.compare_state(self._segment, step, digest_state)
         expectation = verification.expectation(self._segment, step)
         self.saved = None
         if expectation is not None:

@@ -1,9 +1,9 @@
 """What a resumed recording runs again has to be what the run holds already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from det_callbacks.compare.live import add_traced_step, reference_environment
+from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.trace.program import Program, StepView
@@ -57,6 +57,10 @@ class Agreement:
         run = self.earlier
         records = (run.rank(self._rank).read(self._segment, step) for step in sorted(self._known)[-LAST_STEPS:])
         return tuple(run.program(identity) for identity in dict.fromkeys(record.program_id for record in records))
+
+    def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
+        """Compare the restored state with what the run ended the step before with, for the explanation."""
+        compare_restored(self._builder, self.earlier, self._rank, self._segment, step, digest_state)
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what a step held then, None when it was not recorded."""

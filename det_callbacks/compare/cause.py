@@ -16,6 +16,10 @@ _PHASE_CAUSES: dict[str, Cause] = {
     "gradient": "backward",
     "optimizer": "optimizer",
 }
+_CHECKPOINT_ADVICE = (
+    "no op is to blame. Compare the checkpoint with the one that was saved there, and look at what changes this state "
+    "between loading it and the step"
+)
 _SOURCES = {
     "state": "the initial state",
     "data": "the batch",
@@ -30,6 +34,7 @@ def find_cause(
     *,
     is_first: bool = False,
     is_resumed: bool = False,
+    unrestored: Sequence[str] = (),
 ) -> Cause:
     """Return the cause of a differing step, from the earliest evidence there is.
 
@@ -42,8 +47,9 @@ def find_cause(
         environment: how the environments differ.
         is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
         is_resumed: whether one of the runs had just been resumed from a checkpoint.
+        unrestored: restored state that is not what the reference ended the step before with.
     """
-    if is_resumed and difference.restored:
+    if is_resumed and (difference.restored or unrestored):
         return "checkpoint"
     sources = [finding for finding in difference.findings if finding.is_source]
     phases = {finding.divergence.phase for finding in sources}
@@ -75,7 +81,9 @@ def is_setting(difference: EnvironmentDifference) -> bool:
     return not difference.is_machine and difference.name.startswith("settings.")
 
 
-def explain_step(difference: StepDifference, *, show_rank: bool, is_resumed: bool = False) -> str:
+def explain_step(
+    difference: StepDifference, *, show_rank: bool, is_resumed: bool = False, unrestored: Sequence[str] = ()
+) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
     first = difference.findings[0]
     place = f"Step {difference.step}" + (f" of rank {difference.rank}" if show_rank else "")
@@ -83,6 +91,12 @@ def explain_step(difference: StepDifference, *, show_rank: bool, is_resumed: boo
         place += ", the first after resuming"
         if difference.restored:
             return f"{place}: {_explain_restored(difference)}"
+        if unrestored:
+            names = ", ".join(unrestored[:MAX_NAMED]) + _and_more(len(unrestored))
+            return (
+                f"{place}: {names} is not what the reference ended step {difference.step - 1} with"
+                f"{_also_differing(difference)}; {_CHECKPOINT_ADVICE}"
+            )
     if first.is_source:
         return f"{place}: {_explain_sources(difference)}"
     text = f"{place}, {first.divergence.phase}: {describe(first)}"
@@ -141,16 +155,16 @@ def _explain_restored(difference: StepDifference) -> str:
         what = "did not come out of the checkpoint"
     elif kinds == {"extra"}:
         what = "came out of the checkpoint, and the reference has no such state there"
+    return f"{names} {what}{_also_differing(difference)}; {_CHECKPOINT_ADVICE}"
+
+
+def _also_differing(difference: StepDifference) -> str:
     others = dict.fromkeys(
         finding.divergence.phase
         for finding in difference.findings
         if finding.is_source and finding.divergence.phase in ("data", "rng")
     )
-    also = f"; {' and '.join(_SOURCES[other] for other in others)} differs too" if others else ""
-    return (
-        f"{names} {what}{also}. Compare the checkpoint with the one that was saved there, and look at what changes "
-        "this state between loading it and the step; no op is to blame"
-    )
+    return f" ({' and '.join(_SOURCES[other] for other in others)} differs too)" if others else ""
 
 
 def _explain_sources(difference: StepDifference) -> str:

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from det_callbacks.compare.partial import empty_step, reached_part
+from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
@@ -99,6 +100,14 @@ class Verification:
         if segment:
             self._writer.start_segment()
 
+    def is_resuming(self, segment: int) -> bool:
+        """Return whether the next step is the first one after a checkpoint was restored."""
+        return self._is_resumed and not self._done[segment]
+
+    def compare_state(self, segment: int, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
+        """Compare the restored state with what the reference ended the step before with, for the explanation."""
+        compare_restored(self._builder, self.reference, self.rank, segment, step, digest_state)
+
     def expectation(self, segment: int, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
         if step not in self._known[segment]:
@@ -135,7 +144,7 @@ class Verification:
             epoch: counted from 0.
             is_whole: False for a step that was stopped: only what it had reached is compared.
         """
-        is_resumed = self._is_resumed and not self._done[segment]
+        is_resumed = self.is_resuming(segment)
         if is_resumed:
             self._writer.note_resumed(step)
         self._done[segment].append(step)
@@ -238,6 +247,23 @@ def add_traced_step(
     current = trace.view(rank=reference.rank, step=record.step, epoch=epoch, segment=record.segment)
     # another program may be the same step: which arguments vary shows only after some steps
     return bool(builder.add_step(reference, current, is_resumed=is_resumed).num_differing)
+
+
+def compare_restored(
+    builder: VerdictBuilder,
+    reference: Run,
+    rank: int,
+    segment: int,
+    step: int,
+    digest_state: Callable[[], Mapping[str, int]],
+) -> None:
+    """Tell a builder which restored state is not what the reference ended the step before with.
+
+    Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
+    """
+    is_told = reference.manifest["selection"].get("level") == "op"
+    if not is_told and step - 1 in reference.rank(rank).steps(segment):
+        builder.set_unrestored(find_unrestored(reference.view(rank, segment, step - 1), digest_state()))
 
 
 def open_reference(

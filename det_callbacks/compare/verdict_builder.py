@@ -63,6 +63,7 @@ class VerdictBuilder:
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._replayed: Mapping[str, Any] = {}
         self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
+        self._unrestored: tuple[str, ...] = ()
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -127,6 +128,10 @@ class VerdictBuilder:
     def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
         """Set where the two runs loaded weights after the model was set up; said where weights differ."""
         self._loads = (tuple(reference), tuple(current))
+
+    def set_unrestored(self, names: Sequence[str]) -> None:
+        """Set which restored state is not what the reference ended the step before with."""
+        self._unrestored = tuple(names)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
@@ -226,8 +231,11 @@ class VerdictBuilder:
         if by_steps is None:
             return None, None, self._explain_match()
         _, difference, is_first, is_resumed = by_steps
-        cause = find_cause(difference, self._environment, is_first=is_first, is_resumed=is_resumed)
-        text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed)
+        unrestored = self._unrestored if is_resumed else ()
+        cause = find_cause(
+            difference, self._environment, is_first=is_first, is_resumed=is_resumed, unrestored=unrestored
+        )
+        text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed, unrestored=unrestored)
         if cause in ("initial_weights", "checkpoint"):
             text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
         if self._whole:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
@@ -26,6 +28,7 @@ from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.region import Interceptor
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.tree import scalar_bits
 
 
 class HashMode:
@@ -174,6 +177,15 @@ class HashMode:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
         if self.is_open:
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
+
+    def digest_state(self) -> dict[str, int]:
+        """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
+        self._name_parameters()
+        return {
+            name: digest_tensor(value) if isinstance(value, Tensor) else scalar_bits(value)[0]
+            for name, value in self._state()
+            if holds_data(value)
+        }
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with phase forward while it runs."""

@@ -138,9 +138,6 @@ class _Hook:
         if caller is not None and caller.f_code is _LOAD_STATE_DICT:
             self._watch.note(self._name)
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return nullcontext().__exit__
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # an importable object of the standard library: the pickle must open where det_callbacks is not installed
+        # of copies and pickles: something that does nothing, and that is there where det_callbacks is not installed
         return getattr, (nullcontext(), "__exit__")

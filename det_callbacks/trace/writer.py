@@ -198,8 +198,11 @@ class RunWriter:
         return (*self._earlier_loads, *(load for found in self._loads.values() for load in found))
 
     def _write_loads(self) -> None:
-        content = json.dumps([load.to_dict() for load in self.weight_loads], indent=1).encode()
-        replace_atomically(self.path / rank_folder(self._rank) / WEIGHT_LOADS_FILE, content)
+        path = self.path / rank_folder(self._rank) / WEIGHT_LOADS_FILE
+        if self.weight_loads:
+            replace_atomically(path, json.dumps([load.to_dict() for load in self.weight_loads], indent=1).encode())
+        else:
+            path.unlink(missing_ok=True)
 
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""

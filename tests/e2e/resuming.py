@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from fits import Fit, Steady
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from styles import Samples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -92,6 +93,27 @@ class Checkpoints(pl.Callback):
 
     def save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.epoch_loop.total_batch_idx + 1}.ckpt")
+
+
+class Stateful(DataLoader[Any]):
+    """A loader that goes on where its state says; Lightning saves that in mid-epoch checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(Samples(), batch_size=8, generator=torch.Generator())
+        self.position = self.start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.position = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position % BATCHES}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
 
 
 def fit(

@@ -34,8 +34,17 @@ def chains_of(path: Path) -> list[int]:
     return [rank.chain(0, int(step)) for step in rank.steps(0)]
 
 
-@pytest.mark.parametrize("level", ["op", "module", "state"])
-@pytest.mark.parametrize("style", STYLES)
+EVERYDAY = ("adamw", "two_optimizers")
+"""Styles that the everyday tests try at every level; the others at level op, which holds the others."""
+
+CASES = [
+    pytest.param(style, level, marks=() if level == "op" or style in EVERYDAY else pytest.mark.slow)
+    for style in STYLES
+    for level in ("op", "module", "state")
+]
+
+
+@pytest.mark.parametrize(("style", "level"), CASES)
 def test_steps_after_an_epochs_end_are_those_of_an_uninterrupted_run(style: str, level: str, tmp_path: Path) -> None:
     model, options, others = STYLES[style]
     whole, parts, saved = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"

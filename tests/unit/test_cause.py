@@ -2,8 +2,10 @@ import pytest
 from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.cause import find_cause
+from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError
+from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import EnvironmentDifference
 
 SEED = EnvironmentDifference(name="settings.seed", reference=1, current=2, changes_bits=True, is_machine=False)
@@ -289,3 +291,82 @@ def test_op_that_reads_other_tensors_is_said_to():
         step.op("aten.neg.default", one if step is reference else other)
     verdict = judge(reference, current)
     assert "reads other tensors than in the reference" in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "parts"),
+    [
+        ({"weight": 3}, "checkpoint", ["net.weight came out of the checkpoint with other bits", "no op is to blame"]),
+        ({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ["net.weight", "(the batch differs too)"]),
+        ({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", ["the batch batch[0]"]),
+        ({"seed": 3}, "rng", ["the state of the generator torch.cpu differs"]),
+        ({"noise_at": 5}, "forward", ["starts here"]),
+    ],
+)
+def test_after_a_resume_the_state_came_from_the_checkpoint(change, cause, parts):
+    builder = VerdictBuilder("refs/run1", "runs/today")
+    builder.add_step(training_step().view(step=7), training_step(**change).view(step=7), is_resumed=True)
+    verdict = builder.finish()
+    assert verdict.cause == cause
+    for part in ["Step 7, the first after resuming", *parts]:
+        assert part in verdict.explanation
+
+
+def test_only_the_step_after_a_resume_accuses_the_checkpoint():
+    builder = VerdictBuilder("refs/run1", "runs/today")
+    builder.set_unrestored(("exp_avg of net.weight",))
+    builder.add_step(training_step().view(step=7), training_step(noise_at=2).view(step=7))
+    assert builder.finish().cause == "forward"
+    builder = VerdictBuilder("refs/run1", "runs/today")
+    builder.set_unrestored(("exp_avg of net.weight",))
+    builder.add_step(training_step().view(step=7), training_step(noise_at=2).view(step=7), is_resumed=True)
+    verdict = builder.finish()
+    assert verdict.cause == "checkpoint"
+    assert "exp_avg of net.weight is not what the reference ended step 6 with" in verdict.explanation
+
+
+def initial(**weights):
+    step = StepBuilder()
+    for name, bits in weights.items():
+        step.named(f"net.{name}", bits, phase="state")
+    step.op("aten.f.default")
+    return step
+
+
+@pytest.mark.parametrize(
+    ("current", "part"),
+    [
+        ({"a": 9, "b": 2, "c": 3}, "the initial state net.a differs (1 of 3 tensors)"),
+        ({"a": 8, "b": 9, "c": 7}, "the initial state net.a, net.b, net.c differs (all 3 tensors)"),
+    ],
+)
+def test_how_much_of_the_initial_state_differs_is_said(current, part):
+    verdict = judge(initial(a=1, b=2, c=3), initial(**current), step=0)
+    assert verdict.cause == "initial_weights"
+    assert part in verdict.explanation
+
+
+def load(source, *, first_step=None, segment=0, is_restore=False):
+    return WeightLoad(module="net", source=source, is_restore=is_restore, first_step=first_step, segment=segment)
+
+
+@pytest.mark.parametrize(
+    ("reference", "current", "clause"),
+    [
+        ((), (), ""),
+        ((load("a.py:1 in f"),), (load("a.py:1 in f"),), "; both runs loaded weights into net at a.py:1 in f before"),
+        ((), (load("a.py:1 in f", first_step=2),), "; the reference loaded none, and the current run weights into net"),
+        (
+            (load("a.py:1 in f"),),
+            (),
+            "; the reference loaded weights into net at a.py:1 in f before the first step, and",
+        ),
+        # expected, later, and of another fit
+        ((load("a.py:1 in f", is_restore=True),), (load("b.py:1 in f", first_step=8),), ""),
+        ((load("a.py:1 in f", segment=1),), (), ""),
+    ],
+)
+def test_loads_that_can_have_to_do_with_it_are_mentioned(reference, current, clause):
+    text = explain_loads(reference, current, segment=0, step=7)
+    assert text.startswith(clause)
+    assert bool(text) == bool(clause)
