@@ -1,8 +1,9 @@
 """A checkpoint's dictionary -> digests by name.
 
 An entry is a tensor, a plain value, or a list of numbers and texts; dictionaries, and lists that hold tensors or other
-containers, are walked into, unless they are large and hold nothing but plain values. Its path joins the keys on the way with "/". A key that is text is written as it is ("/" and "~" in it
-as "~1" and "~0"), any other key as Python writes it, and text that could be taken for a number in quotes.
+containers, are walked into, unless they are large and hold nothing but plain values. Its path joins the keys on the way
+with "/". A key that is text is written as it is ("/" and "~" in it as "~1" and "~0"), any other key as Python writes
+it, and text that could be taken for a number in quotes.
 
 Plain values are None, bool, int, float, complex, str, bytes, dtypes and devices, and lists, tuples, sets and
 dictionaries of them; floats count by their bits. Of anything else only the type is kept: the digest of the file covers
@@ -21,7 +22,7 @@ from det_callbacks.digest import digest_bytes, digest_tensor, digest_tensors, fo
 from det_callbacks.errors import DetCallbacksError
 
 MAX_FLAT = 1000
-"""A container of more plain values than this is one entry, so that a table in a checkpoint does not swell its digests."""
+"""A container of more plain values than this is one entry: a table in a checkpoint is not to swell its digests."""
 
 Entries = Mapping[str, Mapping[str, "Entry"]]
 

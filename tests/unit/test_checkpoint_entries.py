@@ -101,7 +101,10 @@ def compare(reference: dict[str, Any], current: dict[str, Any]) -> list[Any]:
 
 def test_differences_are_named_and_counted() -> None:
     first = {"state_dict": {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2), "gone": torch.ones(1)}, "epoch": 1}
-    second = {"state_dict": {"a": torch.tensor([1.0, 2.0000002]), "b": torch.zeros(3), "new": torch.ones(1)}, "epoch": 2}
+    second = {
+        "state_dict": {"a": torch.tensor([1.0, 2.0000002]), "b": torch.zeros(3), "new": torch.ones(1)},
+        "epoch": 2,
+    }
     found = {one.name: one for one in compare(first, second)}
     assert {name: one.kind for name, one in found.items()} == {
         "state_dict: a": "content",

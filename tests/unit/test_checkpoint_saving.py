@@ -26,7 +26,9 @@ def checkpoint_of(number: int) -> dict[str, Any]:
 
 def save(path: str | Path, number: int, **attachments: bytes) -> str:
     checkpoint, id = checkpoint_of(number), new_id()
-    context = SaveContext(step=number, attachments={name.replace("_", "."): value for name, value in attachments.items()})
+    context = SaveContext(
+        step=number, attachments={name.replace("_", "."): value for name, value in attachments.items()}
+    )
     save_file(checkpoint, Place.of(path), id=id, entries=entries_of(checkpoint), context=context)
     return id
 
