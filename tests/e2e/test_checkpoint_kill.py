@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -22,8 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from det_callbacks import DeterminismCallback
 from fits import Fit
 folder = Path(sys.argv[1])
-saving = [ModelCheckpoint(folder, every_n_train_steps=1, save_last=last, monitor="step", mode="max", save_top_k=2,
-          filename=f"{{last}}-{{{{step}}}}") for last in (True, "link")]
+saving = [ModelCheckpoint(folder, every_n_train_steps=n, save_last=last, monitor="step", mode="max", save_top_k=2,
+          filename=f"{{last}}-{{{{step}}}}") for n, last in ((1, True), (2, "link"))]
 saving[1].CHECKPOINT_NAME_LAST = "linked"
 recording = DeterminismCallback(folder.parent / "run", mode="record", level="state")
 Fit(recording, *saving, enable_checkpointing=True, max_epochs=2000).run()
@@ -44,7 +43,7 @@ def kill_after(process: subprocess.Popen[bytes], folder: Path, seconds: float) -
         time.sleep(seconds)
         assert process.poll() is None, "it ended before it was killed"
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
