@@ -130,7 +130,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(options: argparse.Namespace) -> int:
-    report = check_checkpoint(options.checkpoint, options.other)
+    report = check_checkpoint(options.checkpoint, options.other, require_digests=options.require_digests)
     if options.json:
         _print_json(report.to_dict())
     else:
@@ -200,6 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
     check.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
     check.add_argument("--json", action="store_true", help="JSON on standard output")
+    check.add_argument(
+        "--require-digests", action="store_true", help="with OTHER: each must be what its digests say, too"
+    )
     check.set_defaults(run=_check_checkpoint)
     return parser
 

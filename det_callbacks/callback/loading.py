@@ -54,6 +54,8 @@ class Loader:
         place = Place.of(path)
         if not place.exists():
             return load()  # which says so
+        if place.is_folder():
+            return self.load_elsewhere(path, load)
         content = place.digest()
         found = find_sidecar(place, content)
         if found is None:

@@ -22,6 +22,9 @@ from det_callbacks.report import print_closing_line, unfinished_save_line
 MOMENT = "det_callbacks.moment"
 """Key under which a moment travels through the IOs around ours; ours takes it out again."""
 
+_HAND_OVER = ".temp.ckpt"
+"""What a spawned process leaves its weights in for the one that started it, which removes it (Lightning 2.6.6)."""
+
 MAX_SAVES = 64
 """Saves that can still be amended; a run that keeps every checkpoint would remember them all otherwise."""
 
@@ -153,6 +156,9 @@ class DigestingIO(_WrappingCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.finish()
         name = str(path)
+        if Path(name).name == _HAND_OVER:
+            self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
         moment = checkpoint.get(MOMENT)
         if moment is None:
             moment = self._capture(name)

@@ -16,7 +16,7 @@ from det_callbacks.checkpoint.folders import check_folder
 from det_callbacks.checkpoint.reading import Found, find_sidecar, read_attachments
 from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.digest import format_digest
-from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
+from det_callbacks.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointNotFoundError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,9 @@ class CheckpointReport:
         }
 
 
-def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
+def check_checkpoint(
+    path: str | Path, other: str | Path | None = None, *, require_digests: bool = False
+) -> CheckpointReport:
     """Compare a checkpoint with the digests that stand beside it, or with another checkpoint.
 
     Nothing in the files is executed: they are loaded with ``weights_only=True``. Reads the file twice and takes the
@@ -97,6 +99,7 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     Args:
         path: a checkpoint, local or remote; a folder, where it is compared with its digests.
         other: another one, compared with the first, which is the reference. Neither needs digests.
+        require_digests: of two, each has to be what was saved; of one that is what is asked anyway.
 
     Returns:
         What differs; ``.equal`` says whether nothing does.
@@ -104,13 +107,20 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
         CheckpointFormatError: a checkpoint or its sidecar cannot be read.
+        CheckpointMismatchError: one of two is not what was saved (``require_digests``).
 
     Example:
         >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
         True
     """
     place = _existing(path)
-    return _check_one(place) if other is None else _check_two(place, _existing(other))
+    if other is None:
+        return _check_one(place)
+    current = _existing(other)
+    if require_digests:
+        for one in (place, current):
+            _require_saved(one)
+    return _check_two(place, current)
 
 
 def compare_loaded(
@@ -210,6 +220,19 @@ def _check_one(place: Place) -> CheckpointReport:
     if checkpoint is not None and not isinstance(checkpoint, dict):
         raise _no_dictionary(place, checkpoint)
     return _with_attachments(compare_loaded(place, found, content, checkpoint), found)
+
+
+def _require_saved(place: Place) -> None:
+    content = place.digest()
+    found = find_sidecar(place, content)
+    if found is None:
+        raise no_digests(place)
+    if not found.fits:
+        raise CheckpointMismatchError(
+            f"{place.shown} is not what was saved: its bytes are not those of the digests beside it. Nothing was "
+            "compared; check it by itself to see which entries differ.",
+            place.shown,
+        )
 
 
 def _with_attachments(report: CheckpointReport, found: Found) -> CheckpointReport:

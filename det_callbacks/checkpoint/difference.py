@@ -1,5 +1,6 @@
 """How the entries of two checkpoints, or of a checkpoint and its sidecar, differ."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ class EntryDifference:
         path: in the section; "" where the section is one value.
         kind: "content" (other bits or another value), "structure" (another shape, dtype or type), "missing" (only the
             reference has it) or "extra".
-        reference: digest, or shape and dtype, or type, in the reference.
+        reference: digest, or shape and dtype, or type, in the reference; a value shortened, where both were read.
         current: the same of the checkpoint that is compared with it.
         parameter: the parameter that an optimizer's state belongs to, where it is known.
         exchanged_with: path of the entry that has this one's content, and whose content this one has.
@@ -134,8 +135,10 @@ def _with_exchanges(found: Sequence[EntryDifference], reference: Entries, curren
 
 
 def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
-    if one.kind != "content" or not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
+    if one.kind != "content":
         return one
+    if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
+        return replace(one, reference=reprlib.repr(reference), current=reprlib.repr(current))
     try:
         num_differing, max_ulps = count_differing(reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known

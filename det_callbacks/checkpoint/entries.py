@@ -1,8 +1,9 @@
 """A checkpoint's dictionary -> digests by name.
 
-An entry is a tensor, a plain value, or a list of nothing but plain values; dictionaries, and lists that hold tensors,
-are walked into. Its path joins the keys on the way with "/". A key that is text is written as it is ("/" and "~" in it
-as "~1" and "~0"), any other key as Python writes it, and text that could be taken for a number in quotes.
+An entry is a tensor, a plain value, or a list of numbers and texts; dictionaries, and lists that hold tensors or other
+containers, are walked into, unless they are large and hold nothing but plain values. Its path joins the keys on the way
+with "/". A key that is text is written as it is ("/" and "~" in it as "~1" and "~0"), any other key as Python writes
+it, and text that could be taken for a number in quotes.
 
 Plain values are None, bool, int, float, complex, str, bytes, dtypes and devices, and lists, tuples, sets and
 dictionaries of them; floats count by their bits. Of anything else only the type is kept: the digest of the file covers
@@ -21,7 +22,7 @@ from det_callbacks.digest import digest_bytes, digest_tensor, digest_tensors, fo
 from det_callbacks.errors import DetCallbacksError
 
 MAX_FLAT = 1000
-"""A dictionary of more plain values than this is one entry, so that a table in a checkpoint stays a small one here."""
+"""A container of more plain values than this is one entry: a table in a checkpoint is not to swell its digests."""
 
 Entries = Mapping[str, Mapping[str, "Entry"]]
 
@@ -116,11 +117,11 @@ def _leaves(value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         yield "", _Cycle()
         return
     items: Any = None
-    if isinstance(value, dict):
-        if value and (len(value) <= MAX_FLAT or encode_plain(value) is None):
-            items = ((_key(key), inner) for key, inner in value.items())
-    elif isinstance(value, list | tuple) and value and encode_plain(value) is None:
-        items = ((str(index), inner) for index, inner in enumerate(value))
+    if isinstance(value, dict | list | tuple) and value:
+        is_named = isinstance(value, dict) or any(isinstance(inner, dict | list | tuple) for inner in value)
+        if (is_named and len(value) <= MAX_FLAT) or encode_plain(value) is None:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            items = ((_key(key), inner) for key, inner in pairs)
     if items is None:
         yield "", value
         return

@@ -110,7 +110,9 @@ def _print_entries(console: Console, entries: Sequence[EntryDifference]) -> None
         if entry.kind == "structure":
             what = f"{entry.reference} and {entry.current}"
         elif entry.kind == "content":
-            what = f"exchanged with {entry.exchanged_with}" if entry.exchanged_with else _counts(entry) or "other value"
+            what = _counts(entry) or f"{entry.reference} and {entry.current}"
+            if entry.exchanged_with is not None:
+                what = f"exchanged with {entry.exchanged_with}"
         rows.append((entry.section, entry.name.removeprefix(f"{entry.section}: "), what))
     print_table(console, ["section", "entry", "difference"], rows)
 

@@ -1,0 +1,56 @@
+"""Fits with digests beside their checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+from fits import Fit
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import (
+    DeterminismCallback,
+    check_checkpoint,
+)
+
+# what Lightning says of resuming without the callbacks that saved, into a folder that is there
+RESUMING = [
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),
+]
+
+
+def ours(folder: Path, **options: Any) -> DeterminismCallback:
+    return DeterminismCallback(folder / "run", mode="record", level="state", overwrite=True, **options)
+
+
+def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> Fit:
+    return Fit(ours(folder), *callbacks, enable_checkpointing=True, default_root_dir=folder, **options)
+
+
+def every(folder: Path, steps: int = 1, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "checkpoints", **{"every_n_train_steps": steps, **options})
+
+
+def assert_all_agree(folder: Path, num_checkpoints: int) -> None:
+    """Every checkpoint is what was saved, and nothing without one is left."""
+    found = {path.name for path in folder.iterdir()}
+    checkpoints = {name for name in found if name.endswith(".ckpt")}
+    assert len(checkpoints) == num_checkpoints, found
+    assert found == checkpoints | {f"{name}.digests.json" for name in checkpoints}
+    assert all(check_checkpoint(folder / name).equal for name in checkpoints)
+
+
+def damage(path: str, change: Callable[[Any], object]) -> None:
+    with fsspec.open(path, "rb") as file:
+        checkpoint = torch.load(file, weights_only=True)
+    change(checkpoint)
+    with fsspec.open(path, "wb") as file:
+        torch.save(checkpoint, file)

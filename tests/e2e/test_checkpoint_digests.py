@@ -1,0 +1,291 @@
+"""Digests beside the checkpoints of real Trainers: every way of saving and removing one."""
+
+import io
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from checkpoint_fits import RESUMING, assert_all_agree, damage, every, fit, ours
+from fits import Fit, RaiseAt, Steady, StopError
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from det_callbacks import (
+    CheckpointMismatchError,
+    check_checkpoint,
+)
+from det_callbacks.checkpoint import SaveContext, Sidecar
+
+pytestmark = RESUMING
+
+
+# saving
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_deletion_of_all_but_the_best_leaves_nothing(save_last: Any, tmp_path: Path) -> None:
+    keeping = every(tmp_path, monitor="step", mode="max", save_top_k=2, save_last=save_last)
+    fit(tmp_path, keeping, max_epochs=2).run()
+    assert_all_agree(tmp_path / "checkpoints", 3)
+    last = check_checkpoint(keeping.last_model_path).sidecar
+    assert last is not None
+    assert (last.context.step, last.context.epoch) == (7, 1)
+    assert "_link_checkpoint" not in vars(keeping)
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_an_asynchronous_io_writes_what_was_true_at_the_save(save_last: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()  # otherwise Lightning's link may be earlier than the folder
+    keeping = every(tmp_path, save_top_k=-1, save_last=save_last)
+    fit(tmp_path, keeping, plugins=[AsyncCheckpointIO()]).run()
+    assert_all_agree(tmp_path / "checkpoints", 5)
+    steps = []
+    for path in sorted((tmp_path / "checkpoints").glob("epoch*.ckpt")):
+        sidecar = check_checkpoint(path).sidecar
+        assert sidecar is not None
+        steps.append((path.name, sidecar.context.step))
+    assert steps == [(f"epoch=0-step={number + 1}.ckpt", number) for number in range(4)]
+
+
+def test_saved_by_hand_during_and_after_a_fit_and_in_other_stages(tmp_path: Path) -> None:
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "c" / "during.ckpt")
+
+    done = fit(tmp_path, Saving(), max_epochs=1).run()
+    done.trainer.save_checkpoint(tmp_path / "c" / "after.ckpt")
+    done.trainer.save_checkpoint(tmp_path / "c" / "weights.ckpt", weights_only=True)
+    done.model.test_step = lambda *_: None
+    done.trainer.test(done.model, done.loader, verbose=False)
+    done.trainer.save_checkpoint(tmp_path / "c" / "tested.ckpt")
+    assert_all_agree(tmp_path / "c", 4)
+    weights = check_checkpoint(tmp_path / "c" / "weights.ckpt")
+    assert "optimizer_states" not in weights.sections
+    sidecar = json.loads((tmp_path / "c" / "during.ckpt.digests.json").read_text())
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert sidecar["run"] == {"id": run["run_id"], "mode": "record", "reference": str(tmp_path / "run")}
+    assert sidecar["environment"] == run["environment"]
+    assert sidecar["entries"]["optimizer_states"]["0/state/0/exp_avg"]["parameter"] == "first.weight"
+    stream = next((tmp_path / "run").rglob("*.arrows"))
+    assert stream.stat().st_size > 0
+    assert all(re.fullmatch("[0-9a-f]{16}", sidecar[name]) for name in ("chain", "program"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["model", "exception"])
+def test_a_checkpoint_of_an_exception_has_digests(kind: str, asynchronous: bool, tmp_path: Path) -> None:
+    saving: pl.Callback = OnExceptionCheckpoint(tmp_path / "checkpoints")
+    if kind == "model":
+        saving = every(tmp_path, 100, save_on_exception=True)
+    options = {"plugins": [AsyncCheckpointIO()]} if asynchronous else {}
+    stopping = fit(tmp_path, saving, RaiseAt("on_train_batch_start", StopError("stop")), **options)
+    with pytest.raises(StopError):
+        stopping.run()
+    assert_all_agree(tmp_path / "checkpoints", 1)
+    (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    sidecar = check_checkpoint(path).sidecar
+    assert sidecar is not None
+    assert sidecar.context.step == 1
+    if kind == "exception":  # its teardown, after ours, takes the checkpoint away
+        fit(tmp_path, OnExceptionCheckpoint(tmp_path / "checkpoints")).run(ckpt_path=str(path))
+        assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_a_remote_folder(tmp_path: Path) -> None:
+    keeping = ModelCheckpoint("memory://remote", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1)
+    store = fsspec.filesystem("memory")
+    try:
+        done = fit(tmp_path, keeping).run()
+        assert sorted(path.rpartition("/")[2] for path in store.find("/remote")) == [
+            "epoch=0-step=4.ckpt",
+            "epoch=0-step=4.ckpt.digests.json",
+        ]
+        path = keeping.best_model_path
+        assert check_checkpoint(path).equal
+        Fit(ours(tmp_path, require_digests=True), max_epochs=2).run(ckpt_path=path)
+        damage(path, lambda checkpoint: checkpoint["state_dict"]["last.bias"].add_(1))
+        with pytest.raises(CheckpointMismatchError, match=r"state_dict: last\.bias differs"):
+            Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=path)
+        done.trainer.strategy.remove_checkpoint(path)
+        assert store.find("/remote") == []
+    finally:
+        store.rm("/remote", recursive=True)
+
+
+class Custom(TorchCheckpointIO):
+    """Writes as the plain one does, in its own code."""
+
+
+class Late(TorchCheckpointIO):
+    """Returns before it has written anything, and is no wrapper."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.go = threading.Event()
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+
+        def write() -> None:
+            self.go.wait(60)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_bytes(buffer.getvalue())
+
+        self.threads.append(threading.Thread(target=write))
+        self.threads[-1].start()
+
+    def teardown(self) -> None:
+        self.go.set()
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("plugin", [Custom, Late])
+def test_what_another_io_writes_is_read_back(plugin: Callable[[], Any], tmp_path: Path) -> None:
+    fit(tmp_path, every(tmp_path, save_top_k=-1), plugins=[plugin()]).run()
+    assert_all_agree(tmp_path / "checkpoints", 4)
+
+
+def test_an_io_that_writes_nothing_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Nothing(TorchCheckpointIO):
+        def save_checkpoint(self, *_: Any, **__: Any) -> None:
+            pass
+
+    fit(tmp_path, every(tmp_path, 4), plugins=[Nothing()]).run()
+    assert "has not written" in capsys.readouterr().out
+
+
+def test_nothing_else_changes(tmp_path: Path) -> None:
+    """The same bytes are saved, the same generator states and weights are there, with and without."""
+    ends = []
+    for name in ("with", "without"):
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        callbacks = [ours(tmp_path)] if name == "with" else []
+        keeping = every(tmp_path, save_top_k=-1, save_last="link")
+        done = Fit(*callbacks, keeping, enable_checkpointing=True, default_root_dir=tmp_path).run()
+        saved = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.ckpt")}
+        generators = (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
+        ends.append((saved, {key: value.clone() for key, value in done.model.state_dict().items()}, generators))
+    assert ends[0][0] == ends[1][0]
+    assert len(ends[0][0]) == 5
+    assert all(torch.equal(value, ends[1][1][key]) for key, value in ends[0][1].items())
+    assert ends[0][2] == ends[1][2]
+
+
+def test_a_trainer_without_it_loads_the_checkpoint(tmp_path: Path) -> None:
+    said = []
+    for name in ("with", "without"):
+        folder = tmp_path / name / "checkpoints"
+        callbacks = [ours(tmp_path)] if name == "with" else []
+        saving = Fit(*callbacks, every(folder.parent, 4, save_last=True), enable_checkpointing=True)
+        saving.run()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain = Fit(every(folder.parent, 100, save_last=True), enable_checkpointing=True, max_epochs=2)
+            plain.run(ckpt_path="last")
+        assert plain.trainer.global_step == 8
+        assert plain.trainer.ckpt_path == str(folder / "last.ckpt")
+        said.append([str(warning.message).replace(str(tmp_path / name), "") for warning in caught])
+    assert said[0] == said[1]
+
+
+# what is kept beside a checkpoint
+
+
+class Source:
+    """Stands for what captures a training's state."""
+
+    def context(self) -> SaveContext:
+        return SaveContext(attachments={"rank-00000.safetensors": b"state"})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    callback = ours(tmp_path)
+    watch = callback._checkpoints
+    watch._source = Source()
+
+    class Amending(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if watch.last_path is not None:
+                watch.amend(watch.last_path, "late", b"more")
+
+    options = {"plugins": [AsyncCheckpointIO()]} if asynchronous else {}
+    # a callback that is no Checkpoint stands before it, so that it amends the save of the batch before
+    keeping = every(tmp_path, 3, save_last="link", save_top_k=1)
+    Fit(callback, Amending(), keeping, enable_checkpointing=True, default_root_dir=tmp_path, **options).run()
+    resumed = ours(tmp_path)
+    loaded: list[tuple[str, Sidecar | None, Any]] = []
+    resumed._checkpoints.on_loaded = lambda path, sidecar, contents: loaded.append((path, sidecar, dict(contents)))
+    Fit(resumed, max_epochs=2).run(ckpt_path=keeping.last_model_path)
+    ((path, sidecar, contents),) = loaded
+    assert path == keeping.last_model_path
+    assert sidecar is not None
+    assert contents == {"rank-00000.safetensors": b"state", "late": b"more"}
+    (folder,) = (tmp_path / "checkpoints").glob("*.resume")
+    assert len(list(folder.iterdir())) == 2
+    next(folder.glob("late.*")).write_bytes(b"morE")
+    with pytest.raises(CheckpointMismatchError, match="resume: late differs"):
+        Fit(resumed, max_epochs=2).run(ckpt_path=keeping.last_model_path)
+
+
+# strategies that write folders
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
+    def make() -> Fit:
+        class Sharded(Steady):
+            def configure_model(self) -> None:
+                torch.distributed.fsdp.fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
+        return Fit(
+            ours(tmp_path),
+            every(tmp_path, 4),
+            model=Sharded,
+            enable_checkpointing=True,
+            default_root_dir=tmp_path,
+            strategy=strategy,
+            devices=1,
+            max_epochs=1,
+        )
+
+    variables = dict(os.environ)
+    try:
+        make().run()
+        (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
+        assert path.is_dir()
+        report = check_checkpoint(path)
+        assert report.equal
+        assert report.num_tensors > 20
+        resumed = make()
+        resumed.trainer.fit_loop.max_epochs = 2
+        resumed.run(ckpt_path=str(path))
+        shard = next(path.glob("__0_*.distcp"))
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        with pytest.raises(CheckpointMismatchError, match=rf"files: {shard.name} differs"):
+            make().run(ckpt_path=str(path))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(variables)

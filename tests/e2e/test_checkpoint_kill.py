@@ -1,0 +1,76 @@
+"""Whatever moment a kill comes at, every checkpoint that is there agrees with its digests."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from det_callbacks import check_checkpoint
+
+HERE = Path(__file__).parent
+TRAIN = f"""
+import sys
+sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+from pathlib import Path
+from lightning.pytorch.callbacks import ModelCheckpoint
+from det_callbacks import DeterminismCallback
+from fits import Fit
+folder = Path(sys.argv[1])
+saving = [ModelCheckpoint(folder, every_n_train_steps=n, save_last=last, monitor="step", mode="max", save_top_k=2,
+          filename=f"{{last}}-{{{{step}}}}") for n, last in ((1, True), (2, "link"))]
+saving[1].CHECKPOINT_NAME_LAST = "linked"
+recording = DeterminismCallback(folder.parent / "run", mode="record", level="state")
+Fit(recording, *saving, enable_checkpointing=True, max_epochs=2000).run()
+"""
+
+
+def start(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def kill_after(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
+    try:
+        deadline = time.monotonic() + 120
+        while not list(folder.glob("*.ckpt")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(seconds)
+        assert process.poll() is None, "it ended before it was killed"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_all_agree(folder: Path) -> int:
+    checkpoints = [path for path in folder.glob("*.ckpt") if path.exists()]  # a link to what is removed is none
+    for path in checkpoints:
+        torch.load(path, weights_only=True)
+        assert check_checkpoint(path).equal, sorted(os.listdir(folder))
+    others = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("*.ckpt")}
+    endings = {name.partition(".ckpt")[2] for name in others}
+    assert endings <= {".digests.json", ".digests.json.next", ".digests.json.old", ".partial", ".resume"}
+    return len(checkpoints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_a_killed_writer_leaves_pairs_that_agree(number: int, tmp_path: Path) -> None:
+    for attempt in range(3):  # each goes on where the one before was killed
+        writer = start(str(HERE / "checkpoint_writer.py"), str(tmp_path))
+        kill_after(writer, tmp_path, random.uniform(0.3, 2) + (4 if attempt else 0))
+        assert assert_all_agree(tmp_path) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_a_killed_training_leaves_pairs_that_agree(number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    kill_after(start("-c", TRAIN, str(folder)), folder, random.uniform(0.5, 4))
+    assert assert_all_agree(folder) >= 2
