@@ -81,6 +81,10 @@ class Saves:
         self._lock = Lock()
         self._saves: dict[str, _Save] = {}
 
+    def __reduce__(self) -> tuple[type["Saves"], tuple[()]]:
+        """Let a copy, or another process, begin with none: the saves are not theirs, and a lock cannot be copied."""
+        return Saves, ()
+
     def begin(self, path: str, id: str) -> None:
         """Remember a save that is under way, in place of an earlier one of the same checkpoint."""
         with self._lock:

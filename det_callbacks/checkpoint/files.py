@@ -165,16 +165,6 @@ class Place:
         elif self.fs.exists(self.path):
             self.fs.rm(self.path, recursive=True)
 
-    def sync_folder(self) -> None:
-        """Make the names in its folder durable, where it is local."""
-        if not self.is_local or os.name != "posix":
-            return
-        folder = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
 
 def _sibling(path: str, name: str) -> str:
     parent, separator, _ = path.rpartition("/")

@@ -191,7 +191,6 @@ def link_beside(target: Place, link: Place) -> None:
 
 def _put_in_force(place: Place, sidecar: Sidecar) -> None:
     place.beside(NEXT).rename(place.beside(SIDECAR))
-    place.sync_folder()
     place.beside(OLD).remove()
     folder = place.beside(RESUME)
     kept = set() if sidecar.resume is None else {attachment.file for attachment in sidecar.resume.files.values()}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoint_fits import RESUMING, damage, every, fit, ours
 from fits import Fit, Plain
+from lightning.pytorch.plugins import TorchCheckpointIO
 from trainers import quiet_trainer
 
 from det_callbacks import (
@@ -76,6 +77,21 @@ def test_other_stages_refuse_it_as_well(stage: str, saved: str, tmp_path: Path) 
     trainer = quiet_trainer(ours(tmp_path))
     with pytest.raises(CheckpointMismatchError, match=r"last\.bias"):
         getattr(trainer, stage)(model, Fit().loader, ckpt_path=saved)
+
+
+class Changing(TorchCheckpointIO):
+    """Loads something else than the file holds, as a failing memory would."""
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **options)
+        checkpoint["state_dict"]["last.bias"][1] += 1
+        return checkpoint
+
+
+def test_what_was_loaded_is_compared_and_not_the_file_alone(saved: str, tmp_path: Path) -> None:
+    assert check_checkpoint(saved).equal
+    with pytest.raises(CheckpointMismatchError, match=r"state_dict: last\.bias differs"):
+        Fit(ours(tmp_path), max_epochs=2, plugins=[Changing()]).run(ckpt_path=saved)
 
 
 def test_truncated_files_are_errors(saved: str, tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
+from det_callbacks.callback.saving import Saves
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import Place
 from det_callbacks.checkpoint.folders import save_folder
 from det_callbacks.checkpoint.reading import find_sidecar, read_attachments
 from det_callbacks.checkpoint.saving import amend, link_beside, new_id, remove_beside, save_file, settle, step_aside
-from det_callbacks.checkpoint.sidecar import SaveContext
+from det_callbacks.checkpoint.sidecar import SaveContext, Sidecar
 from det_callbacks.checkpoint.stream import DigestingWriter
 
 
@@ -164,6 +165,9 @@ def test_a_kill_at_any_change_leaves_a_pair_that_agrees(state: str, tmp_path: Pa
         if path.exists():
             assert check_checkpoint(path).equal, names(folder)
             assert attachments(path) in (before, {"rank": b"two"})
+            in_force = Place.of(f"{path}.digests.json").read()
+            # whoever reads only this one is not misled either
+            assert in_force is None or Sidecar.from_bytes(in_force, "x").file == Place.of(path).digest()
         assert {one for one in names(folder) if one.endswith(".ckpt")} <= {"x.ckpt", "target.ckpt"}
         save(path, 4)
         assert check_checkpoint(path).equal
@@ -185,6 +189,27 @@ def test_a_kill_at_any_change_of_an_amendment_leaves_a_pair_that_agrees(tmp_path
             break
     assert 3 <= number < 49
     assert attachments(path) == {"rank": b"two"}
+
+
+def test_what_is_added_while_a_save_is_under_way_waits_for_it(tmp_path: Path) -> None:
+    path, checkpoint, saves = tmp_path / "x.ckpt", checkpoint_of(1), Saves()
+    saves.amend(str(path), "late", b"nobody's")
+    saves.begin(str(path), "first")
+    saves.amend(str(path), "late", b"of the first")
+    saves.begin(str(path), "second")
+    saves.amend(str(path), "late", b"one")
+    saves.amend(str(path), "late", b"two")
+    context, entries = SaveContext(), entries_of(checkpoint)
+    for id in ("first", "second"):
+        save_file(checkpoint, Place.of(path), id=id, entries=entries, context=context)
+        assert attachments(path) == {}
+        saves.end(str(path), id)
+    assert attachments(path) == {"late": b"two"}
+    saves.amend(str(path), "late", b"three")
+    assert attachments(path) == {"late": b"three"}
+    save(path, 2)  # by somebody else
+    saves.amend(str(path), "late", b"four")
+    assert attachments(path) == {}
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
