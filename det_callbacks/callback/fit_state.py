@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from det_callbacks.callback.data_watch import DataWatch
 from det_callbacks.digest import digest_tensor, unobserved
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.resume import ResumeState, find_generators
 from det_callbacks.resume.generators import Held
 from det_callbacks.resume.state import Moment
@@ -105,11 +106,13 @@ class FitState:
     def tensors(self) -> dict[str, Any]:
         """Return the digests of parameters and buffers, and the optimizers' options; one pass over the weights."""
         module = self._trainer.lightning_module
+        found: dict[str, Any] = {}
         with unobserved():
-            found: dict[str, Any] = {
-                name: digest_tensor(tensor.detach())
-                for name, tensor in (*module.named_parameters(), *module.named_buffers())
-            }
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                try:
+                    found[name] = digest_tensor(tensor.detach())
+                except DetCallbacksError:
+                    found[name] = None  # gathered, and freed until its next use: the shard behind it is not seen here
         for index, optimizer in enumerate(self._trainer.optimizers):
             for number, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():

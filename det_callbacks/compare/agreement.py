@@ -1,8 +1,10 @@
 """What a resumed recording runs again has to be what the run holds already."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
@@ -44,6 +46,7 @@ class Agreement:
         self._is_begun = False
         self._view: StepView | None = None
         self._builder = VerdictBuilder(str(earlier.path), str(earlier.path))
+        self._builder.set_batches(partial(find_batch, earlier))
         self._builder.set_environment(
             compare_environments(reference_environment(earlier), Environment.from_dict(manifest["environment"]))
         )

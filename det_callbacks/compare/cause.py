@@ -35,10 +35,12 @@ def find_cause(
     is_first: bool = False,
     is_resumed: bool = False,
     unrestored: Sequence[str] = (),
+    batch_of: int | None = None,
 ) -> Cause:
     """Return the cause of a differing step, from the earliest evidence there is.
 
-    In this order: the state at the start, the batch, the generators, a tensor from outside the trace, a structure that
+    In this order: the state at the start, the batch (first after a resume, where a generator differs too and its samples
+    are other ones: the generators), the generators, a tensor from outside the trace, a structure that
     differs in nothing else, the phase of the first origin, a determinism setting, the phase of what differs first.
     After a checkpoint was restored, the state at the start is what came from it.
 
@@ -48,6 +50,7 @@ def find_cause(
         is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
         is_resumed: whether one of the runs had just been resumed from a checkpoint.
         unrestored: restored state that is not what the reference ended the step before with.
+        batch_of: the step at which the reference had the batch that differs here; None where it never had it.
     """
     if is_resumed and (difference.restored or unrestored):
         return "checkpoint"
@@ -57,8 +60,10 @@ def find_cause(
         return "initial_weights"
     if "data" in phases:
         tensors = [item for item in sources if item.divergence.phase == "data" and item.role != "samples"]
-        is_reordered = bool(tensors) and all(finding.has_equal_samples for finding in tensors)
-        return "data_order" if is_reordered else "data_content"
+        if batch_of is not None or (tensors and all(finding.has_equal_samples for finding in tensors)):
+            return "data_order"
+        # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
+        return "rng" if is_resumed and "rng" in phases else "data_content"
     if "rng" in phases:
         return "rng"
     if sources:
@@ -82,7 +87,12 @@ def is_setting(difference: EnvironmentDifference) -> bool:
 
 
 def explain_step(
-    difference: StepDifference, *, show_rank: bool, is_resumed: bool = False, unrestored: Sequence[str] = ()
+    difference: StepDifference,
+    *,
+    show_rank: bool,
+    is_resumed: bool = False,
+    unrestored: Sequence[str] = (),
+    batch_of: int | None = None,
 ) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
     first = difference.findings[0]
@@ -98,7 +108,7 @@ def explain_step(
                 f"{_also_differing(difference)}; {_CHECKPOINT_ADVICE}"
             )
     if first.is_source:
-        return f"{place}: {_explain_sources(difference)}"
+        return f"{place}: {_explain_sources(difference, batch_of)}"
     text = f"{place}, {first.divergence.phase}: {describe(first)}"
     origin = next((finding for finding in difference.findings if finding.divergence.is_origin), None)
     if origin is not None and origin is not first:
@@ -167,7 +177,7 @@ def _also_differing(difference: StepDifference) -> str:
     return f" ({' and '.join(_SOURCES[other] for other in others)} differs too)" if others else ""
 
 
-def _explain_sources(difference: StepDifference) -> str:
+def _explain_sources(difference: StepDifference, batch_of: int | None) -> str:
     sources = [finding for finding in difference.findings if finding.is_source]
     phase = sources[0].divergence.phase
     alike = [finding for finding in sources if finding.divergence.phase == phase and finding.role != "samples"]
@@ -177,6 +187,8 @@ def _explain_sources(difference: StepDifference) -> str:
     layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
     if phase == "data" and all(finding.has_equal_samples for finding in alike):
         what = "holds the same samples in another order"
+    elif phase == "data" and batch_of is not None:
+        what = f"is the one that the reference had at step {batch_of}"
     elif layouts is not None:
         what = f"has another structure: {_layouts(layouts)}"
     elif alike[0].divergence.kind in ("missing", "extra"):

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.step import compare_steps
@@ -54,6 +56,7 @@ class Verification:
         self._is_resumed = False
         self._done: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
+        self._builder.set_batches(partial(find_batch, reference))
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )

@@ -2,11 +2,13 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import compare_environments
@@ -57,6 +59,7 @@ def compare_runs(
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
     ours, theirs = Run.open(reference), Run.open(current)
     builder = VerdictBuilder(str(reference), str(current))
+    builder.set_batches(partial(find_batch, ours))
     builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
     if ours.world_size != theirs.world_size:
         builder.refuse(

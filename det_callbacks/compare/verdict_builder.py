@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -29,6 +29,9 @@ class _WholeSteps:
 
 _Order = tuple[int, int, int, int]
 """Segment, step, position in the step, rank: the least comes first."""
+
+FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
+"""``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
 
 
 class VerdictBuilder:
@@ -64,6 +67,7 @@ class VerdictBuilder:
         self._replayed: Mapping[str, Any] = {}
         self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
         self._unrestored: tuple[str, ...] = ()
+        self._find_batch: FindBatch | None = None
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -128,6 +132,10 @@ class VerdictBuilder:
     def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
         """Set where the two runs loaded weights after the model was set up; said where weights differ."""
         self._loads = (tuple(reference), tuple(current))
+
+    def set_batches(self, find_batch: FindBatch) -> None:
+        """Set what finds the step at which the reference had a batch: see ``find_batch``, without the run."""
+        self._find_batch = find_batch
 
     def set_unrestored(self, names: Sequence[str]) -> None:
         """Set which restored state is not what the reference ended the step before with."""
@@ -232,15 +240,33 @@ class VerdictBuilder:
             return None, None, self._explain_match()
         _, difference, is_first, is_resumed = by_steps
         unrestored = self._unrestored if is_resumed else ()
+        batch_of = self._step_of_batch(difference)
         cause = find_cause(
-            difference, self._environment, is_first=is_first, is_resumed=is_resumed, unrestored=unrestored
+            difference,
+            self._environment,
+            is_first=is_first,
+            is_resumed=is_resumed,
+            unrestored=unrestored,
+            batch_of=batch_of,
         )
-        text = explain_step(difference, show_rank=show_rank, is_resumed=is_resumed, unrestored=unrestored)
+        text = explain_step(
+            difference, show_rank=show_rank, is_resumed=is_resumed, unrestored=unrestored, batch_of=batch_of
+        )
         if cause in ("initial_weights", "checkpoint"):
             text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
         if self._whole:
             text += f"; besides, {self._explain_whole(show_rank)}"
         return difference.findings[0].divergence, cause, text
+
+    def _step_of_batch(self, difference: StepDifference) -> int | None:
+        wanted = {
+            str(finding.divergence.name): int(finding.divergence.current_digest, 16)
+            for finding in difference.findings
+            if finding.divergence.phase == "data" and finding.role != "samples" and finding.divergence.current_digest
+        }
+        if self._find_batch is None or not wanted:
+            return None
+        return self._find_batch(difference.rank, difference.segment, difference.step, wanted)
 
     def _origins(self) -> tuple[Divergence, ...]:
         origins: list[Divergence] = []

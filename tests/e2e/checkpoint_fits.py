@@ -44,7 +44,10 @@ def assert_all_agree(folder: Path, num_checkpoints: int) -> None:
     found = {path.name for path in folder.iterdir()}
     checkpoints = {name for name in found if name.endswith(".ckpt")}
     assert len(checkpoints) == num_checkpoints, found
-    assert found == checkpoints | {f"{name}.digests.json" for name in checkpoints}
+    sidecars = {f"{name}.digests.json" for name in checkpoints}
+    states = {f"{name}.resume" for name in checkpoints if not (folder / name).is_symlink()}
+    assert found == checkpoints | sidecars | states
+    assert all(len(list((folder / name).iterdir())) == 1 for name in states)
     assert all(check_checkpoint(folder / name).equal for name in checkpoints)
 
 

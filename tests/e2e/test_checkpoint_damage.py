@@ -1,6 +1,7 @@
 """A bit that flips anywhere in a checkpoint is found, and a file that ends early is an error."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy_of(saved: Path, folder: Path) -> Path:
     for suffix in ("", ".digests.json"):
         (folder / f"x.ckpt{suffix}").write_bytes(Path(f"{saved}{suffix}").read_bytes())
+    shutil.copytree(f"{saved}.resume", folder / "x.ckpt.resume")
     return folder / "x.ckpt"
 
 

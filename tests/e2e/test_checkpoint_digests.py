@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from det_callbacks import (
     CheckpointMismatchError,
     check_checkpoint,
 )
+from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.checkpoint import SaveContext, Sidecar
 
 pytestmark = RESUMING
@@ -206,19 +207,26 @@ def test_a_trainer_without_it_loads_the_checkpoint(tmp_path: Path) -> None:
 # what is kept beside a checkpoint
 
 
-class Source:
-    """Stands for what captures a training's state."""
+class MadeUp(Checkpointing):
+    """Keeps a made-up state beside each checkpoint."""
 
-    def context(self) -> SaveContext:
+    def __init__(self) -> None:
+        super().__init__(require_digests=False, resume="plain")
+        self.loaded: list[tuple[str, Sidecar | None, dict[str, bytes]]] = []
+
+    def context(self, path: str) -> SaveContext:
         return SaveContext(attachments={"rank-00000.safetensors": b"state"})
+
+    def _loaded(self, path: str, sidecar: Sidecar | None, attachments: Mapping[str, bytes]) -> None:
+        self.loaded.append((path, sidecar, dict(attachments)))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     callback = ours(tmp_path)
-    watch = callback._checkpoints
-    watch._source = Source()
+    callback._checkpointing = MadeUp()
+    watch = callback._checkpointing._watch
 
     class Amending(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -230,10 +238,9 @@ def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_pa
     keeping = every(tmp_path, 3, save_last="link", save_top_k=1)
     Fit(callback, Amending(), keeping, enable_checkpointing=True, default_root_dir=tmp_path, **options).run()
     resumed = ours(tmp_path)
-    loaded: list[tuple[str, Sidecar | None, Any]] = []
-    resumed._checkpoints.on_loaded = lambda path, sidecar, contents: loaded.append((path, sidecar, dict(contents)))
+    resumed._checkpointing = MadeUp()
     Fit(resumed, max_epochs=2).run(ckpt_path=keeping.last_model_path)
-    ((path, sidecar, contents),) = loaded
+    ((path, sidecar, contents),) = resumed._checkpointing.loaded
     assert path == keeping.last_model_path
     assert sidecar is not None
     assert contents == {"rank-00000.safetensors": b"state", "late": b"more"}

@@ -181,7 +181,7 @@ def test_a_state_that_was_restored_is_not_accused_at_any_level(tmp_path: Path) -
         loader=Stateful(),
         max_epochs=1,
     )
-    callback = DeterminismCallback(run, current=tmp_path / "current")
+    callback = DeterminismCallback(run, current=tmp_path / "current", resume="plain")
     with pytest.raises(DivergenceError):
         fit(callback, model=OtherSeed, ckpt_path=tmp_path / "2.ckpt", loader=Stateful(), max_epochs=1)
     assert callback.verdict is not None
@@ -238,7 +238,7 @@ def test_evidence_comes_in_order(recorded: Path, tmp_path: Path) -> None:
         if change is not None:
             checkpoint = changed(checkpoint, tmp_path, change)
         number = len(list(tmp_path.glob("current-*")))
-        callback = DeterminismCallback(recorded / "run", current=tmp_path / f"current-{number}")
+        callback = DeterminismCallback(recorded / "run", current=tmp_path / f"current-{number}", resume="plain")
         with pytest.raises(DivergenceError) as caught:
             fit(callback, model=model, ckpt_path=checkpoint, loader=loader())
         assert "the first after resuming" in str(caught.value)
@@ -309,7 +309,7 @@ def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) 
 
     run = tmp_path / "run"
     fit(DeterminismCallback(run, mode="record", every_n_steps=3), Checkpoints(tmp_path, 4), loader=Stateful())
-    callback = DeterminismCallback(run, mode="record", every_n_steps=3)
+    callback = DeterminismCallback(run, mode="record", every_n_steps=3, resume="plain")
     with pytest.raises(DivergenceError) as caught:
         fit(callback, model=OtherSeed, ckpt_path=tmp_path / "4.ckpt", loader=Stateful())
     assert "the first after resuming" not in str(caught.value)
