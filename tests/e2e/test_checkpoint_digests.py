@@ -1,5 +1,6 @@
 """Digests beside the checkpoints of real Trainers: every way of saving and removing one."""
 
+import copy
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from det_callbacks import (
     CheckpointMismatchError,
     check_checkpoint,
 )
+from det_callbacks.callback.saving import DigestingIO
 from det_callbacks.checkpoint import SaveContext, Sidecar
 
 pytestmark = RESUMING
@@ -158,6 +160,12 @@ class Late(TorchCheckpointIO):
 def test_what_another_io_writes_is_read_back(plugin: Callable[[], Any], tmp_path: Path) -> None:
     fit(tmp_path, every(tmp_path, save_top_k=-1), plugins=[plugin()]).run()
     assert_all_agree(tmp_path / "checkpoints", 4)
+
+
+def test_a_copy_of_the_strategy_has_the_io_that_was_there(tmp_path: Path) -> None:
+    strategy = fit(tmp_path).run().trainer.strategy
+    assert isinstance(strategy.checkpoint_io, DigestingIO)
+    assert type(copy.deepcopy(strategy).checkpoint_io) is TorchCheckpointIO
 
 
 def test_an_io_that_writes_nothing_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
