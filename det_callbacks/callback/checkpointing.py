@@ -55,7 +55,7 @@ class Checkpointing:
         self._run = run
         self._environment = environment
         self._identity = {
-            "id": run.run_id if isinstance(run, Recording) else None,
+            "id": None if isinstance(run, Auditing) else run.run_id,
             "mode": mode,
             "reference": None if reference is None else str(reference),
         }
@@ -85,7 +85,7 @@ class Checkpointing:
             run=self._identity,
             step=num_batches - 1 if is_fit and num_batches else None,
             epoch=trainer.current_epoch if is_fit else None,
-            chain=run.chain if isinstance(run, Recording) else None,
+            chain=run.chain if isinstance(run, Recording | Verifying) else None,
             program=run.program if isinstance(run, Recording | Verifying) else None,
             environment=self._environment,
             attachments=self.resuming.files(path) if is_fit and run is not None else {},

@@ -150,6 +150,10 @@ class DigestingIO(_WrappingCheckpointIO):
         self._saves = saves
         self._foreign: dict[str, _Foreign] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy of the strategy have the IO that writes: the Trainer of ours is not copied with it."""
+        return _same, (self.base,)
+
     @property
     def base(self) -> CheckpointIO:
         """The IO that writes."""
@@ -225,6 +229,10 @@ class DigestingIO(_WrappingCheckpointIO):
     def teardown(self) -> None:
         self.base.teardown()
         self.finish(is_last=True)
+
+
+def _same(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    return checkpoint_io
 
 
 def _state(place: Place) -> object:

@@ -72,6 +72,8 @@ class Verifying:
         self._segment = -1
         self.program: int | None = None
         """Id of the program of the last step."""
+        self.chain: int | None = None
+        """After the last step, as long as all agree with the reference."""
 
     def check_reference(self, selection: Selection) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
@@ -149,8 +151,15 @@ class Verifying:
         if self.exchange is not None:
             self.exchange.counts.end_step()
         self.program = trace.program.id
-        differs = self._running().add(trace, segment=self._segment, step=step, epoch=epoch)
+        verification = self._running()
+        differs = verification.add(trace, segment=self._segment, step=step, epoch=epoch)
+        self.chain = verification.chain(self._segment, step)
         return differs and self._on_divergence == "raise"
+
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run that is verified."""
+        return self._running().run_id
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""

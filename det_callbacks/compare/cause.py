@@ -39,10 +39,10 @@ def find_cause(
 ) -> Cause:
     """Return the cause of a differing step, from the earliest evidence there is.
 
-    In this order: the state at the start, the batch (first after a resume, where a generator differs too and its samples
-    are other ones: the generators), the generators, a tensor from outside the trace, a structure that
+    In this order: the state at the start, the batch, the generators, a tensor from outside the trace, a structure that
     differs in nothing else, the phase of the first origin, a determinism setting, the phase of what differs first.
-    After a checkpoint was restored, the state at the start is what came from it.
+    After a checkpoint was restored, the state at the start is what came from it, and generators that differ come before
+    a batch of other samples: it was drawn by them.
 
     Args:
         difference: of the first step that differs.
@@ -201,7 +201,7 @@ def _explain_sources(difference: StepDifference, batch_of: int | None) -> str:
         )
         what += f" ({share} tensors)"
     others = dict.fromkeys(finding.divergence.phase for finding in sources if finding.divergence.phase != phase)
-    also = f" (so does {' and '.join(_SOURCES[other] for other in others)})" if others else ""
+    also = f" ({' and '.join(_SOURCES[other] for other in others)} differs too)" if others else ""
     text = f"{_SOURCES[phase]} {names} {what}{also}; the difference came in through it, and no op is to blame"
     origin = next((finding for finding in difference.findings if finding.divergence.is_origin), None)
     if origin is not None:

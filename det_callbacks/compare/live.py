@@ -75,6 +75,15 @@ class Verification:
         return self._builder.has_divergence
 
     @property
+    def run_id(self) -> str:
+        """Random identity of the current run."""
+        return self._writer.run_id
+
+    def chain(self, segment: int, step: int) -> int | None:
+        """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
+        return None if self.has_divergence or step not in self._known[segment] else self._ranks.chain(segment, step)
+
+    @property
     def num_segments(self) -> int:
         """Fits that the reference holds."""
         return len(self._ranks.segments)

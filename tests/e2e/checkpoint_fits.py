@@ -39,15 +39,16 @@ def every(folder: Path, steps: int = 1, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "checkpoints", **{"every_n_train_steps": steps, **options})
 
 
-def assert_all_agree(folder: Path, num_checkpoints: int) -> None:
-    """Every checkpoint is what was saved, and nothing without one is left."""
+def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
+    """Every checkpoint is what was saved, has the state to resume from it, and nothing without one is left."""
     found = {path.name for path in folder.iterdir()}
     checkpoints = {name for name in found if name.endswith(".ckpt")}
     assert len(checkpoints) == num_checkpoints, found
     sidecars = {f"{name}.digests.json" for name in checkpoints}
     states = {f"{name}.resume" for name in checkpoints if not (folder / name).is_symlink()}
-    assert found == checkpoints | sidecars | states
-    assert all(len(list((folder / name).iterdir())) == 1 for name in states)
+    assert found - states == checkpoints | sidecars
+    assert len(states - found) == num_without_state
+    assert all(len(list((folder / name).iterdir())) == 1 for name in states & found)
     assert all(check_checkpoint(folder / name).equal for name in checkpoints)
 
 

@@ -1,5 +1,6 @@
 """Digests beside the checkpoints of real Trainers: every way of saving and removing one."""
 
+import copy
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from det_callbacks import (
     check_checkpoint,
 )
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.saving import DigestingIO
 from det_callbacks.checkpoint import SaveContext, Sidecar
 
 pytestmark = RESUMING
@@ -72,7 +74,7 @@ def test_saved_by_hand_during_and_after_a_fit_and_in_other_stages(tmp_path: Path
     done.model.test_step = lambda *_: None
     done.trainer.test(done.model, done.loader, verbose=False)
     done.trainer.save_checkpoint(tmp_path / "c" / "tested.ckpt")
-    assert_all_agree(tmp_path / "c", 4)
+    assert_all_agree(tmp_path / "c", 4, num_without_state=1)
     weights = check_checkpoint(tmp_path / "c" / "weights.ckpt")
     assert "optimizer_states" not in weights.sections
     sidecar = json.loads((tmp_path / "c" / "during.ckpt.digests.json").read_text())
@@ -110,10 +112,13 @@ def test_a_remote_folder(tmp_path: Path) -> None:
     store = fsspec.filesystem("memory")
     try:
         done = fit(tmp_path, keeping).run()
-        assert sorted(path.rpartition("/")[2] for path in store.find("/remote")) == [
+        names = sorted(path.rpartition("/")[2] for path in store.find("/remote"))
+        assert names == [
             "epoch=0-step=4.ckpt",
             "epoch=0-step=4.ckpt.digests.json",
+            *(name for name in names if name.startswith("rank-00000.json.")),
         ]
+        assert len(names) == 3
         path = keeping.best_model_path
         assert check_checkpoint(path).equal
         Fit(ours(tmp_path, require_digests=True), max_epochs=2).run(ckpt_path=path)
@@ -159,6 +164,12 @@ class Late(TorchCheckpointIO):
 def test_what_another_io_writes_is_read_back(plugin: Callable[[], Any], tmp_path: Path) -> None:
     fit(tmp_path, every(tmp_path, save_top_k=-1), plugins=[plugin()]).run()
     assert_all_agree(tmp_path / "checkpoints", 4)
+
+
+def test_a_copy_of_the_strategy_has_the_io_that_was_there(tmp_path: Path) -> None:
+    strategy = fit(tmp_path).run().trainer.strategy
+    assert isinstance(strategy.checkpoint_io, DigestingIO)
+    assert type(copy.deepcopy(strategy).checkpoint_io) is TorchCheckpointIO
 
 
 def test_an_io_that_writes_nothing_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
         other_start(
             module="net.0.up",
             name="net.0.up.weight",
-            says=("net.0.up.weight, net.0.up.bias", "19 more", "so does the state of the generator", "seed: 11"),
+            says=("net.0.up.weight, net.0.up.bias", "19 more", "the state of the generator differs too", "seed: 11"),
         ),
     ),
     "a generator consumed before the step": (
