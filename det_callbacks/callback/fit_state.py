@@ -78,7 +78,8 @@ class FitState:
         is_epoch_over = not is_mid_batch and (batches.is_last_batch or epoch_loop._num_ready_batches_reached())
         if moment == "draw" and not position.num_drawn:
             is_epoch_over, num_consumed = True, 0
-        gradients = {} if is_epoch_over or num_gradients is not None else self._accumulated(num_consumed)
+        is_window_open = self._adds_to_gradients(num_consumed, is_epoch_over=is_epoch_over)
+        gradients = self._gradients() if num_gradients is None and is_window_open else {}
         state = ResumeState(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -120,14 +121,21 @@ class FitState:
                         found[f"{option} of group {number} of optimizer {index}"] = repr(value)
         return found
 
-    def _accumulated(self, num_consumed: int) -> dict[str, torch.Tensor]:
-        trainer = self._trainer
-        module = trainer.lightning_module
-        if module.automatic_optimization and not num_consumed % trainer.accumulate_grad_batches:
-            return {}
+    def gradient_versions(self) -> list[int]:
+        """Return what changes whenever a gradient does; -1 where there is none."""
+        parameters = self._trainer.lightning_module.parameters()
+        return [-1 if parameter.grad is None else parameter.grad._version for parameter in parameters]
+
+    def _adds_to_gradients(self, num_batches: int, *, is_epoch_over: bool = False) -> bool:
+        """Return whether the batch that comes after so many of an epoch may add to gradients that are there."""
+        if not self._trainer.lightning_module.automatic_optimization:
+            return True  # only the training step knows
+        return not is_epoch_over and bool(num_batches % self._trainer.accumulate_grad_batches)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
         return {
             name: parameter.grad.detach().to("cpu", copy=True).contiguous()
-            for name, parameter in module.named_parameters()
+            for name, parameter in self._trainer.lightning_module.named_parameters()
             if parameter.grad is not None
         }
 
@@ -177,9 +185,8 @@ class FitState:
     def _state_versions(self) -> list[int]:
         module = self._trainer.lightning_module
         versions = [tensor._version for tensor in (*module.parameters(), *module.buffers())]
-        num_before = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-        if not module.automatic_optimization or num_before % self._trainer.accumulate_grad_batches:
-            versions += [-1 if one.grad is None else one.grad._version for one in module.parameters()]
+        if self._adds_to_gradients(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1):
+            versions += self.gradient_versions()
         return versions
 
     def _changed_in_batch(self) -> str | None:

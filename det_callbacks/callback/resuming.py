@@ -25,6 +25,7 @@ from det_callbacks.callback.fit_state import FitState, is_stateful
 from det_callbacks.errors import CheckpointFormatError, CoverageWarning, NotResumableError
 from det_callbacks.report import print_closing_line, unrestored_line
 from det_callbacks.resume import ResumeState
+from det_callbacks.resume.state import Moment
 
 Resume = Literal["exact", "warn", "plain"]
 
@@ -41,9 +42,16 @@ def gradients_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """A checkpoint that the next batch has not followed yet."""
+    """A checkpoint that the next batch has not followed yet.
+
+    Attributes:
+        num_gradients: saved with it.
+        versions: of the gradients then.
+        tensors: parameters, buffers and options then, where hooks follow that Lightning leaves out when it resumes.
+    """
 
     num_gradients: int
+    versions: list[int]
     tensors: Mapping[str, Any] | None
 
 
@@ -112,9 +120,7 @@ class Resuming:
     def end_epoch(self) -> None:
         """Complete the checkpoints of the epoch that ended: a validation may have followed them."""
         for path, saved in self._incomplete.items():
-            assert self._fit is not None
-            state, _ = self._fit.read("save", num_gradients=saved.num_gradients, is_settled=True)
-            self._amend_with(path, saved, state)
+            self._amend_with(path, saved, "save", is_settled=True)
 
     # saving
 
@@ -125,7 +131,9 @@ class Resuming:
         state, gradients = self._fit.read("save")
         if self._undo:
             before = self._fit.tensors_before_left_out_hooks()
-            self._incomplete[path] = _Saved(num_gradients=state.num_gradients, tensors=before)
+            self._incomplete[path] = _Saved(
+                num_gradients=state.num_gradients, versions=self._fit.gradient_versions(), tensors=before
+            )
         files = {state_file(state.rank): state.to_bytes()}
         if gradients:
             files[gradients_file(state.rank)] = safetensors.torch.save(gradients)
@@ -135,12 +143,17 @@ class Resuming:
         """Complete the checkpoints saved since the last batch: the next one is about to be drawn."""
         incomplete, self._incomplete = self._incomplete, {}
         for path, saved in incomplete.items():
-            assert self._fit is not None
-            state, _ = self._fit.read("draw", num_gradients=saved.num_gradients)
-            self._amend_with(path, saved, state)
+            self._amend_with(path, saved, "draw")
 
-    def _amend_with(self, path: str, saved: _Saved, state: ResumeState) -> None:
+    def _amend_with(self, path: str, saved: _Saved, moment: Moment, *, is_settled: bool = False) -> None:
         assert self._fit is not None
+        # what follows a batch may clear the gradients: a validation does, unless they are being accumulated
+        is_same = self._fit.gradient_versions() == saved.versions
+        state, gradients = self._fit.read(
+            moment, num_gradients=saved.num_gradients if is_same else None, is_settled=is_settled
+        )
+        if gradients:
+            self._amend(path, gradients_file(state.rank), safetensors.torch.save(gradients))
         if saved.tensors is not None and (changed := _first_change(saved.tensors, self._fit.tensors())):
             problem = f"a validation or an end of epoch after it, which Lightning leaves out when it resumes, {changed}"
             state = replace(state, problems=(*state.problems, problem))
@@ -245,6 +258,7 @@ class Resuming:
         elif not is_new_iteration:
             fetcher.combined_loader.reset()
             iter(fetcher)
+        self._put_gradients()
 
     def _go_back_into_epoch(self, state: ResumeState, fetcher: Any) -> None:
         assert self._fit is not None

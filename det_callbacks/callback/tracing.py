@@ -71,7 +71,8 @@ class Tracing:
         if not self._selection.selects_step(step):
             return
         expected = self._run.expectation(step, self._hash_mode.digest_state)
-        self._hash_mode.begin(batch=batch, is_first=self._is_first, expected=expected)
+        is_first = self._is_first or step == 0  # one that an exception had ended is done again after a resume
+        self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
 
     def note_loss(self, loss: Any) -> None:

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def path(folder: Path, tmp_path: Path) -> str:
     for name in ("x.ckpt", "x.ckpt.digests.json"):
         shutil.copy(folder / name, tmp_path / name)
+    shutil.copytree(folder / "x.ckpt.resume", tmp_path / "x.ckpt.resume")
     return str(tmp_path / "x.ckpt")
 
 
