@@ -69,7 +69,7 @@ def prove_resume(
         >>> verdict.verdict  # doctest: +SKIP
         'match'
     """
-    if not isinstance(stop_at, int) or not isinstance(steps, int) or not 0 < stop_at < steps:
+    if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
     generators = GeneratorStates.capture()
     place: list[Path] = [] if folder is None else [Path(folder)]

@@ -1,0 +1,123 @@
+"""The proof of a resume: that it holds, that it can fail, and what it says when it cannot be given."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from random_trainings import Augmented, Manual, Noisy, loader
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
+from det_callbacks.resume import GeneratorStates
+
+pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*dataloader is not resumable")]
+
+
+def prove(
+    root: Path, model: Callable[[], pl.LightningModule] = Noisy, data: Callable[[], Any] = loader, **options: Any
+) -> Verdict:
+    trainer = {"max_epochs": 3, "default_root_dir": root, **options.pop("trainer", {})}
+    defaults: dict[str, Any] = {"stop_at": 4, "steps": 10, "level": "state"}
+    return prove_resume(lambda: quiet_trainer(**trainer), model, data, **{**defaults, **options})
+
+
+def test_it_holds(tmp_path: Path) -> None:
+    before = GeneratorStates.capture()
+    verdict = prove(tmp_path)
+    assert (verdict.verdict, verdict.coverage.steps) == ("match", (4, 9))
+    assert GeneratorStates.capture() == before
+    folder = tmp_path / "determinism" / "resume-000"
+    assert {path.name for path in folder.iterdir()} == {
+        "reference",
+        "interrupted",
+        "interrupted.ckpt",
+        "interrupted.ckpt.digests.json",
+        "interrupted.ckpt.resume",
+        "resumed",
+    }
+    verdict = prove(tmp_path, Manual, stop_at=7, level="op", folder=tmp_path / "mine")
+    assert (verdict.verdict, verdict.coverage.steps) == ("match", (7, 9))
+    assert (tmp_path / "mine" / "reference").exists()
+
+
+def test_with_a_validation_and_a_callback_that_is_demanded(tmp_path: Path) -> None:
+    def make_trainer(callbacks: list[pl.Callback]) -> pl.Trainer:
+        return quiet_trainer(*callbacks, max_epochs=3, default_root_dir=tmp_path, val_check_interval=2)
+
+    def data() -> tuple[Any, Any]:
+        return loader(), DataLoader(Augmented(num_samples=4), batch_size=2)
+
+    assert prove_resume(make_trainer, Noisy, data, stop_at=4, steps=10, level="state").verdict == "match"
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"), [({}, "rng"), ({"data": lambda: loader("none", shuffle=False)}, "data_order")]
+)
+def test_it_can_fail(options: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    verdict = prove(tmp_path, resume="plain", stop_at=10, steps=12, **options)
+    assert (verdict.verdict, verdict.cause) == ("diverged", cause)
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.step == 10
+    assert "the first after resuming" in verdict.explanation
+
+
+class Forgetful(Noisy):
+    """Keeps something that it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.scale += 0.1
+        return super().training_step(batch, index) * self.scale
+
+
+def test_state_that_is_not_saved_is_named(tmp_path: Path) -> None:
+    verdict = prove(tmp_path, Forgetful, level="op")
+    assert (verdict.verdict, verdict.cause) == ("diverged", "checkpoint")
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.name == "scale"
+
+
+class Unrepeatable(Noisy):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        noise = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).float()
+        return super().training_step(batch, index) + noise.sum() * self.last.bias.sum()
+
+
+def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path: Path) -> None:
+    verdict = prove(tmp_path, Unrepeatable)
+    assert verdict.verdict == "diverged"
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.step == 0
+    assert verdict.current.endswith("interrupted")
+
+
+@pytest.mark.parametrize(("stop_at", "steps"), [(0, 5), (5, 5), (6, 5), (-1, 5), (True, 5), (2.0, 5)])
+def test_what_cannot_be_asked_for(stop_at: Any, steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="stop_at is at least 1 and less than steps"):
+        prove(tmp_path, stop_at=stop_at, steps=steps)
+
+
+def test_a_training_that_is_too_short(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="The training ended after 7 of 10 steps"):
+        prove(tmp_path, trainer={"max_epochs": 1})
+
+
+def test_a_training_that_cannot_be_resumed_exactly(tmp_path: Path) -> None:
+    with pytest.raises(NotResumableError, match="persistent_workers=False"):
+        prove(tmp_path, data=lambda: loader(num_workers=1, persistent_workers=True), stop_at=9)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
