@@ -46,6 +46,24 @@ class NotComparableError(DivergenceError):
     exit_code = 3
 
 
+class RankError(DetCallbacksError):
+    """Another process of the run failed, or is not there any more.
+
+    Args:
+        message: the text shown to the user.
+        rank: which; -1 when that cannot be told.
+        exit_code: of its error.
+    """
+
+    def __init__(self, message: str, rank: int = -1, exit_code: int = 2) -> None:
+        super().__init__(message, rank, exit_code)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class NotResumableError(DetCallbacksError):
     """A resumed run cannot be the same run as the one that saved the checkpoint.
 

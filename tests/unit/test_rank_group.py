@@ -1,0 +1,98 @@
+"""The group of the processes of a run, with real processes on gloo."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from det_callbacks.errors import RankError, RunExistsError
+from det_callbacks.ranks import RankGroup
+
+
+def start(rank: int, world_size: int, folder: str, body: Callable[[RankGroup, int], Any]) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    group = RankGroup(timeout_seconds=5)
+    try:
+        said = repr(body(group, rank))
+    except Exception as error:  # what is raised is what is tested
+        said = f"{type(error).__name__}: {error}"
+    Path(folder, f"{rank}.txt").write_text(said)
+    os._exit(0)
+
+
+def run(body: Callable[[RankGroup, int], Any], folder: Path, world_size: int = 2) -> list[str]:
+    # forked, since importing torch takes a child longer than the test
+    mp.start_processes(start, (world_size, str(folder), body), nprocs=world_size, start_method="fork")
+    return [(folder / f"{rank}.txt").read_text() for rank in range(world_size)]
+
+
+def exchange(group: RankGroup, rank: int) -> Any:
+    contents = group.gather(b"x" * (3 * rank))
+    numbers = group.gather_numbers([rank, (1 << 64) - 1 - rank])
+    return contents, numbers, group.agree(lambda: {"rank": rank}, task="nothing"), group.num_exchanges
+
+
+def fail_on_one(group: RankGroup, rank: int) -> Any:
+    def action() -> None:
+        if rank == 1:
+            raise RunExistsError("it is there", "refs/run1")
+
+    return group.agree(action, task="opening the run")
+
+
+def leave(group: RankGroup, rank: int) -> Any:
+    return "left" if rank else group.gather(b"")
+
+
+def hang(group: RankGroup, rank: int) -> Any:
+    if rank:
+        time.sleep(9)
+        return "slept"
+    return group.gather(b"")
+
+
+@pytest.mark.ddp
+def test_everybody_hears_everybody(tmp_path: Path) -> None:
+    said = run(exchange, tmp_path)
+    assert said[0] == said[1]
+    assert said[0] == repr(
+        ([b"", b"xxx"], [[0, (1 << 64) - 1], [1, (1 << 64) - 2]], [{"rank": 0}, {"rank": 1}], 5),
+    )
+
+
+@pytest.mark.ddp
+def test_an_error_of_one_is_an_error_of_all(tmp_path: Path) -> None:
+    others, own = run(fail_on_one, tmp_path)
+    assert own == "RunExistsError: it is there"
+    assert others == (
+        "RankError: Rank 1 failed in opening the run, so this rank (0 of 2) stops too: RunExistsError: it is there"
+    )
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("body", [leave, hang])
+def test_a_rank_that_does_not_come_is_an_error(body: Any, tmp_path: Path) -> None:
+    waiting, _ = run(body, tmp_path)
+    assert waiting.startswith("RankError: Rank 0 of 2 did not hear from all others within 5 seconds, or one of them")
+
+
+def test_one_process_talks_to_itself() -> None:
+    group = RankGroup()
+    assert group.gather(b"abc") == [b"abc"]
+    assert group.gather_numbers([1, 2]) == [[1, 2]]
+    assert group.agree(lambda: 5, task="nothing") == [5]
+    with pytest.raises(RunExistsError):
+        group.agree(lambda: fail_on_one(group, 1), task="nothing")
+    assert (group.num_exchanges, group.num_bytes) == (0, 0)
+    group.close()
+
+
+def test_the_error_says_which_rank() -> None:
+    error = RankError("text", 3, 1)
+    assert (error.rank, error.exit_code) == (3, 1)
