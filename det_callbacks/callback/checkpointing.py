@@ -39,8 +39,9 @@ class Checkpointing:
         """Stand in the Trainer's ways of saving and loading; the run of an earlier stage is over."""
         self._trainer = trainer
         self._run = self._identity = self._environment = None
-        self.resuming.forget()
         self._watch.attach(trainer, require_digests=self._require_digests)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.resuming.attach(trainer)
 
     def begin_fit(
         self,
@@ -51,7 +52,6 @@ class Checkpointing:
         environment: Mapping[str, Any] | None = None,
     ) -> None:
         """Know the run of a fit, and the environment where it was captured already."""
-        assert self._trainer is not None, "a stage began"
         self._run = run
         self._environment = environment
         self._identity = {
@@ -59,7 +59,6 @@ class Checkpointing:
             "mode": mode,
             "reference": None if reference is None else str(reference),
         }
-        self.resuming.attach(self._trainer)
 
     def end_fit(self) -> None:
         """Leave loops, loaders and ModelCheckpoints; checkpoints are still followed, since some are saved later."""

@@ -71,7 +71,8 @@ class DataWatch:
             return
         loader.__class__ = self._class
         for inner in loader.flattened:
-            vars(inner).pop("_get_iterator", None)
+            if isinstance(inner, DataLoader):
+                vars(inner).pop("_get_iterator", None)
 
     def capture(self) -> GeneratorStates:
         """Return the states of all generators now."""

@@ -274,8 +274,6 @@ class DeterminismCallback(AlertCallback):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
-        assert self._checkpointing is not None, "setup was called"
-        self._checkpointing.resuming.begin_batch()
         self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
@@ -36,6 +36,7 @@ class FitState:
         self._trainer = trainer
         self._watch = watch
         self._versions: list[int] = []
+        self._adds = False
 
     # what is saved
 
@@ -59,11 +60,13 @@ class FitState:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             # the training step draws, when its batch already counts as ready
             num_consumed, num_done = position.num_drawn, num_done - int(moment == "draw")
-        is_mid_batch = done.started > done.processed and moment == "save"
+        # drawn, and perhaps not even counted as ready
+        is_mid_batch = moment == "save" and max(done.ready, self._num_handed_out()) > done.processed
         if is_mid_batch:
-            num_consumed, num_done = num_consumed - 1, num_done - 1
+            processed: Any = batches.total
+            num_consumed, num_done = done.processed, processed.processed
             before = watch.position_before_last
-            where = f"it was saved in the middle of step {epoch_loop.total_batch_idx}"
+            where = f"it was saved in the middle of step {num_done}"
             if changed := self._changed_in_batch():
                 problems.append(f"{where}, which {changed}")
             elif before is None:
@@ -75,9 +78,13 @@ class FitState:
                 "it was saved before a validation that Lightning leaves out when it resumes, and the process ended "
                 "before the next batch was drawn"
             )
-        is_epoch_over = not is_mid_batch and (batches.is_last_batch or epoch_loop._num_ready_batches_reached())
-        if moment == "draw" and not position.num_drawn:
-            is_epoch_over, num_consumed = True, 0
+        if moment == "draw":
+            is_epoch_over = not position.num_drawn  # then the epoch before is
+            num_consumed = num_consumed if position.num_drawn else 0
+        else:
+            is_epoch_over = not is_mid_batch and (batches.is_last_batch or epoch_loop._num_ready_batches_reached())
+            if is_epoch_over:
+                problems += self._problems_at_end()
         is_window_open = self._adds_to_gradients(num_consumed, is_epoch_over=is_epoch_over)
         gradients = self._gradients() if num_gradients is None and is_window_open else {}
         state = ResumeState(
@@ -91,25 +98,53 @@ class FitState:
             generators=generators or watch.capture(),
             position=replace(position, num_consumed=num_consumed),
             num_gradients=len(gradients) if num_gradients is None else num_gradients,
+            accumulates=trainer.accumulate_grad_batches,
+            reload_epoch=int(reloaded) if (reloaded := trainer.fit_loop._last_train_dl_reload_epoch) >= 0 else None,
+            values={} if is_mid_batch else self.values(),
             problems=tuple(problems),
         )
         return state, gradients
 
-    def tensors_before_left_out_hooks(self) -> dict[str, Any] | None:
-        """Return ``tensors`` where hooks follow that Lightning skips when it resumes: validation, end of epoch."""
+    def is_before_left_out_hooks(self) -> bool:
+        """Return whether hooks or updates follow that Lightning skips when it resumes: validation, end of epoch."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        progress: Any = epoch_loop.batch_progress.current
-        is_at_batch_end = progress.completed < progress.ready == progress.processed
-        if is_at_batch_end and (epoch_loop._num_ready_batches_reached() or self._has_validation_ahead()):
-            return self.tensors()
-        return None
+        return (
+            self.is_at_last_batch()
+            or self._is_at_epoch_end()
+            or (self._is_at_batch_end() and (epoch_loop._num_ready_batches_reached() or self._has_validation_ahead()))
+        )
 
-    def tensors(self) -> dict[str, Any]:
-        """Return the digests of parameters and buffers, and the optimizers' options; one pass over the weights."""
+    def _is_at_batch_end(self) -> bool:
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(progress.completed < progress.ready == progress.processed)
+
+    def is_at_last_batch(self) -> bool:
+        """Return whether the batches of an epoch are done, and the hooks of its end still to come."""
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        is_last = epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached()
+        return bool(is_last and epochs.started > epochs.processed)
+
+    def _is_at_epoch_end(self) -> bool:
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        return bool(epochs.completed < epochs.processed == epochs.ready)
+
+    def values(self) -> dict[str, Any]:
+        """Return what a checkpoint has to bring back, by name; one pass over the weights.
+
+        Digests of parameters and persistent buffers, and options of the optimizers.
+        """
         module = self._trainer.lightning_module
+        left_out = {  # a private name of torch 2.13, and the only one for it
+            f"{prefix}.{name}" if prefix else name
+            for prefix, one in module.named_modules()
+            for name in one._non_persistent_buffers_set
+        }
         found: dict[str, Any] = {}
         with unobserved():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if name in left_out:
+                    continue
                 try:
                     found[name] = digest_tensor(tensor.detach())
                 except DetCallbacksError:
@@ -120,6 +155,15 @@ class FitState:
                     if option != "params":
                         found[f"{option} of group {number} of optimizer {index}"] = repr(value)
         return found
+
+    def callback_states(self) -> dict[str, str]:
+        """Return the states of callbacks that do not save checkpoints, as text by name."""
+        callbacks: list[Callback] = vars(self._trainer)["callbacks"]
+        return {
+            f"state of {callback.state_key}": repr(callback.state_dict())
+            for callback in callbacks
+            if not isinstance(callback, Checkpoint)
+        }
 
     def gradient_versions(self) -> list[int]:
         """Return what changes whenever a gradient does; -1 where there is none."""
@@ -151,10 +195,28 @@ class FitState:
         num_stateful = sum(map(is_stateful, loaders))
         if 0 < num_stateful < len(loaders):
             yield "some of its loaders restore themselves (load_state_dict) and others do not"
+        if self._is_starting_epoch():
+            yield "it was saved while an epoch began, in the middle of its hooks"
         if watch.has_overflowed:
             yield "a loader was started again more often in the epoch than is kept"
         if self._trainer.validating and not self._is_validation_over():
             yield "it was saved in the middle of a validation"
+
+    def _is_starting_epoch(self) -> bool:
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        return bool(epochs.ready > epochs.started)
+
+    def _problems_at_end(self) -> Iterator[str]:
+        """Yield why a checkpoint at the end of an epoch does not do until the next batch is drawn."""
+        ended = "and the process ended before the next batch was drawn"
+        if self.is_at_last_batch():
+            yield f"it was saved before the end of an epoch, whose hooks Lightning leaves out when it resumes, {ended}"
+        if self._is_at_epoch_end() and any(config.reduce_on_plateau for config in self._trainer.lr_scheduler_configs):
+            yield f"it was saved before ReduceLROnPlateau was updated at the end of an epoch, {ended}"
+        if getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0):
+            yield f"reload_dataloaders_every_n_epochs makes the loaders again, {ended}"
+        if any(getattr(one, "persistent_workers", False) for one in self.loaders()):
+            yield f"persistent_workers=True keeps workers with generators in them that nothing can read, {ended}"
 
     def _is_validation_over(self) -> bool:
         progress = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress
@@ -166,6 +228,13 @@ class FitState:
             return False
         progress = loop.epoch_loop.batch_progress.current
         return progress.completed < progress.ready and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+    def _num_handed_out(self) -> int:
+        """Return how many batches of the epoch training has got, which may be fewer than were drawn."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if isinstance(fetcher, _DataLoaderIterDataFetcher):
+            return 0  # the training step gets them
+        return self._watch.position.num_drawn - len(getattr(fetcher, "batches", ()))
 
     # a batch under way
 
@@ -179,13 +248,15 @@ class FitState:
         )
 
     def begin_batch(self) -> None:
-        """Note what the batch that begins may change."""
+        """Note what the batch that is about to be drawn may change."""
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._adds = self._adds_to_gradients(done)
         self._versions = self._state_versions()
 
     def _state_versions(self) -> list[int]:
         module = self._trainer.lightning_module
         versions = [tensor._version for tensor in (*module.parameters(), *module.buffers())]
-        if self._adds_to_gradients(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1):
+        if self._adds:
             versions += self.gradient_versions()
         return versions
 

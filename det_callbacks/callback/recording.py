@@ -184,7 +184,7 @@ class Recording:
         """Close the run's files and print the closing line.
 
         Args:
-            is_resumed: as in ``Verifying``; it makes no difference here.
+            is_resumed: the fit began in the middle.
             is_early: likewise.
             observed: what observations saved, as ``ReplayCounts`` has it.
 
@@ -202,6 +202,12 @@ class Recording:
         if is_empty and agreement is not None:
             self._discard()
         writer.close(complete=not is_empty)
+        if is_empty and is_resumed:
+            raise NothingComparedError(
+                "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
+                f"{self.path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, "
+                "max_steps)."
+            )
         if is_empty:
             raise NothingComparedError(
                 f"Nothing was recorded in {self.path}: the fit had no step that every_n_steps="

@@ -4,6 +4,7 @@ Lightning restores weights, optimizers, schedulers and its loops. Generators, th
 that are being accumulated it does not, and some of its counters it restores to other values than an uninterrupted run
 has. The loops are reached into by the methods that stand at those moments (read at Lightning 2.6.6):
 
+* ``_FitLoop.setup_data`` begins a fit's run, and may have been called before for a scheduler that asks for the steps;
 * ``_FitLoop._load_combined_loader_states`` runs just before the loader is first iterated over;
 * ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks.
 """
@@ -47,12 +48,14 @@ class _Saved:
     Attributes:
         num_gradients: saved with it.
         versions: of the gradients then.
-        tensors: parameters, buffers and options then, where hooks follow that Lightning leaves out when it resumes.
+        is_at_last_batch: the epoch's batches were done, and the hooks of its end not.
+        values: what hooks must not change that follow, and that Lightning leaves out when it resumes; None without.
     """
 
     num_gradients: int
     versions: list[int]
-    tensors: Mapping[str, Any] | None
+    is_at_last_batch: bool
+    values: Mapping[str, Any] | None
 
 
 class Resuming:
@@ -72,6 +75,7 @@ class Resuming:
         self._amend = amend
         self._path = ""
         self._pending: ResumeState | None = None
+        self._is_aligned = False
         self._gradients: Mapping[str, torch.Tensor] = {}
         self._trainer: pl.Trainer | None = None
         self._watch = DataWatch()
@@ -82,8 +86,9 @@ class Resuming:
     # the moments of a fit
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Follow a fit that is about to begin, and put back what was loaded for it."""
+        """Follow a fit that is about to begin, before its data is set up, and put back what is loaded for it."""
         self.detach()
+        self.forget()
         if self._resume == "plain":
             return
         self._trainer = trainer
@@ -91,6 +96,7 @@ class Resuming:
         self._watch.before_draw = self._complete
         self._fit = FitState(trainer, self._watch)
         loop = trainer.fit_loop
+        self._wrap(loop, "setup_data", self._at_setup)
         self._wrap(loop, "_load_combined_loader_states", self._before_iteration)
         self._wrap(loop.epoch_loop, "on_run_start", self._at_epoch)
 
@@ -104,12 +110,7 @@ class Resuming:
 
     def forget(self) -> None:
         """Nothing was loaded (any more)."""
-        self._pending, self._gradients = None, {}
-
-    def begin_batch(self) -> None:
-        """Note what a batch may change, where an exception might have a checkpoint saved in its middle."""
-        if self._watch.keeps_last and self._fit is not None:
-            self._fit.begin_batch()
+        self._pending, self._gradients, self._is_aligned = None, {}, False
 
     def begin_epoch(self) -> None:
         """Put generators back before the hooks of a new epoch run, where that is their moment."""
@@ -118,8 +119,10 @@ class Resuming:
             self._restore_generators(state)
 
     def end_epoch(self) -> None:
-        """Complete the checkpoints of the epoch that ended: a validation may have followed them."""
+        """Complete the checkpoints of the epoch that ends: a validation may have followed them."""
         for path, saved in self._incomplete.items():
+            if saved.is_at_last_batch:
+                continue  # more than a validation follows: the hooks of the epoch's end
             self._amend_with(path, saved, "save", is_settled=True)
 
     # saving
@@ -130,9 +133,12 @@ class Resuming:
             return {}
         state, gradients = self._fit.read("save")
         if self._undo:
-            before = self._fit.tensors_before_left_out_hooks()
+            callbacks = self._fit.callback_states() if self._fit.is_before_left_out_hooks() else None
             self._incomplete[path] = _Saved(
-                num_gradients=state.num_gradients, versions=self._fit.gradient_versions(), tensors=before
+                num_gradients=state.num_gradients,
+                versions=self._fit.gradient_versions(),
+                is_at_last_batch=self._fit.is_at_last_batch(),
+                values=None if callbacks is None else {**state.values, **callbacks},
             )
         files = {state_file(state.rank): state.to_bytes()}
         if gradients:
@@ -141,6 +147,8 @@ class Resuming:
 
     def _complete(self) -> None:
         """Complete the checkpoints saved since the last batch: the next one is about to be drawn."""
+        if self._watch.keeps_last and self._fit is not None:
+            self._fit.begin_batch()  # an exception may have a checkpoint saved in its middle
         incomplete, self._incomplete = self._incomplete, {}
         for path, saved in incomplete.items():
             self._amend_with(path, saved, "draw")
@@ -154,9 +162,10 @@ class Resuming:
         )
         if gradients:
             self._amend(path, gradients_file(state.rank), safetensors.torch.save(gradients))
-        if saved.tensors is not None and (changed := _first_change(saved.tensors, self._fit.tensors())):
-            problem = f"a validation or an end of epoch after it, which Lightning leaves out when it resumes, {changed}"
-            state = replace(state, problems=(*state.problems, problem))
+        now = {} if saved.values is None else {**state.values, **self._fit.callback_states()}
+        if saved.values is not None and (changed := _differing(saved.values, now)):
+            problem = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
+            state = replace(state, problems=(*state.problems, f"{problem} {changed}"))
         self._amend(path, state_file(state.rank), state.to_bytes())
 
     # restoring
@@ -220,11 +229,17 @@ class Resuming:
             )
         rank_zero_warn(f"{text} Going on with what can be restored.", category=CoverageWarning)
 
+    def _at_setup(self, original: Callable[[], None]) -> None:
+        # Also called before the loops are restored: a scheduler may ask for the number of steps.
+        assert self._trainer is not None
+        if self._pending is not None and not self._is_aligned and self._trainer.fit_loop.is_resuming:
+            self._is_aligned = True
+            align_progress(self._trainer, self._pending)
+        original()
+
     def _before_iteration(self, original: Callable[[], None]) -> None:
         assert self._trainer is not None
         assert self._fit is not None
-        if self._pending is not None:
-            align_progress(self._trainer, self._pending)
         original()
         loader = self._trainer.fit_loop._combined_loader
         assert loader is not None, "Lightning has just made it"
@@ -242,10 +257,22 @@ class Resuming:
         if self._pending is None or self._trainer.fit_loop.epoch_loop.done:
             return
         state, self._pending = self._pending, None
+        self._require_values(state)
+        loop = self._trainer.fit_loop
+        if state.reload_epoch is not None:
+            loop._last_train_dl_reload_epoch = state.reload_epoch
         if state.is_epoch_over:
             self._start_epoch(state, fetcher, is_new_iteration=watch.position.num_iterations > num_before)
         else:
             self._go_back_into_epoch(state, fetcher)
+
+    def _require_values(self, state: ResumeState) -> None:
+        """Refuse where Lightning did not bring back what was saved, and nothing of the user's comes in between."""
+        if not state.values or (state.is_epoch_over and state.moment == "save"):
+            return
+        assert self._fit is not None
+        if changed := _differing(state.values, self._fit.values()):
+            self._refuse([f"Lightning restored it, and {changed} is not what it was then"])
 
     def _start_epoch(self, state: ResumeState, fetcher: Any, *, is_new_iteration: bool) -> None:
         if state.moment == "draw":
@@ -262,8 +289,15 @@ class Resuming:
 
     def _go_back_into_epoch(self, state: ResumeState, fetcher: Any) -> None:
         assert self._fit is not None
+        assert self._trainer is not None
+        self._trainer.accumulate_grad_batches = state.accumulates
+        # else Lightning would leave out the plateau schedulers' update at the end of this epoch
+        self._trainer.fit_loop._restarting = False
         loaders = self._fit.loaders()
-        if not (loaders and all(map(is_stateful, loaders))):
+        if loaders and all(map(is_stateful, loaders)):
+            num_drawn = state.position.num_drawn
+            self._watch.position = replace(self._watch.position, num_drawn=num_drawn)
+        else:
             self._draw_again(state, fetcher)
         # now, and once more before the draw: Lightning may go through a validation first that it has no need to run
         self._watch.pending = state.generators
@@ -327,6 +361,8 @@ def align_progress(trainer: pl.Trainer, state: ResumeState) -> None:
         # the batch under way is to be done again, and Lightning has counted it
         batches.total.reset_on_restart()
         batches.current.reset_on_restart()
+    for progress in (epochs.current, epochs.total):
+        progress.ready = progress.started  # an epoch that had only begun begins again
     has_ended = epochs.current.processed == epochs.current.ready and epochs.current.ready > 0
     if state.is_epoch_over and not has_ended and trainer.num_training_batches == float("inf"):
         # saved at the end of its last batch, which Lightning only knows of an epoch of known length
@@ -345,8 +381,9 @@ def align_progress(trainer: pl.Trainer, state: ResumeState) -> None:
         loop.restarting = True
 
 
-def _first_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    changed = [name for name in before if before[name] != after.get(name)]
-    if not changed:
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Return the first name whose value differs, and how many more do; None when none does."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if not names:
         return None
-    return f"changed {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from det_callbacks.callback.loops import mark_training_step
+from det_callbacks.callback.loops import leave_out_logging, mark_training_step
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import TraceError
@@ -52,7 +52,7 @@ class Tracing:
             is_every_step=selection.every_n_steps == 1,
         )
         activate(self._observations)
-        self._restore_training_step: Callable[[], object] = lambda: None
+        self._undo: list[Callable[[], object]] = []
         if alerts is not None:
             alerts.on_new = self._put_alerts
 
@@ -64,7 +64,8 @@ class Tracing:
     def attach(self, trainer: pl.Trainer) -> None:
         """Follow the optimizers and the training step of a Trainer that is about to train."""
         self._hash_mode.optimizers = list(trainer.optimizers)
-        self._restore_training_step = mark_training_step(trainer, self._hash_mode.marks_forward)
+        self._undo.append(mark_training_step(trainer, self._hash_mode.marks_forward))
+        self._undo.append(leave_out_logging(trainer, self._hash_mode.leaves_out))
 
     def begin_step(self, step: int, batch: Any) -> None:
         """Open the trace for a step, if it is a selected one."""
@@ -115,7 +116,9 @@ class Tracing:
         self._hash_mode.abandon()
         if self._alerts is not None and self._alerts.found:
             self._put_alerts()  # with the number of calls
-        self._restore_training_step()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None

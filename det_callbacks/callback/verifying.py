@@ -183,6 +183,12 @@ class Verifying:
         """
         verification = self._running()
         verification.set_replayed({**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})})
+        if is_resumed and not is_early and not verification.has_steps(self._segment):
+            verification.close(complete=False)
+            raise NothingComparedError(
+                "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
+                f"{self.path}. Verify from an earlier one, or from the start."
+            )
         if not is_early:
             verification.end_segment(self._segment, is_resumed=is_resumed)
         num_fits, num_ended = verification.num_segments, self._segment + 1

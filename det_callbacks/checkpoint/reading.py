@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from det_callbacks.checkpoint.files import NEXT, OLD, SIDECAR, Place
+from det_callbacks.checkpoint.files import NEXT, OLD, RESUME, SIDECAR, Place
 from det_callbacks.checkpoint.sidecar import FileDigest, Resume, Sidecar
 from det_callbacks.digest import digest_bytes
 from det_callbacks.errors import CheckpointFormatError
@@ -76,8 +76,9 @@ def read_attachments(found: Found) -> tuple[dict[str, bytes], list[str], list[st
 
 
 def resume_folder(sidecar: Place, resume: Resume) -> Place:
-    """Return the folder of the files kept beside a checkpoint."""
-    return sidecar.sibling(resume.folder)
+    """Return the folder of the files kept beside a checkpoint: by its name or, of a link, the name it was saved by."""
+    own = sidecar.sibling(sidecar.name.partition(SIDECAR)[0] + RESUME)
+    return own if own.exists() else sidecar.sibling(resume.folder)
 
 
 def digest_of(content: bytes) -> FileDigest:

@@ -116,6 +116,10 @@ class Verification:
         """Return whether the next step is the first one after a checkpoint was restored."""
         return self._is_resumed and not self._done[segment]
 
+    def has_steps(self, segment: int) -> bool:
+        """Return whether a fit had a step so far."""
+        return bool(self._done[segment])
+
     def compare_state(self, segment: int, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
         """Compare the restored state with what the reference ended the step before with, for the explanation."""
         compare_restored(self._builder, self.reference, self.rank, segment, step, digest_state)

@@ -59,6 +59,9 @@ class ResumeState:
         generators: at ``moment``.
         position: in the data of the epoch.
         num_gradients: parameters whose gradients were saved.
+        accumulates: batches whose gradients are added up; a callback may change it at an epoch's start.
+        reload_epoch: at whose start Lightning made the loaders; None before.
+        values: name -> digest of a parameter or buffer, or text of an optimizer's option, at ``moment``.
         problems: why a resumed run cannot be the same run, as sentences; empty when it can.
     """
 
@@ -72,6 +75,9 @@ class ResumeState:
     generators: GeneratorStates
     position: DataPosition = field(default_factory=DataPosition)
     num_gradients: int = 0
+    accumulates: int = 1
+    reload_epoch: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -132,7 +138,10 @@ class ResumeState:
             ) from error
 
 
-_PLAIN = ("rank", "world_size", "step", "epoch", "moment", "is_epoch_over", "is_mid_batch", "num_gradients")
+_PLAIN = (
+    *("rank", "world_size", "step", "epoch", "moment", "is_epoch_over", "is_mid_batch", "num_gradients"),
+    *("accumulates", "reload_epoch", "values"),
+)
 _PLAIN_POSITION = ("num_iterations", "num_drawn", "num_consumed", "first_digest", "chain")
 _MOMENTS = ("before_iteration", "before_first", "before_last")
 

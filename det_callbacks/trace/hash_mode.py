@@ -191,6 +191,22 @@ class HashMode:
         """Return the function with phase forward while it runs."""
         return in_phase(self.recorder, "forward", function)
 
+    def leaves_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its ops outside the trace: they belong to no training step."""
+
+        def left_out(*args: Any, **kwargs: Any) -> Any:
+            interceptor = self._interceptor
+            if interceptor is None or interceptor.recorder is None:
+                return function(*args, **kwargs)
+            recorder, interceptor.recorder = interceptor.recorder, None
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if self._interceptor is interceptor:
+                    interceptor.recorder = recorder
+
+        return left_out
+
     def _leave(self) -> None:
         self.is_open = False
         self._phases.close()

@@ -126,7 +126,9 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert callback._trace is None
     loop = fit.trainer.fit_loop
     assert "_load_combined_loader_states" not in vars(loop)
+    assert not {"reset", "setup_data"} & set(vars(loop))
     assert "on_run_start" not in vars(loop.epoch_loop)
+    assert not {"log", "reset"} & set(vars(loop.epoch_loop._results))
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
     assert "_get_iterator" not in vars(fit.loader)
     run = callback._run

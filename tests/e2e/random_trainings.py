@@ -112,6 +112,37 @@ class Manual(Noisy):
         return torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2), head
 
 
+class OneCycle(Noisy):
+    """Asks for the number of steps, for which Lightning sets up the data before anything else of a fit."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Plateau(Noisy):
+    """Lowers its learning rate at the end of every epoch."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", patience=0, factor=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
+
+
+class Logging(Noisy):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 class Iterating(Noisy):
     """Draws its batches itself."""
 

@@ -8,14 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, OnExceptionCheckpoint
 from random_trainings import (
     Augmented,
     Endless,
     Iterating,
+    Logging,
     Manual,
     Noisy,
     Normed,
+    OneCycle,
+    Plateau,
     SaveAfter,
     fit,
     loader,
@@ -23,7 +26,13 @@ from random_trainings import (
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import CheckpointFormatError, DeterminismCallback, DivergenceError, NotResumableError
+from det_callbacks import (
+    CheckpointFormatError,
+    DeterminismCallback,
+    DivergenceError,
+    NothingComparedError,
+    NotResumableError,
+)
 from det_callbacks.errors import CoverageWarning
 
 pytestmark = [
@@ -77,6 +86,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "two_loaders": {"data": lambda: {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}},
     # without augmentation from the global generators: Lightning shows callbacks the batch before
     "draws_itself": {"model": Iterating, "data": lambda: loader("own")},
+    "one_cycle": {"model": OneCycle},
+    "plateau": {"model": Plateau},
+    "accumulation_by_schedule": {"others": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
+    "loaders_made_again": {"reload_dataloaders_every_n_epochs": 2},
     "weighted": {
         "data": lambda: loader(shuffle=False, sampler=torch.utils.data.WeightedRandomSampler([0.1, 0.9] * 7, 14))
     },
@@ -85,10 +98,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
-    options = TRAININGS[name]
-    record(tmp_path, SaveAfter(tmp_path, 4, 7, 10), **options)
-    for after in (4, 7, 10):
-        assert resume(tmp_path, f"{after}.ckpt", **options) == (after, 20)
+    options = dict(TRAININGS[name])
+    others = options.pop("others", list)
+    record(tmp_path, *others(), SaveAfter(tmp_path, 4, 6, 7, 10), **options)
+    for after in (4, 6, 7, 10):
+        if name == "plateau" and after == 7:
+            continue  # the learning rate is lowered after it
+        assert resume(tmp_path, f"{after}.ckpt", *others(), **options) == (after, 20)
 
 
 @pytest.mark.parametrize("data", [lambda: loader(num_workers=2), lambda: DataLoader(Endless(), 2, num_workers=2)])
@@ -162,6 +178,38 @@ def test_a_batch_that_an_exception_ended_is_done_again(data: Any, step: int, tmp
     assert resume(tmp_path, "on_exception.ckpt", data=data) == (step, 20)
 
 
+class RaiseAt(pl.Callback):
+    def __init__(self, hook: str, number: int) -> None:
+        self.hook, self.number = hook, number
+        setattr(self, hook, self.count)
+
+    def count(self, trainer: pl.Trainer, *_: Any) -> None:
+        done = trainer.fit_loop.epoch_loop.total_batch_idx + (self.hook != "on_train_batch_start")
+        if done >= self.number:
+            raise RuntimeError("planted")
+
+
+class FailingTransfer(Noisy):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training and self.trainer.fit_loop.epoch_loop.total_batch_idx == 3:
+            raise RuntimeError("planted")
+        return batch
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_batch_that_was_only_drawn_is_not_lost(is_last: bool, tmp_path: Path) -> None:
+    record(tmp_path)
+    stopped = DeterminismCallback(tmp_path / "stopped", mode="record", level="state")
+    others = [OnExceptionCheckpoint(tmp_path), RaiseAt("on_train_batch_start", 4)]
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(stopped, *(others if is_last else reversed(others)))
+    assert resume(tmp_path, "on_exception.ckpt") == (4, 20)
+    stopped = DeterminismCallback(tmp_path / "transfer", mode="record", level="state")
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(stopped, OnExceptionCheckpoint(tmp_path), model=FailingTransfer)
+    assert resume(tmp_path, "on_exception.ckpt") == (4, 20)
+
+
 def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> tuple[str, ...]:
     with pytest.raises(NotResumableError, match='resume="warn"') as caught:
         resume(folder, name, *others, **options)
@@ -177,6 +225,103 @@ def test_a_batch_that_had_changed_something_is_not_done_again(tmp_path: Path) ->
     (problem,) = refused(tmp_path, "on_exception.ckpt", model=Normed)
     # batch norm counts its batches in the open; its running statistics it writes without a trace
     assert "in the middle of step 4, which had already changed 1 of the module's parameters, buffers" in problem
+
+
+def test_an_epoch_that_had_only_begun(tmp_path: Path) -> None:
+    """Lightning would leave the whole epoch out."""
+    record(tmp_path)
+    stopped = DeterminismCallback(tmp_path / "stopped", mode="record", level="state")
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(stopped, OnExceptionCheckpoint(tmp_path), RaiseAt("on_train_epoch_start", 7))
+    (problem,) = refused(tmp_path, "on_exception.ckpt")
+    assert problem == "it was saved while an epoch began, in the middle of its hooks"
+    # nothing random had run in the hooks so far
+    with pytest.warns(CoverageWarning, match="while an epoch began"):
+        assert resume(tmp_path, "on_exception.ckpt", how="warn") == (7, 20)
+
+
+END: dict[str, tuple[str, dict[str, Any], str]] = {
+    "batch": ("batch", {}, "before the end of an epoch, whose hooks Lightning leaves out"),
+    "loaders": ("epoch", {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs makes"),
+    "workers": ("epoch", {"data": lambda: loader(num_workers=1, persistent_workers=True)}, "persistent_workers=True"),
+    "plateau": ("epoch", {"model": Plateau}, "before ReduceLROnPlateau was updated"),
+}
+
+
+@pytest.mark.parametrize("name", END)
+def test_a_process_that_ended_at_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
+    """What the next epoch begins from had not been seen."""
+    at, options, reason = END[name]
+    record(tmp_path, **options)
+    stopped = DeterminismCallback(tmp_path / "stopped", mode="record", level="state")
+    fit(stopped, SaveAfter(tmp_path, 7, at=at), **options, max_epochs=1)
+    (problem,) = refused(tmp_path, "7.ckpt", **options)
+    assert reason in problem
+    assert problem.endswith("and the process ended before the next batch was drawn")
+
+
+class Counting(pl.Callback):
+    """Has a state that its hook at the end of an epoch changes, as EarlyStopping has."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.epochs = state_dict["epochs"]
+
+
+def test_state_of_callbacks_that_lightning_leaves_out(tmp_path: Path) -> None:
+    record(tmp_path, Counting(), SaveAfter(tmp_path, 4, 7))
+    assert resume(tmp_path, "4.ckpt", Counting()) == (4, 20)
+    (problem,) = refused(tmp_path, "7.ckpt", Counting())
+    assert problem.endswith("changed state of Counting")
+
+
+def test_weights_that_lightning_rounds(tmp_path: Path) -> None:
+    """Lightning 2.6 loads a checkpoint of precision 64-true into a module that is still float32."""
+    options = {"precision": "64-true"}
+    record(tmp_path, SaveAfter(tmp_path, 4), **options)
+    (problem,) = refused(tmp_path, "4.ckpt", **options)
+    assert problem == "Lightning restored it, and first.weight and 3 more is not what it was then"
+
+
+def test_logging_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """Lightning sets its sums up when a name is first logged, which after a resume is another step."""
+    training = {"model": Logging, "data": lambda: loader("none")}
+    fit(DeterminismCallback(tmp_path / "run", mode="record"), SaveAfter(tmp_path, 4, 7), **training)
+    for after in (4, 7):
+        assert resume(tmp_path, f"{after}.ckpt", **training) == (after, 20)
+
+
+def test_a_finished_training(tmp_path: Path) -> None:
+    record(tmp_path, SaveAfter(tmp_path, 7, at="epoch"), max_epochs=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(NothingComparedError, match="of a training that was finished: no step was left"):
+        resume(tmp_path, "7.ckpt", max_epochs=1)
+    with pytest.raises(NothingComparedError, match=r"so nothing was added to .*, which is as it was"):
+        record(tmp_path, max_epochs=1, ckpt_path=tmp_path / "7.ckpt")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_that_was_renamed_and_one_that_was_moved(tmp_path: Path) -> None:
+    record(tmp_path, SaveAfter(tmp_path, 4))
+    (tmp_path / "moved").mkdir()
+    for suffix in ("", ".digests.json", ".resume"):
+        (tmp_path / f"4.ckpt{suffix}").rename(tmp_path / "moved" / f"best.ckpt{suffix}")
+    assert resume(tmp_path, "moved/best.ckpt") == (4, 20)
+
+
+def test_a_generator_as_data(tmp_path: Path) -> None:
+    def data() -> Any:
+        return (batch for _ in range(1) for batch in loader("none"))
+
+    record(tmp_path, data=data, max_epochs=1)
 
 
 def test_workers_that_outlive_an_epoch_are_refused(tmp_path: Path) -> None:
