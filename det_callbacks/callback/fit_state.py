@@ -132,7 +132,7 @@ class FitState:
     def values(self) -> dict[str, Any]:
         """Return what a checkpoint has to bring back, by name; one pass over the weights.
 
-        Digests of parameters and persistent buffers, and options of the optimizers.
+        Digests of parameters and persistent buffers, which of them are frozen, and options of the optimizers.
         """
         module = self._trainer.lightning_module
         left_out = {  # a private name of torch 2.13, and the only one for it
@@ -149,6 +149,8 @@ class FitState:
                     found[name] = digest_tensor(tensor.detach())
                 except DetCallbacksError:
                     found[name] = None  # gathered, and freed until its next use: the shard behind it is not seen here
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        found["the list of frozen parameters"] = frozen
         for index, optimizer in enumerate(self._trainer.optimizers):
             for number, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
@@ -195,6 +197,9 @@ class FitState:
         num_stateful = sum(map(is_stateful, loaders))
         if 0 < num_stateful < len(loaders):
             yield "some of its loaders restore themselves (load_state_dict) and others do not"
+        total: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        if total.started < min(total.ready, total.processed):
+            yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"
         if self._is_starting_epoch():
             yield "it was saved while an epoch began, in the middle of its hooks"
         if watch.has_overflowed:

@@ -283,6 +283,38 @@ def test_state_of_callbacks_that_lightning_leaves_out(tmp_path: Path) -> None:
     assert problem.endswith("changed state of Counting")
 
 
+class EndsEpochs(Noisy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+def test_epochs_that_a_module_ends_are_refused(tmp_path: Path) -> None:
+    record(tmp_path, SaveAfter(tmp_path, 4, 9), model=EndsEpochs)
+    assert resume(tmp_path, "4.ckpt", model=EndsEpochs)[0] == 4
+    (problem,) = refused(tmp_path, "9.ckpt", model=EndsEpochs)
+    assert "returned -1 before" in problem
+
+
+class Thawing(Noisy):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            self.first.requires_grad_(False)
+        if self.current_epoch == 1:
+            self.first.requires_grad_()
+
+
+def test_parameters_that_were_thawed(tmp_path: Path) -> None:
+    record(tmp_path, SaveAfter(tmp_path, 10), model=Thawing)
+
+    class Frozen(Thawing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.requires_grad_(False)
+
+    (problem,) = refused(tmp_path, "10.ckpt", model=Frozen)
+    assert problem == "Lightning restored it, and the list of frozen parameters is not what it was then"
+
+
 def test_weights_that_lightning_rounds(tmp_path: Path) -> None:
     """Lightning 2.6 loads a checkpoint of precision 64-true into a module that is still float32."""
     options = {"precision": "64-true"}
