@@ -73,6 +73,17 @@ class Fit:
         return index
 
 
+_EMPTY = Fit(
+    steps=np.empty(0, dtype=np.int64),
+    chains=np.empty(0, dtype=np.uint64),
+    program_ids=np.empty(0, dtype=np.uint64),
+    layout_ids=np.empty(0, dtype=np.uint64),
+    num_digests=np.empty(0, dtype=np.int64),
+    files=np.empty(0, dtype=np.int32),
+    positions=np.empty(0, dtype=np.int64),
+)
+
+
 class RankRun:
     """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for."""
 
@@ -103,13 +114,12 @@ class RankRun:
         return sum(file.num_bytes for file in self._files)
 
     def fit(self, segment: int) -> Fit:
-        """Return what is known of the steps of a fit; KeyError when there is no such one."""
-        return self._fits[segment]
+        """Return what is known of the steps of a fit; empty when there is no such one."""
+        return self._fits.get(segment, _EMPTY)
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        fit = self._fits.get(segment)
-        return np.empty(0, dtype=np.int64) if fit is None else fit.steps.copy()
+        return self.fit(segment).steps.copy()
 
     def chain(self, segment: int, step: int) -> int:
         """Return the chain at a step."""
@@ -118,9 +128,9 @@ class RankRun:
 
     def chain_before(self, segment: int, step: int) -> int:
         """Return the chain that a step continues: that of the last step before it, 0 if there is none."""
-        fit = self._fits.get(segment)
-        index = 0 if fit is None else int(np.searchsorted(fit.steps, step))
-        return int(fit.chains[index - 1]) if fit is not None and index else 0
+        fit = self.fit(segment)
+        index = int(np.searchsorted(fit.steps, step))
+        return int(fit.chains[index - 1]) if index else 0
 
     def read(self, segment: int, step: int) -> StepRecord:
         """Return a step.
