@@ -138,6 +138,15 @@ class RunExistsError(_PathError, FileExistsError):
     """
 
 
+class ExportError(_PathError):
+    """A data set cannot be written where it was asked for, or there is nothing to write.
+
+    Args:
+        message: the text shown to the user.
+        path: the folder.
+    """
+
+
 class CheckpointMismatchError(DetCallbacksError):
     """A checkpoint is not what the digests beside it say.
 

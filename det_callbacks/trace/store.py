@@ -150,6 +150,12 @@ class RankRun:
         file: StreamFile = self._files[fit.files[fit.find(step)]]
         return file.path
 
+    def attempt_of(self, segment: int, step: int) -> int:
+        """Return the attempt that a step counts from; KeyError when there is no such step."""
+        fit = self._fits[segment]
+        file: StreamFile = self._files[fit.files[fit.find(step)]]
+        return file.attempt
+
     def check_steps(self) -> None:
         """Read every step, also those that a later attempt recorded again, and check it against the chains.
 

@@ -1,6 +1,5 @@
 """Synthetic runs: as many ranks, steps and sites as one likes, in the format of a recorded run, without a training."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +147,3 @@ def _plant(difference: Difference, rank: int, step: int, digests: np.ndarray) ->
         digests[difference.site : stop] ^= np.uint64(1)
     elif difference.spreads and step > difference.step:
         digests[NUM_LEADING:] ^= np.uint64(1)
-
-
-def describe(path: Path) -> str:
-    """Return what a run takes on disk, as JSON: files, bytes in all, and bytes a step of a rank."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    streams = [file.stat().st_size for file in files if file.suffix == ".arrows"]
-    return json.dumps(
-        {"files": len(files), "bytes": sum(file.stat().st_size for file in files), "bytes_of_streams": sum(streams)}
-    )
