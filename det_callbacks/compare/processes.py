@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,7 +68,8 @@ def compare_in_processes(
         for _ in range(num_jobs):
             here, there = context.Pipe()
             process: BaseProcess = context.Process(target=_work, args=(there, _place(walk), empty), daemon=True)
-            process.start()
+            with _blocked_interrupts():
+                process.start()
             there.close()
             workers[here] = process
             here.send(next(ranks))
@@ -91,6 +93,19 @@ def compare_in_processes(
             process.terminate()
         for process in workers.values():
             process.join()
+
+
+@contextmanager
+def _blocked_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back: a process that is started meanwhile never gets it, not even while it imports."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _Place = tuple[Path, object, Path, object, bool, bool]
