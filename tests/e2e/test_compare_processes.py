@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stored_runs import append, create
+from stored_runs import SELECTION, append
 
 from det_callbacks.compare import compare_runs
 from det_callbacks.trace.run_files import read_manifest
@@ -27,7 +27,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for rank in range(4):
             path = folder / name
             other = name == "current" and rank > 1
-            writer = RunWriter(path, rank, read_manifest(path), 0, 0) if rank else create(path, world_size=4)
+            manifest = {"selection": SELECTION, "environment": {}}
+            writer = (
+                RunWriter(path, rank, read_manifest(path), 0, 0)
+                if rank
+                else RunWriter.create(path, world_size=4, manifest=manifest)
+            )
             append(writer, range(300), num_sites=40, seed=rank + 10 * other)
             writer.close(complete=True)
     return folder / "reference", folder / "current"
