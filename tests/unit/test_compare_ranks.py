@@ -11,6 +11,7 @@ from stored_runs import SELECTION, digests_of
 
 from det_callbacks.compare import processes, runs, walk
 from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.trace.program import Layout, Program
@@ -261,3 +262,15 @@ def test_processes_are_started_where_they_pay(tmp_path, monkeypatch):
         assert processes.choose_jobs(None, ranks) == chosen
     with pytest.raises(ValueError, match="jobs must be at least 1"):
         compare_runs(tmp_path / "a", tmp_path / "b", jobs=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lr": 0.3}, {"noise_at": 1}, {"lr": 0.3, "noise_at": 1}, {"dtype": "float64"}, {"insert_at": 1}]
+)
+def test_what_is_only_counted_is_counted_alike(changes):
+    views = (training_step(lr_varies=True).view(), training_step(lr_varies=True, **changes).view())
+    counted, described = (compare_steps(*views, limit=limit) for limit in (0, 1000))
+    assert (counted.num_differing, counted.num_compared) == (described.num_differing, described.num_compared)
+    assert counted.kinds == described.kinds
+    assert bool(counted.kinds) == bool(changes)
+    assert counted.divergences == counted.origins == ()
