@@ -17,6 +17,7 @@ from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
     EquivalenceError,
+    ExportError,
     NondeterministicOpError,
     NondeterministicOpWarning,
     NotComparableError,
@@ -30,6 +31,7 @@ from det_callbacks.errors import (
     SettingsError,
     StepNotRepeatableError,
     TraceError,
+    WorkerError,
 )
 from det_callbacks.observe import (
     ObserverContext,
@@ -66,6 +68,7 @@ __all__ = [
     "EntryDifference",
     "EnvironmentDifference",
     "EquivalenceError",
+    "ExportError",
     "HashMode",
     "NondeterministicOpError",
     "NondeterministicOpWarning",
@@ -84,6 +87,7 @@ __all__ = [
     "StepNotRepeatableError",
     "TraceError",
     "Verdict",
+    "WorkerError",
     "check_checkpoint",
     "compare_runs",
     "digest_state",

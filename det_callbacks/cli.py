@@ -18,6 +18,7 @@ from det_callbacks.checkpoint import check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.doctor import diagnose
 from det_callbacks.errors import DetCallbacksError, SelectionError
+from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report import (
     find_op_usage,
@@ -26,6 +27,7 @@ from det_callbacks.report import (
     render_checkpoint,
     render_diagnosis,
     render_digest_places,
+    render_export,
     render_op_facts,
     render_op_usage,
     render_ops,
@@ -94,12 +96,26 @@ def _show(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     with _progress_bar() as progress:
-        verdict = compare_runs(options.reference, options.current, steps=options.steps, progress=progress)
+        verdict = compare_runs(
+            options.reference,
+            options.current,
+            steps=options.steps,
+            check_files=options.check_files or None,
+            jobs=options.jobs,
+            progress=progress,
+        )
     if options.json:
         _print_json(verdict.to_dict())
     else:
         render_verdict(verdict, make_console())
     return verdict.exit_code
+
+
+def _export(options: argparse.Namespace) -> int:
+    with _progress_bar("exporting steps") as progress:
+        exported = export_run(options.run_folder, options.to, progress=progress)
+    render_export(exported, make_console())
+    return 0
 
 
 def _ops(options: argparse.Namespace) -> int:
@@ -147,6 +163,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    export = commands.add_parser(
+        "export",
+        help="a Parquet data set of a run",
+        description="Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark "
+        "query as it is. The run is read once and checked; what an interrupted export wrote is removed.",
+    )
+    export.add_argument("run_folder", metavar="RUN", help="folder of the run")
+    export.add_argument("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
+    export.set_defaults(run=_export)
+
     show = commands.add_parser("show", help="what a run holds", description="Show what a run holds.")
     show.add_argument("run_folder", metavar="RUN", help="folder of the run")
     show.add_argument("--step", type=_number, metavar="N", help="the sites of this step")
@@ -166,6 +192,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=("all", "common"),
         default="all",
         help="all: other steps than the reference's are a divergence (default); common: those that both have",
+    )
+    diff.add_argument(
+        "--check-files",
+        action="store_true",
+        help="read every step of both runs, also of large ones, where chains say that they agree",
+    )
+    diff.add_argument(
+        "--jobs", type=_positive, metavar="N", help="processes that compare ranks (default: as many as pay)"
     )
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.set_defaults(run=_diff)
@@ -207,17 +241,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _progress_bar() -> AbstractContextManager[Callable[[int, int], None] | None]:
+def _progress_bar(title: str = "comparing steps") -> AbstractContextManager[Callable[[int, int], None] | None]:
     console = make_console(stderr=True)
-    return _Bar(Progress(console=console, transient=True)) if console.is_terminal else nullcontext()
+    return _Bar(Progress(console=console, transient=True), title) if console.is_terminal else nullcontext()
 
 
 class _Bar(AbstractContextManager[Callable[[int, int], None]]):
     """A progress bar as a function of (done, all)."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, title: str) -> None:
         self._progress = progress
-        self._task = progress.add_task("comparing steps", total=None)
+        self._task = progress.add_task(title, total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._progress.start()
@@ -243,6 +277,12 @@ def _no_step(run: Run, rank: RankRun, segment: int, step: int) -> str:
 def _number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
     return int(text)
 
 

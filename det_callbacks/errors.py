@@ -134,6 +134,10 @@ class ReferenceNotFoundError(_PathError, FileNotFoundError):
     """
 
 
+class WorkerError(DetCallbacksError):
+    """A process that compared ranks ended before it had done so."""
+
+
 class ReferenceFormatError(_PathError, ValueError):
     """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version.
 
@@ -145,6 +149,15 @@ class ReferenceFormatError(_PathError, ValueError):
 
 class RunExistsError(_PathError, FileExistsError):
     """Recording was asked for where a run, or something that is not ours, already is.
+
+    Args:
+        message: the text shown to the user.
+        path: the folder.
+    """
+
+
+class ExportError(_PathError):
+    """A data set cannot be written where it was asked for, or there is nothing to write.
 
     Args:
         message: the text shown to the user.

@@ -1,20 +1,27 @@
 """Comparing two recorded runs: which steps are there, and what the verdict on them is."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.live import reference_environment
+from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.verdict_builder import VerdictBuilder
+from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
-from det_callbacks.trace.store import RankRun, Run
+from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
+
+SMALL_BYTES = 256 * 2**20
+"""Two runs whose steps take less than this together are read whole: it takes a second or less."""
+
+CHAINS_NOTE = (
+    "Steps before the first difference were compared by their chains, and their digests were not read again "
+    "(check_files=True, det-callbacks diff --check-files: reads all)"
+)
 
 _SELECTION_KEYS = ("level", "modules", "phases")
 
@@ -24,13 +31,16 @@ def compare_runs(
     current: str | Path,
     *,
     steps: Literal["all", "common"] = "all",
+    check_files: bool | None = None,
+    jobs: int | None = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Compare a recorded run with its reference, bit for bit.
 
-    Both runs are read as a stream, one step at a time; memory does not grow with their length. Each step of both is
-    read and checked against its chain (at memory speed, some 100 microseconds a step); up to the first difference,
-    which is found in the chains by bisection, nothing else happens to it.
+    Both runs are read as a stream, one step at a time; of each step some 60 bytes are kept. Up to the first difference
+    of a rank, which is found in the chains by bisection, steps are counted and not compared; from there on each is
+    read, checked against its chain and compared: 200 microseconds for a step of 4,000 sites of one program. What the
+    chains prove, and what is trusted with them, stands in ``compare/walk.py``.
 
     Args:
         reference: folder of the reference.
@@ -38,6 +48,12 @@ def compare_runs(
             are compared.
         steps: "all" demands exactly the reference's steps: another one, or one that is not there, is a divergence.
             "common" compares the steps that both runs have.
+        check_files: True reads every step of both runs and checks it against its chain, at memory speed, so that a
+            damaged file is an error wherever it is damaged; False only the last equal step and those after it, and
+            says so in the explanation. None does the first with runs of less than 256 MiB together.
+        jobs: processes that compare ranks, of some 400 MB and 5 s each to start. None takes one where that is faster,
+            else one a core. Above 1, a script that calls this needs ``if __name__ == "__main__":``, as with all of
+            multiprocessing.
         progress: called with the number of steps looked at so far, and that of all.
 
     Returns:
@@ -49,7 +65,8 @@ def compare_runs(
         ReferenceFormatError: a file of a run is damaged, or the reference is incomplete and ``steps`` is "all".
         SelectionError: the runs recorded other modules, phases or another level.
         NothingComparedError: the runs have no step in common, or no site.
-        ValueError: ``steps`` is another word.
+        WorkerError: a process ended before it had compared its rank.
+        ValueError: ``steps`` is another word, or ``jobs`` is not at least 1.
 
     Example:
         >>> compare_runs("refs/run1", "runs/today").verdict  # doctest: +SKIP
@@ -57,7 +74,9 @@ def compare_runs(
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
-    ours, theirs = Run.open(reference), Run.open(current)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, or None; got {jobs}.")
+    ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
     builder = VerdictBuilder(str(reference), str(current))
     builder.set_batches(partial(find_batch, ours))
     builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
@@ -72,8 +91,45 @@ def compare_runs(
         *(tuple(load for rank in run.ranks for load in run.weight_loads(rank)) for run in (ours, theirs))
     )
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
-    _Comparison(ours, theirs, builder, steps="common" if is_partial else steps, progress=progress).run()
+    if check_files is None:
+        check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
+    walk = RankWalk(reference=ours, current=theirs, is_common=is_partial or steps == "common", check_files=check_files)
+    if not check_files and any(map(walk.has_equal_steps, ours.ranks)):
+        builder.note(CHAINS_NOTE)
+    if not _compare_ranks(walk, builder, jobs, progress):
+        raise NothingComparedError(
+            f"Nothing was compared: the reference {reference} ({_shown_steps(ours)}) and {current} "
+            f"({_shown_steps(theirs)}) have no step in common. That is no match. Check that they are recordings of the "
+            "same training, and with the same every_n_steps."
+        )
     return builder.finish()
+
+
+def _compare_ranks(
+    walk: RankWalk, builder: VerdictBuilder, jobs: int | None, progress: Callable[[int, int], None] | None
+) -> int:
+    """Compare all ranks into a builder; return how many steps both runs have."""
+    ranks = walk.reference.ranks
+    total = sum(map(walk.num_steps, ranks))
+    num_done = 0
+
+    def report(count: int) -> None:
+        nonlocal num_done
+        num_done += count
+        if progress is not None:
+            progress(num_done, total)
+
+    num_jobs = choose_jobs(jobs, walk)
+    parts = (
+        (walk.compare(rank, builder.part(), report) for rank in ranks)
+        if num_jobs == 1
+        else compare_in_processes(walk, builder.part(), num_jobs, report)
+    )
+    num_common = 0
+    for part, count in parts:
+        builder.merge(part)
+        num_common += count
+    return num_common
 
 
 def _check_completeness(ours: Run, theirs: Run, builder: VerdictBuilder, reference: str | Path, steps: str) -> bool:
@@ -100,98 +156,6 @@ def _check_completeness(ours: Run, theirs: Run, builder: VerdictBuilder, referen
     if steps == "common":
         builder.note("Only steps that both runs have were compared")
     return False
-
-
-class _Comparison:
-    """Walks through the steps of two runs."""
-
-    def __init__(
-        self,
-        reference: Run,
-        current: Run,
-        builder: VerdictBuilder,
-        *,
-        steps: str,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._reference = reference
-        self._current = current
-        self._builder = builder
-        self._is_common = steps == "common"
-        self._progress = progress
-        self._resumed = reference.resumed_steps | current.resumed_steps
-        self._num_done = 0
-        self._num_common = 0
-        self._total = 0
-
-    def run(self) -> None:
-        fits = sorted(
-            {
-                (rank, segment)
-                for run in (self._reference, self._current)
-                for rank in run.ranks
-                for segment in run.rank(rank).segments
-            }
-        )
-        self._total = sum(len(np.union1d(*self._steps(rank, segment))) for rank, segment in fits)
-        for rank, segment in fits:
-            self._compare_fit(rank, segment)
-        if not self._num_common:
-            raise NothingComparedError(
-                f"Nothing was compared: the reference {self._reference.path} ({_shown_steps(self._reference)}) and "
-                f"{self._current.path} ({_shown_steps(self._current)}) have no step in common. That is no match. "
-                "Check that they are recordings of the same training, and with the same every_n_steps."
-            )
-
-    def _steps(self, rank: int, segment: int) -> tuple[np.ndarray, np.ndarray]:
-        left, right = (
-            run.rank(rank).steps(segment)
-            if rank in run.ranks and segment in run.rank(rank).segments
-            else np.empty(0, dtype=np.int64)
-            for run in (self._reference, self._current)
-        )
-        return left, right
-
-    def _compare_fit(self, rank: int, segment: int) -> None:
-        ours, theirs = self._steps(rank, segment)
-        equal = self._num_equal(rank, segment, ours, theirs)
-        in_ours, in_theirs = set(ours.tolist()), set(theirs.tolist())
-        first = int(ours[0]) if len(ours) else None
-        for number, step in enumerate(np.union1d(ours, theirs).tolist()):
-            if step in in_ours and step in in_theirs:
-                self._compare_step(rank, segment, step, is_known_equal=number < equal, is_first=step == first)
-            elif not self._is_common:
-                (self._builder.add_missing_step if step in in_ours else self._builder.add_extra_step)(
-                    rank, step, segment
-                )
-            self._num_done += 1
-            if self._progress is not None:
-                self._progress(self._num_done, self._total)
-
-    def _compare_step(self, rank: int, segment: int, step: int, *, is_known_equal: bool, is_first: bool) -> None:
-        self._num_common += 1
-        # Also where its chain says that the step is equal, it is read on both sides: a damaged file is no match.
-        reference, current = (run.view(rank, segment, step) for run in (self._reference, self._current))
-        if is_known_equal:
-            self._builder.add_equal_step(current)
-        else:
-            is_resumed = (segment, step) in self._resumed
-            self._builder.add_step(reference, current, is_first=is_first, is_resumed=is_resumed)
-
-    def _num_equal(self, rank: int, segment: int, ours: np.ndarray, theirs: np.ndarray) -> int:
-        """Return how many steps from the first on are equal, by their chains."""
-        num_common = min(len(ours), len(theirs))
-        if not num_common:
-            return 0
-        num_same = int(np.argmin(np.append(ours[:num_common] == theirs[:num_common], False)))
-        left, right = self._reference.rank(rank), self._current.rank(rank)
-        return bisect_left(
-            range(num_same), True, key=lambda index: _chains_differ(left, right, segment, int(ours[index]))
-        )
-
-
-def _chains_differ(reference: RankRun, current: RankRun, segment: int, step: int) -> bool:
-    return reference.chain(segment, step) != current.chain(segment, step)
 
 
 def _require_same_selection(

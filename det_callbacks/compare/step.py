@@ -105,8 +105,19 @@ def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -
         reference.record.program_id == current.record.program_id
         and reference.record.layout_id == current.record.layout_id
     )
-    if is_same and np.array_equal(reference.record.digests, current.record.digests):
-        return StepDifference(rank=rank, step=step, segment=segment, num_compared=len(current.program))
+    if is_same:
+        differs = reference.record.digests != current.record.digests
+        num_differing = int(np.count_nonzero(differs))
+        # Other arguments are looked into; all else that differs in one and the same program is content.
+        if not num_differing or (not limit and not np.any(differs & current.program.is_argument)):
+            return StepDifference(
+                rank=rank,
+                step=step,
+                segment=segment,
+                num_compared=len(current.program),
+                num_differing=num_differing,
+                kinds=frozenset(("content",) if num_differing else ()),
+            )
     alignment = align(reference, current)
     changes = find_changes(reference, current, alignment)
     if not limit or not changes.kinds:

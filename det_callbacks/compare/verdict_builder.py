@@ -103,7 +103,7 @@ class VerdictBuilder:
         budget = max(0, self._max_divergences - self._num_described)
         limit = budget if rank in self._first else max(1, budget)
         difference = compare_steps(reference, current, limit=limit)
-        self._count(current, difference.num_compared)
+        self._count(rank, segment, current.record.step, current.program, difference.num_compared)
         if difference.num_differing:
             self._num_differing += difference.num_differing
             self._num_described += len(difference.divergences)
@@ -115,7 +115,13 @@ class VerdictBuilder:
 
     def add_equal_step(self, view: StepView) -> None:
         """Count a step that is known to be equal; its digests, program and layout are the reference's."""
-        self._count(view, len(view.program))
+        self._count(view.rank, view.record.segment, view.record.step, view.program, len(view.program))
+
+    def add_equal_steps(self, rank: int, segment: int, steps: Sequence[int], program: Program) -> None:
+        """Count steps of one program that are known to be equal; nothing is done for each of them."""
+        if steps:
+            self._count(rank, segment, steps[0], program, len(program) * len(steps), num_steps=len(steps))
+            self._include(steps[-1])
 
     def add_missing_step(self, rank: int, step: int, segment: int = 0) -> None:
         """Count a step that only the reference has."""
@@ -162,6 +168,47 @@ class VerdictBuilder:
                 setattr(other, name, value.copy())
         return other
 
+    def part(self) -> Self:
+        """Return an empty builder for other ranks, to be filled anywhere, in another thread too, and merged."""
+        return type(self)(*self._names, max_divergences=self._max_divergences)
+
+    def merge(self, part: Self) -> None:
+        """Add the steps of ranks that this builder has none of.
+
+        Raises:
+            ValueError: both have steps of a rank.
+        """
+        if self._ranks & part._ranks:
+            raise ValueError(f"both builders have steps of ranks {sorted(self._ranks & part._ranks)}")
+        self._num_described += part._num_described
+        self._first.update(part._first)
+        self._whole.update(part._whole)
+        self._seen |= part._seen
+        self._ranks |= part._ranks
+        self._num_steps += part._num_steps
+        self._num_sites += part._num_sites
+        self._num_differing += part._num_differing
+        for step in part._span or ():
+            self._include(step)
+        self._ops_seen += part._ops_seen
+        self._ops_digested += part._ops_digested
+        self._ops_skipped.update(part._ops_skipped)
+        self._opaque |= part._opaque
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop what no verdict shows: only the first divergence is explained, and only the first origins are listed."""
+        if sum(len(difference.origins) for _, difference, *_ in self._first.values()) <= 2 * self._max_divergences:
+            return
+        num_origins = 0
+        for number, (rank, known) in enumerate(sorted(self._first.items(), key=lambda item: item[1][0])):
+            order, difference, is_first, is_resumed = known
+            kept = difference.origins if num_origins < self._max_divergences else ()
+            num_origins += len(kept)
+            if number:
+                difference = replace(difference, divergences=(), origins=kept, findings=(), restored=())
+            self._first[rank] = (order, difference, is_first, is_resumed)
+
     def finish(self) -> Verdict:
         """Return the verdict on what was added so far; it may be called again after more was added.
 
@@ -207,18 +254,21 @@ class VerdictBuilder:
             environment=self._environment,
         )
 
-    def _count(self, view: StepView, num_sites: int) -> None:
-        program: Program = view.program
-        step = view.record.step
-        self._seen.add((view.rank, view.record.segment))
-        self._ranks.add(view.rank)
-        self._num_steps += 1
+    def _count(
+        self, rank: int, segment: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1
+    ) -> None:
+        self._seen.add((rank, segment))
+        self._ranks.add(rank)
+        self._num_steps += num_steps
         self._num_sites += num_sites
-        self._span = (step, step) if self._span is None else (min(self._span[0], step), max(self._span[1], step))
-        self._ops_seen += program.ops_seen
-        self._ops_digested += program.ops_digested
-        self._ops_skipped.update(program.ops_skipped)
+        self._include(step)
+        self._ops_seen += program.ops_seen * num_steps
+        self._ops_digested += program.ops_digested * num_steps
+        self._ops_skipped.update({reason: count * num_steps for reason, count in program.ops_skipped.items()})
         self._opaque.update(program.opaque_regions)
+
+    def _include(self, step: int) -> None:
+        self._span = (step, step) if self._span is None else (min(self._span[0], step), max(self._span[1], step))
 
     def _add_whole(self, rank: int, step: int, segment: int, kind: Literal["missing", "extra"]) -> None:
         self._num_differing += 1

@@ -18,6 +18,7 @@ from det_callbacks.report.closing import (
     waiting_line,
 )
 from det_callbacks.report.doctor_text import render_diagnosis
+from det_callbacks.report.export_text import render_export
 from det_callbacks.report.leaving import end_process, print_error
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
@@ -46,6 +47,7 @@ __all__ = [
     "render_checkpoint",
     "render_diagnosis",
     "render_digest_places",
+    "render_export",
     "render_op_facts",
     "render_op_usage",
     "render_ops",

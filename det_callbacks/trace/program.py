@@ -121,6 +121,11 @@ class Program:
         lines = [json.dumps(site.identity(), separators=(",", ":"), ensure_ascii=False) for site in self.sites]
         return digest_bytes("\n".join(lines).encode())
 
+    @cached_property
+    def is_argument(self) -> np.ndarray:
+        """Bool by position: whether it is a row of varying arguments."""
+        return np.fromiter((site.role == "argument" for site in self.sites), dtype=bool, count=len(self.sites))
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -143,8 +143,7 @@ def test_names_in_a_file_never_lead_out_of_the_folder(tmp_path, run):
 
 
 def files_read(run: Path) -> list:
-    index = Run.open(run).rank(0)._index
-    return [file for steps in index.values() for file, _ in steps.values()]
+    return Run.open(run).rank(0)._files
 
 
 def test_a_step_whose_program_has_another_length_is_refused(tmp_path):

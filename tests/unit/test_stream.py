@@ -28,10 +28,13 @@ def messages(steps: Iterable[int], *, start: int = 0, num_sites: int = 3) -> lis
     return found
 
 
-def open_stream(path: Path, content: bytes | None = None, **changes: object) -> StreamFile:
+def open_stream(path: Path, content: bytes | None = None, *, start: int = 0, **changes: object) -> StreamFile:
     if content is not None:
         path.write_bytes(content)
-    return StreamFile(path, **{**PLACE, **changes})
+    file = StreamFile(path, **{**PLACE, **changes})
+    file.continue_from(start)
+    file.check_steps()
+    return file
 
 
 def content_of(file: StreamFile) -> list[tuple[object, ...]]:
@@ -192,8 +195,7 @@ def test_a_step_that_is_gone_is_noticed(path):
 
 
 def test_the_first_step_has_to_continue_what_came_before(path):
-    file = open_stream(path, HEADER + b"".join(messages([5, 6], start=99)) + END_OF_STREAM)
-    file.continue_from(99)
+    file = open_stream(path, HEADER + b"".join(messages([5, 6], start=99)) + END_OF_STREAM, start=99)
     assert file.read(0).step == 5
     with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
         file.continue_from(98)

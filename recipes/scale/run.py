@@ -1,0 +1,95 @@
+"""Print what many ranks cost: write two synthetic runs that differ in one place, and compare them."""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from synthetic import Difference, write_run
+
+from det_callbacks import Verdict, compare_runs
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=positive, default=8, help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, default=50, help="default: %(default)s")
+    parser.add_argument("--sites", type=positive, default=4000, help="sites of a step; default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; default: a temporary folder")
+    parser.add_argument("--jobs", type=positive, help="processes that compare; default: as many as pay")
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, default=list(CASES), help="what the second run is; default: all"
+    )
+    return parser
+
+
+def differences(case: str, ranks: int, steps: int, sites: int) -> tuple[Difference, ...]:
+    """Return what is planted: one digest in the middle, one at the end, or one that spreads from the third step on."""
+    if case == "one":
+        return (Difference(rank=ranks // 2, step=steps // 2, site=sites // 3),)
+    if case == "late":
+        return (Difference(rank=ranks - 1, step=steps - 1, site=sites - 1),)
+    if case == "spread":
+        return (Difference(rank=ranks // 2, step=min(2, steps - 1), site=sites // 3, spreads=True),)
+    return ()
+
+
+CASES = {
+    "equal": "nothing differs",
+    "one": "one digest differs",
+    "late": "the last digest of all differs",
+    "spread": "differs from step 2 on, on all ranks",
+}
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    ranks, steps, sites = options.ranks, options.steps, options.sites
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        num_bytes = write_run(folder / "reference", num_ranks=ranks, num_steps=steps, num_sites=sites)
+        files = [file.stat().st_size for file in (folder / "reference").rglob("*") if file.is_file()]
+        per_step = (sum(files) - num_bytes) / (ranks * steps)
+        print(
+            f"{ranks} ranks x {steps} steps x {sites} sites: {len(files)} files, {sum(files) / 1e6:,.1f} MB; "
+            f"8 bytes a site and {per_step:.0f} bytes a step of a rank"
+        )
+        before = peak_mb()
+        for case in options.cases:
+            planted = differences(case, ranks, steps, sites)
+            write_run(folder / case, num_ranks=ranks, num_steps=steps, num_sites=sites, differences=planted)
+            for check_files in (False, True):
+                start = time.perf_counter()
+                verdict = compare_runs(folder / "reference", folder / case, check_files=check_files, jobs=options.jobs)
+                seconds = time.perf_counter() - start
+                how = "reads all" if check_files else "by chains"
+                print(f"{CASES[case]:38} {how}: {seconds:6.2f} s, {shown(verdict)}")
+        print(f"peak of memory: {peak_mb():.0f} MB, {before:.0f} MB of it before the first comparison")
+
+
+def shown(verdict: Verdict) -> str:
+    first = verdict.first_divergence
+    if first is None:
+        return verdict.verdict
+    found = f"rank {first.rank}, step {first.step}, {first.op} #{first.occurrence} in {first.module}"
+    return f"{verdict.verdict}: {found}; {verdict.counts.sites_differing:,} sites differ"
+
+
+def peak_mb() -> float:
+    """Return the most memory that this process, and the largest of its children, had: megabytes."""
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(kind).ru_maxrss / unit for kind in kinds)
+
+
+if __name__ == "__main__":
+    main()

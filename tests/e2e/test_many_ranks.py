@@ -1,0 +1,119 @@
+"""What the README says of many ranks: its queries in DuckDB, its recipe, and the sizes it promises."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import pytest
+from readme_commands import commands_of
+from step_builder import training_step
+
+from det_callbacks import cli
+from det_callbacks.trace.run_files import read_manifest
+from det_callbacks.trace.writer import RunWriter
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "scale"
+QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def record(path: Path, **changes) -> None:
+    """Write a run of two ranks with other batches; ``changes`` are those of rank 1 in step 2."""
+    manifest = {"selection": {"level": "op"}, "environment": {}}
+    for rank in range(2):
+        writer = (
+            RunWriter(path, rank, read_manifest(path), attempt=0, segment=0)
+            if rank
+            else RunWriter.create(path, world_size=2, manifest=manifest)
+        )
+        for step in range(4):
+            planted = changes if (rank, step) == (1, 2) else {}
+            view = training_step(rows=(step, 2, 3, 4 + rank), is_first=step == 0, **planted).view(step=step)
+            digests = view.record.digests
+            for place, site in enumerate(view.program.sites):  # equal on all ranks, as after an all-reduce
+                if site.name == "net.weight" and (rank, step) != (1, 3):
+                    digests[place] = step
+                if site.name == "grad of net.weight" and (rank, step) not in ((1, 2), (1, 3)):
+                    digests[place] = step
+            writer.put_program(view.program)
+            writer.put_layout(view.layout)
+            writer.append(step, 0, view.program.id, view.layout.id, digests)
+        writer.close(complete=True)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, capsys):
+    """Two exported runs, where the README's queries look for them."""
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "reference")
+    record(tmp_path / "other", noise_at=5)
+    for name, to in (("reference", "exported"), ("other", "current")):
+        assert cli.main(["export", name, "--to", to]) == 0
+    assert "of 8 steps and 2 ranks in 2 files" in capsys.readouterr().out
+    return tmp_path
+
+
+def test_the_queries_of_the_readme_answer_what_they_say(folder):
+    assert len(QUERIES) == 3
+    ranks, differing, modules = (duckdb.connect().sql(query) for query in QUERIES)
+    assert ranks.fetchall() == [("grad of net.weight", 2), ("net.weight", 3)]
+    assert differing.columns == ["step", "position", "rank", "module", "op", "reference", "current"]
+    rows = differing.fetchall()
+    assert len(rows) == 5
+    assert {row[0] for row in rows} == {2}
+    assert {row[2] for row in rows} == {1}
+    assert rows[0][3:5] == ("net.chain", "aten.mul.Tensor")
+    assert all(re.fullmatch("[0-9a-f]{16}", digest) for row in rows for digest in row[5:])
+    sites = training_step(is_first=False).view().program.sites
+    assert modules.fetchall()[0] == ("forward", "net.chain", sum(site.module == "net.chain" for site in sites))
+
+
+def test_export_refuses_what_is_there(folder, capsys):
+    assert cli.main(["export", "reference", "--to", "current"]) == 2
+    assert "holds rank=0, rank=1 already. Nothing was changed" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["export", "nowhere", "--to", "to"]) == 2
+
+
+def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(RECIPE))
+    arguments = ["--ranks", "3", "--steps", "6", "--sites", "50", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    runpy.run_path(str(RECIPE / "run.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    sys.modules.pop("synthetic")
+    assert lines[0].startswith("3 ranks x 6 steps x 50 sites: 6 files")
+    assert [line.endswith(" match") for line in lines[1:3]] == [True, True]
+    assert all("diverged: rank 1, step 3, " in line and line.endswith("; 1 sites differ") for line in lines[3:5])
+    assert all("diverged: rank 2, step 5, " in line for line in lines[5:7])
+    assert all("diverged: rank 1, step 2, " in line for line in lines[7:9])
+    assert lines[9].startswith("peak of memory")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number):
+    command, promised = commands_of((RECIPE / "README.md").read_text())[number]
+    script = ROOT / command.split()[1]
+    done = subprocess.run(
+        [sys.executable, str(script), *command.split()[2:], "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1000,
+        env={"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    ranks, steps = (256, 200) if number else (8, 50)
+    found = [line for line in done.stdout.splitlines() if line.startswith("one digest differs")]
+    assert len(found) == 2
+    assert all(
+        f"rank {ranks // 2}, step {steps // 2}, aten.add.Tensor #16 in model.layers.19; 1 s" in line for line in found
+    )
+    assert int(re.search(r"peak of memory: (\d+) MB", done.stdout)[1]) < 500
+    for line in promised:
+        pattern = ".*".join(re.escape(part.strip()) for part in line.split("..."))
+        assert re.search(pattern, done.stdout), line

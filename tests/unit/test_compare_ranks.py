@@ -1,0 +1,276 @@
+"""Comparing runs of many ranks: rank by rank, from the first difference on, and what is then proven."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_builder import training_step
+from stored_runs import SELECTION, digests_of
+
+from det_callbacks.compare import processes, runs, walk
+from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.verdict_builder import VerdictBuilder
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
+from det_callbacks.trace.program import Layout, Program
+from det_callbacks.trace.run_files import read_manifest, stream_path
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.stream import StreamFile
+from det_callbacks.trace.writer import RunWriter
+
+VIEWS = (
+    training_step(muls=2, lr_varies=True).view(),
+    training_step(muls=2, lr_varies=True, dtype="float64").view(),
+    training_step(muls=3, is_first=False).view(),
+)
+KINDS: tuple[tuple[Program, Layout], ...] = tuple((view.program, view.layout) for view in VIEWS)
+NUM_SITES = len(KINDS[0][0])
+ARGUMENT = next(place for place, site in enumerate(KINDS[0][0].sites) if site.role == "argument")
+ORIGIN = next(place for place, site in enumerate(KINDS[0][0].sites) if site.op == "aten.mul.Tensor")
+CHANGES = st.sampled_from([None] * 20 + [0, ORIGIN, ARGUMENT, -1])
+
+# a step: how much its number is larger, the kind of its program, and the place of a digest that is changed
+STEPS = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([0, 0, 0, 1, 2]), CHANGES), max_size=5)
+RANKS = st.lists(st.lists(STEPS, min_size=1, max_size=2), min_size=1, max_size=3)
+
+
+def write(path: Path, ranks, *, redone=0) -> Path:
+    """Write a run; the last attempt records so many steps of the last fit again, as they should have been."""
+    num_fits = max(map(len, ranks))
+    manifest = {"selection": SELECTION, "environment": {}}
+    for rank, fits in enumerate(ranks):
+        writer = (
+            RunWriter(path, rank, {**read_manifest(path), "attempts": [{"segments": 1}]}, attempt=0, segment=0)
+            if rank
+            else RunWriter.create(path, world_size=len(ranks), manifest=manifest)
+        )
+        for number in range(num_fits):
+            if number:
+                writer.start_segment()
+            append(writer, rank, fits[number] if number < len(fits) else [])
+        writer.close(complete=True)
+    if redone and len(ranks) == 1:
+        writer = RunWriter.resume(path, manifest=manifest)
+        append(writer, 0, ranks[0][-1] if len(ranks[0]) == num_fits else [], last=redone)
+        writer.close(complete=True)
+    return path
+
+
+def append(writer: RunWriter, rank: int, steps, *, last: int | None = None) -> None:
+    numbers = []
+    number = -1
+    for increase, kind, change in steps:
+        number += increase
+        numbers.append((number, kind, change))
+    for number, kind, change in numbers if last is None else numbers[-last:]:
+        program, layout = KINDS[kind]
+        writer.put_program(program)
+        writer.put_layout(layout)
+        digests = digests_of(number, len(program), seed=rank)
+        if change is not None:
+            digests[change] ^= 1
+        writer.append(number, 0, program.id, layout.id, digests)
+
+
+def verdict_of_every_step(reference: Path, current: Path, *, is_common: bool):
+    """What the verdict is when each step is read and compared, one after the other: what nothing may change."""
+    ours, theirs = Run.open(reference), Run.open(current)
+    builder = VerdictBuilder(str(reference), str(current))
+    for rank in ours.ranks:
+        for segment in sorted({*ours.rank(rank).segments, *theirs.rank(rank).segments}):
+            left, right = ours.rank(rank).steps(segment).tolist(), theirs.rank(rank).steps(segment).tolist()
+            for step in sorted({*left, *right}):
+                if step in left and step in right:
+                    views = ours.view(rank, segment, step), theirs.view(rank, segment, step)
+                    builder.add_step(*views, is_first=step == left[0])
+                elif not is_common:
+                    (builder.add_missing_step if step in left else builder.add_extra_step)(rank, step, segment)
+    if is_common:
+        builder.note("Only steps that both runs have were compared")
+    return builder.finish().to_dict()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ours=RANKS, theirs=RANKS, is_same=st.booleans(), redone=st.integers(0, 2), is_common=st.booleans(), data=st.data()
+)
+def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, theirs, is_same, redone, is_common, data):
+    folder = tmp_path_factory.mktemp("runs")
+    if is_same:  # but for what is changed
+        theirs = [[[(*step[:2], data.draw(CHANGES)) for step in fit] for fit in fits] for fits in ours]
+    else:
+        theirs = (theirs * 3)[: len(ours)]
+    reference, current = write(folder / "reference", ours), write(folder / "current", theirs, redone=redone)
+    options = {"steps": "common" if is_common else "all"}
+    seen = []
+    try:
+        found = compare_runs(reference, current, progress=lambda *done: seen.append(done), **options).to_dict()
+    except NothingComparedError:
+        shared = [
+            set(steps_in(reference, rank, segment)) & set(steps_in(current, rank, segment))
+            for rank in range(len(ours))
+            for segment in range(2)
+        ]
+        assert not any(shared)
+        return
+    assert found == verdict_of_every_step(reference, current, is_common=is_common)
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    chains = compare_runs(reference, current, check_files=False, **options).to_dict()
+    chains["explanation"] = chains["explanation"].replace(f" {CHAINS_NOTE}.", "")
+    assert chains == found
+    assert merged(reference, current, is_common=is_common) | {"explanation": ""} == found | {"explanation": ""}
+
+
+def steps_in(path: Path, rank: int, segment: int) -> list[int]:
+    return Run.open(path).rank(rank).steps(segment).tolist()
+
+
+def merged(reference: Path, current: Path, *, is_common: bool):
+    """The verdict from parts that come in any order, as those of processes do."""
+    ours, theirs = Run.open(reference), Run.open(current)
+    ranks = walk.RankWalk(reference=ours, current=theirs, is_common=is_common, check_files=False)
+    builder = VerdictBuilder(str(reference), str(current))
+    for rank in random.sample(ours.ranks, len(ours.ranks)):
+        builder.merge(ranks.compare(rank, builder.part(), lambda _: None)[0])
+    return builder.finish().to_dict()
+
+
+def many(path: Path, *, num_ranks=3, num_steps=20, changed=()) -> Path:
+    """Write a run of steps 0, 1, ...; ``changed`` are (rank, step)."""
+    ranks = [
+        [[(1, 0, ORIGIN if (rank, step) in changed else None) for step in range(num_steps)]]
+        for rank in range(num_ranks)
+    ]
+    return write(path, ranks)
+
+
+def damage(path: Path, rank: int, step: int) -> None:
+    """Change one digest of a step in a file."""
+    file = stream_path(path, rank, 0, 0)
+    content = bytearray(file.read_bytes())
+    place = content.find(digests_of(step, NUM_SITES, seed=rank)[1].tobytes())
+    assert place > 0
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_one_planted_difference_is_found(tmp_path):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 7)])
+    verdict = compare_runs(reference, current)
+    first = verdict.first_divergence
+    assert (first.rank, first.step, first.op, first.is_origin) == (1, 7, "aten.mul.Tensor", True)
+    assert verdict.counts.sites_differing == 1
+    assert (verdict.counts.steps_compared, verdict.coverage.ranks) == (60, 3)
+
+
+@pytest.mark.parametrize(("changed", "at_most"), [((), 12), (((2, 19),), 14), (((1, 10),), 32)])
+def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=changed)
+    read = []
+    monkeypatch.setattr(StreamFile, "_read", spied(StreamFile._read, read))
+    with_chains = compare_runs(reference, current, check_files=False)
+    assert 0 < len(read) <= at_most + 6  # and the first step of each file, as it is opened
+    read.clear()
+    assert compare_runs(reference, current, check_files=True).counts == with_chains.counts
+    assert len(read) >= 120
+
+
+def spied(function, calls):
+    def call(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
+
+
+def test_a_verdict_by_chains_says_so(tmp_path, monkeypatch):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b")
+    assert "chains" not in compare_runs(reference, current).explanation
+    assert CHAINS_NOTE in compare_runs(reference, current, check_files=False).explanation
+    monkeypatch.setattr(runs, "SMALL_BYTES", 1000)
+    assert CHAINS_NOTE in compare_runs(reference, current).explanation
+    assert "chains" not in compare_runs(reference, current, check_files=True).explanation
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, side):
+    pair = many(tmp_path / "a"), many(tmp_path / "b")
+    damage(pair[side], 2, 5)
+    assert compare_runs(*pair, check_files=False).verdict == "match"  # of what was recorded
+    for options in ({}, {"check_files": True}):
+        with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
+            compare_runs(*pair, **options)
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 15])
+def test_what_is_read_is_checked(tmp_path, step):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 10)])
+    damage(current, 1, step)  # the first, the last equal one, the one that differs, and one after it
+    with pytest.raises(ReferenceFormatError, match=f"step {step} is not what its chain says"):
+        compare_runs(reference, current, check_files=False)
+
+
+def test_a_step_that_a_later_attempt_did_again_is_checked_too(tmp_path):
+    fits = [[[(1, 0, None)] * 6]]
+    reference, current = write(tmp_path / "a", fits), write(tmp_path / "b", fits, redone=2)
+    assert compare_runs(reference, current).verdict == "match"
+    damage(current, 0, 5)
+    with pytest.raises(ReferenceFormatError, match=r"attempt-000.*step 5"):
+        compare_runs(reference, current)
+
+
+def test_a_program_that_is_gone_is_no_match(tmp_path):
+    reference, current = many(tmp_path / "a"), many(tmp_path / "b")
+    next((current / "programs").iterdir()).unlink()
+    with pytest.raises(ReferenceFormatError, match="it is missing"):
+        compare_runs(reference, current, check_files=False)
+
+
+def test_origins_of_many_ranks_are_the_earliest(tmp_path):
+    num_ranks = 230
+    changed = [(rank, (rank * 7) % 3) for rank in range(num_ranks)]
+    reference = many(tmp_path / "a", num_ranks=num_ranks, num_steps=3)
+    verdict = compare_runs(reference, many(tmp_path / "b", num_ranks=num_ranks, num_steps=3, changed=changed))
+    wanted = sorted((step, rank) for rank, step in changed)[:100]
+    assert [(origin.step, origin.rank) for origin in verdict.origins] == wanted
+    assert (verdict.first_divergence.step, verdict.first_divergence.rank) == wanted[0]
+    assert verdict.counts.sites_differing == num_ranks
+
+
+def test_parts_of_one_rank_are_not_merged(tmp_path):
+    step = Run.open(many(tmp_path / "a")).view(1, 0, 0)
+    builder = VerdictBuilder("a", "b")
+    part = builder.part()
+    part.add_equal_step(step)
+    builder.merge(part)
+    with pytest.raises(ValueError, match=r"ranks \[1\]"):
+        builder.merge(part)
+
+
+def test_processes_are_started_where_they_pay(tmp_path, monkeypatch):
+    pair = Run.open(many(tmp_path / "a")), Run.open(many(tmp_path / "b", changed=[(0, 0)]))
+    ranks = walk.RankWalk(reference=pair[0], current=pair[1], is_common=False, check_files=False)
+    assert processes.choose_jobs(None, ranks) == 1
+    assert [processes.choose_jobs(jobs, ranks) for jobs in (1, 2, 9)] == [1, 2, 3]
+    assert ranks.estimate(0) > 0 == ranks.estimate(1)
+    monkeypatch.setattr(processes, "WORTHWHILE_SECONDS", 1e-6)
+    for cores, chosen in ((1, 1), (2, 2), (64, 3)):
+        monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert processes.choose_jobs(None, ranks) == chosen
+    with pytest.raises(ValueError, match="jobs must be at least 1"):
+        compare_runs(tmp_path / "a", tmp_path / "b", jobs=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lr": 0.3}, {"noise_at": 1}, {"lr": 0.3, "noise_at": 1}, {"dtype": "float64"}, {"insert_at": 1}]
+)
+def test_what_is_only_counted_is_counted_alike(changes):
+    views = (training_step(lr_varies=True).view(), training_step(lr_varies=True, **changes).view())
+    counted, described = (compare_steps(*views, limit=limit) for limit in (0, 1000))
+    assert (counted.num_differing, counted.num_compared) == (described.num_differing, described.num_compared)
+    assert counted.kinds == described.kinds
+    assert bool(counted.kinds) == bool(changes)
+    assert counted.divergences == counted.origins == ()

@@ -1,0 +1,158 @@
+"""Exporting a run: every site is there once, in files that others read, or nothing is."""
+
+import polars as pl
+import pyarrow.dataset as ds
+import pytest
+from stored_runs import append, create, record, resume, small_layout, small_program
+
+from det_callbacks import export
+from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.export import EXPORT_SCHEMA, export_run
+from det_callbacks.trace.run_files import read_manifest, stream_path, write_manifest
+from det_callbacks.trace.store import Run
+from det_callbacks.trace.writer import RunWriter
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two ranks; one step of the first was recorded again by a second attempt, which went on with other programs."""
+    path = tmp_path / "run"
+    writer = create(path, world_size=2)
+    append(writer, range(5))
+    writer.close(complete=False)
+    other = RunWriter(path, 1, read_manifest(path), attempt=0, segment=0)
+    append(other, range(4), seed=1)
+    other.close(complete=True)
+    manifest = {key: value for key, value in read_manifest(path).items() if key != "digest"}
+    manifest["attempts"] = [{"segments": 1}, {"segments": 1}]
+    write_manifest(path, manifest)
+    RunWriter(path, 1, manifest, attempt=1, segment=0).close(complete=True)
+    writer = RunWriter(path, 0, manifest, attempt=1, segment=0)
+    append(writer, [4], seed=0)
+    append(writer, [7], num_sites=6)
+    writer.close(complete=True)
+    return path
+
+
+def rows_of(path):
+    """What an export of a run has to hold, site by site."""
+    run = Run.open(path)
+    for rank in run.ranks:
+        for found in run.rank(rank).iterate():
+            view = run.view(rank, found.segment, found.step)
+            for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
+                yield {
+                    "rank": rank,
+                    "attempt": int(rank == 0 and found.step >= 4),
+                    "segment": found.segment,
+                    "step": found.step,
+                    "epoch": found.epoch,
+                    "chain": found.chain,
+                    "program": found.program_id,
+                    "layout": found.layout_id,
+                    "position": position,
+                    **{name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output", "role")},
+                    **{name: getattr(site, name) for name in ("name", "arguments", "recomputed")},
+                    "dtype": entry and entry.dtype,
+                    "shape": entry and list(entry.shape),
+                    "stride": entry and list(entry.stride),
+                    "source": list(site.source),
+                    "digest": int(found.digests[position]),
+                }
+
+
+def exported_rows(folder):
+    table = ds.dataset(folder, partitioning="hive").to_table()
+    return sorted(table.to_pylist(), key=lambda row: (row["rank"], row["segment"], row["step"], row["position"]))
+
+
+@pytest.mark.parametrize(("group_rows", "file_rows"), [(250_000, 4_000_000), (7, 12), (1, 1)])
+def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows, file_rows):
+    monkeypatch.setattr(export, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(export, "FILE_ROWS", file_rows)
+    calls = []
+    found = export_run(run, tmp_path / "to", progress=lambda *done: calls.append(done))
+    wanted = list(rows_of(run))
+    assert exported_rows(tmp_path / "to") == wanted
+    assert (found.num_rows, found.num_steps, found.num_ranks) == (len(wanted), 10, 2)
+    files = sorted((tmp_path / "to").rglob("*.parquet"))
+    assert (found.num_files, found.num_bytes) == (len(files), sum(file.stat().st_size for file in files))
+    assert len(files) > 2 or file_rows > 12
+    assert calls[-1] == (10, 10)
+
+
+def test_polars_reads_it(tmp_path, run):
+    export_run(run, tmp_path / "to")
+    frame = pl.scan_parquet(tmp_path / "to" / "**" / "*.parquet", hive_partitioning=True)
+    counts = frame.group_by("rank").len().sort("rank").collect()
+    assert counts["len"].to_list() == [5 * 3 + 6, 4 * 3]
+
+
+def test_the_columns_are_these():
+    assert EXPORT_SCHEMA.names[:3] == ["attempt", "segment", "step"]
+    assert str(EXPORT_SCHEMA.field("digest").type) == str(EXPORT_SCHEMA.field("chain").type) == "uint64"
+
+
+@pytest.mark.parametrize("content", ["file in it", "is a file"])
+def test_what_is_there_is_not_touched(tmp_path, run, content):
+    to = tmp_path / "to"
+    if content == "is a file":
+        to.write_text("mine")
+    else:
+        to.mkdir()
+        (to / "mine").write_text("mine")
+    with pytest.raises(ExportError, match=r"(holds mine already|is a file).*Nothing was changed") as caught:
+        export_run(run, to)
+    assert (caught.value.exit_code, caught.value.path) == (2, str(to))
+    assert [path.name for path in tmp_path.iterdir()] == ["run", "to"] or len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_empty_folder_is_filled(tmp_path, run):
+    (tmp_path / "to").mkdir()
+    export_run(run, tmp_path / "to")
+    assert exported_rows(tmp_path / "to")
+
+
+def test_a_damaged_run_leaves_nothing(tmp_path, run):
+    file = stream_path(run, 1, 0, 0)
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ReferenceFormatError, match="step 3 is not what its chain says"):
+        export_run(run, tmp_path / "to")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path, run, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export.pq.ParquetWriter, "write_table", lambda *_, **__: fail())
+    with pytest.raises(ExportError, match="No space left"):
+        export_run(run, tmp_path / "to")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_no_run_and_no_step_are_errors(tmp_path):
+    with pytest.raises(ReferenceNotFoundError):
+        export_run(tmp_path / "nowhere", tmp_path / "to")
+    with pytest.raises(ExportError, match="holds no step"):
+        export_run(record(tmp_path / "run", []), tmp_path / "to")
+    assert not (tmp_path / "to").exists()
+
+
+def test_an_incomplete_run_says_so(tmp_path):
+    path = record(tmp_path / "run", range(3), complete=False)
+    assert "2 is the last whole step" in export_run(path, tmp_path / "to").incomplete_reason
+
+
+def test_fits_stand_apart(tmp_path):
+    path = record(tmp_path / "run", range(3), range(2))
+    writer = resume(path)
+    writer.put_program(small_program())
+    writer.put_layout(small_layout())
+    append(writer, [2])
+    writer.close(complete=True)
+    export_run(path, tmp_path / "to")
+    rows = {(row["segment"], row["step"], row["attempt"]) for row in exported_rows(tmp_path / "to")}
+    assert rows == {(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 1)}
