@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (  # looked at in torch 2.13
-    _resolve_process_group,  # type: ignore[attr-defined]  # torch's own
-)
+from torch.distributed import distributed_c10d
 
 from det_callbacks.trace.tree import plain_value
 
+_resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 _NOT_TOLD = frozenset({"async_op", "timeout", "sparse_indices", "asyncOp"})
 """Arguments that change no bits."""
 

@@ -22,6 +22,7 @@ from det_callbacks.trace.deliveries import IN_FLIGHT, DeliveredName, Delivery, w
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
+from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.storages import PartialWrites, region_of
 from det_callbacks.trace.tree import Context, Event
 
@@ -141,6 +142,26 @@ class Collectives:
             self._enter_arrivals(delivered)
         return not any(map(self._numbers, delivered))
 
+    def note_copy(self, *tensors: Tensor) -> None:
+        """Take a copy from memory that nobody knows, into what a reduce-scatter delivers, for its last act.
+
+        Gloo reduces into a buffer of its own, and copies this rank's part when it is waited for, by an op that modes
+        see (torch 2.13, ``ProcessGroupGloo::reduce_scatter`` and ``_reduce_scatter_base``).
+
+        Args:
+            tensors: target and source of the copy.
+        """
+        if not self._deliveries or len(tensors) < 2 or any(map(has_parts, tensors)):
+            return
+        target, source = tensors
+        if target.nbytes != source.nbytes or source.untyped_storage()._cdata in self._recorder.ledger.writers:
+            return
+        for number in self._numbers(target):
+            delivery = self._deliveries[number]
+            if "reduce_scatter" in delivery.op:
+                delivery.work = None
+                self._recorder.ledger.deliver(source, number)
+
     def slot_in_flight(self, tensor: Tensor) -> LayoutSlot:
         """Return the layout of a tensor that is still under way."""
         return self._recorder.layouts.special(
@@ -257,7 +278,7 @@ class Collectives:
             event = next((child for child in parent.children if child.fits(*group)), None)
             if event is None:
                 event = Event(parent, *group)
-                event.source = source_of(context)
+                event.source = source_of(context) or capture_source()
                 recorder.tree.add(event)
             parent.likely = event
         recorder.at = event

@@ -135,6 +135,8 @@ class Reads:
         names: list[str | None],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
+        if plan.base == "aten.copy_":
+            self._recorder.passing.collectives.note_copy(*args[:2])
         written = {write.name for write in plan.writes}
         for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
             if name not in written:
