@@ -234,7 +234,10 @@ class Collectives:
 
     def _deliver(self, plan: OpPlan, event: Event, positions: tuple[int, ...], out: Any, given: dict[str, Any]) -> None:
         is_functional = not plan.base.startswith("c10d.")
-        work = None if is_functional else work_of(out)
+        # who asks for a synchronous call waits for it before anything else runs; some works of gloo (reduce_scatter of
+        # lists, torch 2.13) never say that they are done
+        is_synchronous = given.get("async_op", True) is False
+        work = None if is_functional or is_synchronous else work_of(out)
         for delivery in self._deliveries:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
@@ -254,7 +257,7 @@ class Collectives:
                         # on a device a work is not done until long after the training has waited for it, in its stream
                         work=work if on_host else None,
                         has_to_be_waited_for=is_functional,
-                        is_in_stream_order=on_host or given.get("async_op", True) is False,
+                        is_in_stream_order=on_host or is_synchronous,
                     )
                 )
                 self._recorder.ledger.deliver(part, number)
