@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from step_builder import FLOAT, StepBuilder, mix
+from step_builder import StepBuilder, reducing_step
 
 from det_callbacks.compare.collectives import CollectiveCall, RankDifference, classify, explain
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.trace.deliveries import IN_FLIGHT
-from det_callbacks.trace.program import TensorLayout
 from det_callbacks.verdict import Verdict
 
 REDUCE = "c10d.allreduce_.default"
@@ -100,28 +100,6 @@ def test_what_a_rank_tells_goes_through_json() -> None:
     assert RankDifference.from_dict(json.loads(json.dumps(told.to_dict()))) == told
 
 
-def step(
-    *, noise: object = None, delivered: object = "all", reduce: str = "sum", batch: int = 1, detail: str = ""
-) -> StepBuilder:
-    """Return a step of a rank: a batch, a product, an all-reduce, a sum of what came out."""
-    made = StepBuilder()
-    place = made.op("aten.mul.Tensor", made.batch("batch[0]", [batch, 2]), noise=noise)
-    sent = made.row(
-        made.digests[place],
-        phase="forward",
-        op=REDUCE,
-        role="sent",
-        arguments=json.dumps({"reduce_op": reduce, "group": "0-1"}),
-        inputs=(place,),
-        source=("train.py:9 in step",),
-    )
-    layout = TensorLayout(dtype="float32", shape=(8, 4), detail=detail) if detail else FLOAT
-    bits = 0 if detail else mix(delivered, reduce)
-    arrived = made.row(bits, layout, phase="forward", op=REDUCE, role="delivered", inputs=(sent,))
-    made.op("aten.sum.default", arrived)
-    return made
-
-
 def judge(*pairs: tuple[StepBuilder, StepBuilder], world_size: int = 2) -> Verdict:
     builder = VerdictBuilder("refs/run1", "runs/today")
     if world_size:
@@ -132,15 +110,30 @@ def judge(*pairs: tuple[StepBuilder, StepBuilder], world_size: int = 2) -> Verdi
 
 
 def test_the_verdict_on_all_ranks_names_the_one_that_started() -> None:
-    verdict = judge((step(), step(delivered="other")), (step(), step(noise="ulp", delivered="other")))
+    verdict = judge(
+        (reducing_step(), reducing_step(delivered="other")),
+        (reducing_step(), reducing_step(noise="ulp", delivered="other")),
+    )
     assert verdict.cause == "forward"
     assert [(origin.rank, origin.op) for origin in verdict.origins] == [(1, "aten.mul.Tensor")]
     assert "Step 0 of rank 1, forward: aten.mul.Tensor" in verdict.explanation
     assert "it started on rank 1; rank 0 put in what the reference did" in verdict.explanation
 
 
+def test_the_verdict_tells_of_the_rank_that_started_though_another_differs_earlier_in_its_step() -> None:
+    verdict = judge(
+        (reducing_step(), reducing_step(delivered="other")),
+        (reducing_step(num_before=9), reducing_step(num_before=9, noise="ulp", delivered="other")),
+    )
+    assert (verdict.first_divergence.rank, verdict.first_divergence.op) == (0, REDUCE)
+    assert verdict.cause == "forward"
+    assert verdict.explanation.startswith("Step 0 of rank 1, forward: aten.mul.Tensor")
+
+
 def test_the_verdict_on_all_ranks_names_the_collective() -> None:
-    verdict = judge((step(), step(delivered="other")), (step(), step(delivered="other")))
+    verdict = judge(
+        (reducing_step(), reducing_step(delivered="other")), (reducing_step(), reducing_step(delivered="other"))
+    )
     assert verdict.cause == "collective"
     assert [(origin.rank, origin.op, origin.is_origin) for origin in verdict.origins] == [
         (0, REDUCE, True),
@@ -153,7 +146,7 @@ def test_the_verdict_on_all_ranks_names_the_collective() -> None:
 
 @pytest.mark.parametrize("world_size", [0, 3])
 def test_one_rank_alone_cannot_tell(world_size: int) -> None:
-    verdict = judge((step(), step(delivered="other")), world_size=world_size)
+    verdict = judge((reducing_step(), reducing_step(delivered="other")), world_size=world_size)
     assert verdict.cause == "unknown"
     assert verdict.origins == ()
     assert verdict.first_divergence.is_origin is None
@@ -161,21 +154,24 @@ def test_one_rank_alone_cannot_tell(world_size: int) -> None:
 
 
 def test_a_batch_on_one_rank() -> None:
-    verdict = judge((step(), step(delivered="other")), (step(), step(batch=7, delivered="other")))
+    verdict = judge(
+        (reducing_step(), reducing_step(delivered="other")),
+        (reducing_step(), reducing_step(batch=7, delivered="other")),
+    )
     assert verdict.cause == "data_content"
     assert verdict.origins == ()
     assert "it started on rank 1" in verdict.explanation
 
 
 def test_another_reduction_is_an_argument_and_an_origin() -> None:
-    verdict = judge(*[(step(), step(reduce="avg"))] * 2)
+    verdict = judge(*[(reducing_step(), reducing_step(reduce="avg"))] * 2)
     assert verdict.cause == "collective"
     assert {(origin.kind, origin.op) for origin in verdict.origins} == {("argument", REDUCE)}
     assert "sum -> avg" in verdict.explanation.replace('"', "")
 
 
 def test_what_is_sent_and_was_written_unseen_is_no_origin() -> None:
-    reference, current = step(), step(delivered="other")
+    reference, current = reducing_step(), reducing_step(delivered="other")
     current.digests[3] ^= 1
     assert current.sites[3].role == "sent"
     verdict = judge((reference, current), world_size=1)
@@ -184,12 +180,15 @@ def test_what_is_sent_and_was_written_unseen_is_no_origin() -> None:
 
 
 def test_a_read_in_flight_is_a_race_and_accuses_nobody() -> None:
-    verdict = judge((step(), step(detail=IN_FLIGHT)), world_size=1)
+    verdict = judge((reducing_step(), reducing_step(detail=IN_FLIGHT)), world_size=1)
     assert verdict.first_divergence.kind == "structure"
     assert verdict.origins == ()
     assert verdict.cause != "collective"
     assert "which is a race" in verdict.explanation
-    reference, current = step(detail=IN_FLIGHT), step(detail=IN_FLIGHT)
+    among = compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()).among_ranks
+    assert among is not None
+    assert (among.starts_here, among.calls) == (True, ())
+    reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
     verdict = judge((reference, current), world_size=1)
     assert verdict.first_divergence.op == "aten.sum.default"
@@ -197,7 +196,7 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody() -> None:
 
 
 def test_a_collective_that_is_gone() -> None:
-    reference, current = step(), StepBuilder()
+    reference, current = reducing_step(), StepBuilder()
     current.op("aten.sum.default", current.op("aten.mul.Tensor", current.batch("batch[0]", [1, 2])))
     verdict = judge((reference, current), world_size=1)
     assert ("missing", REDUCE) in {(origin.kind, origin.op) for origin in verdict.origins}
