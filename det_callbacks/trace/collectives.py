@@ -8,6 +8,7 @@ row without bits.
 """
 
 import json
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,32 @@ class Collectives:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._deliveries: list[Delivery] = []
+        self._under_way: list[tuple[weakref.ref[Tensor], Delivery]] = []
         self._is_sending = False
         self.num_digested = 0
 
-    def clear(self) -> None:
-        """Forget what is under way, at the end of a step."""
+    def begin(self) -> None:
+        """Start a step; what the one before left under way follows from nothing in this one."""
+        under_way, self._under_way = self._under_way, []
         self._deliveries.clear()
         self.num_digested = 0
+        for reference, delivery in under_way:
+            tensor = reference()
+            if tensor is not None and not delivery.has_arrived():
+                delivery.number = len(self._deliveries)
+                delivery.inputs = ()
+                self._deliveries.append(delivery)
+                self._under_way.append((reference, delivery))
+                self._recorder.ledger.deliver(tensor, delivery.number)
+
+    def end(self) -> None:
+        """End a step: let go of what has arrived."""
+        self._under_way = [
+            (tensor, delivery)
+            for tensor, delivery in self._under_way
+            if tensor() is not None and not delivery.has_arrived()
+        ]
+        self._deliveries.clear()
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective, or the op that waits for one."""
@@ -261,6 +281,7 @@ class Collectives:
                     )
                 )
                 self._recorder.ledger.deliver(part, number)
+                self._under_way.append((weakref.ref(part), self._deliveries[-1]))
 
     def _enter(
         self,

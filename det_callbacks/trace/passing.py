@@ -47,7 +47,7 @@ class Passing:
         self.num_views = 0
         self.skipped.clear()
         self.opaque.clear()
-        self.collectives.clear()
+        self.collectives.begin()
 
     def pass_through(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""

@@ -129,7 +129,7 @@ class Recorder:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
         self.ledger.close()
         self.backward.clear()
-        self.passing.collectives.clear()
+        self.passing.collectives.end()
         self._expected = None
 
     @property

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
-from tracing import position_of, site_of, traced
+from tracing import position_of, site_of, step_of, traced
 
-from det_callbacks import digest_tensor
+from det_callbacks import HashMode, digest_tensor
 from det_callbacks.trace.collective_calls import shown_ranks
 from det_callbacks.trace.deliveries import Delivery
 from det_callbacks.trace.program import Site
@@ -157,6 +157,28 @@ def test_a_functional_result_that_nobody_waited_for_has_no_digest() -> None:
     assert trace.layout.entries[early].detail == "in flight"
     assert int(trace.digests[late]) == digest_tensor(torch.ones(3))
     assert trace.program.ops_skipped["in_flight"] == 1
+
+
+def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
+    mode = HashMode()
+    results: list[Tensor] = []
+    step_of(
+        mode,
+        lambda: results.append(
+            torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
+        ),
+    )
+
+    def later() -> None:
+        _ = results[0] * 2
+        functional.wait_tensor(results[0])
+        _ = results[0] * 3
+
+    trace = step_of(mode, later)
+    (early, early_site), (late, _) = rows(trace, "delivered")
+    assert early_site.inputs == ()
+    assert (int(trace.digests[early]), int(trace.digests[late])) == (0, digest_tensor(torch.ones(3)))
+    assert rows(step_of(mode, later), "delivered") == []
 
 
 def test_an_output_that_is_overwritten_unread_has_no_site() -> None:
