@@ -192,3 +192,33 @@ def training_step(
     )
     step.named("net.weight", step.digests[place], inputs=(place,))
     return step
+
+
+def reducing_step(
+    *,
+    noise: object = None,
+    delivered: object = "all",
+    reduce: str = "sum",
+    batch: int = 1,
+    detail: str = "",
+    num_before: int = 0,
+) -> StepBuilder:
+    """Return a step of a rank: a batch, a product, an all-reduce, a sum of what came out."""
+    made = StepBuilder()
+    for index in range(num_before):
+        made.op("aten.add.Tensor", arguments={"other": index})
+    place = made.op("aten.mul.Tensor", made.batch("batch[0]", [batch, 2]), noise=noise)
+    sent = made.row(
+        made.digests[place],
+        phase="forward",
+        op="c10d.allreduce_.default",
+        role="sent",
+        arguments=json.dumps({"reduce_op": reduce, "group": "0-1"}),
+        inputs=(place,),
+        source=("train.py:9 in step",),
+    )
+    layout = TensorLayout(dtype="float32", shape=(8, 4), detail=detail) if detail else FLOAT
+    bits = 0 if detail else mix(delivered, reduce)
+    arrived = made.row(bits, layout, phase="forward", op="c10d.allreduce_.default", role="delivered", inputs=(sent,))
+    made.op("aten.sum.default", arrived)
+    return made

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from hypothesis import strategies as st
 
-from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
+from det_callbacks.trace.program import Layout, Program, Role, Site, TensorLayout
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
 
@@ -21,7 +21,7 @@ SITES = st.builds(
     op=TEXT,
     occurrence=st.integers(0, 2**31 - 1),
     output=st.integers(0, 9),
-    role=st.sampled_from(["output", "value", "argument", "input", "generator", "named", "samples"]),
+    role=st.sampled_from(get_args(Role)),
     name=st.none() | TEXT,
     arguments=TEXT,
     varying=st.lists(TEXT, max_size=2).map(tuple),

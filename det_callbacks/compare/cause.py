@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from det_callbacks.compare.step import Finding, StepDifference
+from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import TensorLayout
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference
 
@@ -10,6 +11,7 @@ MAX_NAMED = 3
 """Sources, arguments and choices that a sentence names; the others are counted."""
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
+_COLLECTIVE_VERBS = {"sent": "was given", "delivered": "delivered"}
 _PHASE_CAUSES: dict[str, Cause] = {
     "forward": "forward",
     "backward": "backward",
@@ -76,6 +78,8 @@ def find_cause(
     if any(is_setting(entry) for entry in environment):
         return "settings"
     first = difference.findings[0]
+    if first.role == "delivered":
+        return "unknown"  # the other ranks know more: see det_callbacks.compare.collectives
     if first.role == "named" and first.divergence.phase == "state":
         return "optimizer"  # everything recorded before it agrees, the gradients among it
     return _cause_of_phase(first.divergence)
@@ -132,6 +136,10 @@ def describe(finding: Finding) -> str:
         reason = "the two runs kept digests of other arguments of it"
     elif finding.arguments is not None:
         reason = "a number read back from a tensor before differs too, and Python may have passed it on"
+    elif finding.role == "delivered" and _is_in_flight(finding):
+        reason = "it was read before anybody had waited for the collective, which is a race"
+    elif finding.role == "delivered":
+        reason = "what this rank put in agrees, and it came from another rank or from the collective itself"
     elif divergence.op:
         reason = "something that the trace did not see wrote what it reads"
     else:
@@ -216,8 +224,14 @@ def _source_name(finding: Finding) -> str:
     return f"of {_module(divergence.module)}{_source(divergence)}"
 
 
+def _is_in_flight(finding: Finding) -> bool:
+    return any(entry is not None and entry.detail == IN_FLIGHT for entry in finding.layouts or ())
+
+
 def _what_differs(finding: Finding) -> str:
     divergence = finding.divergence
+    if finding.role in _COLLECTIVE_VERBS and divergence.kind == "content":
+        return f"{_COLLECTIVE_VERBS[finding.role]} other bits"
     if divergence.kind == "argument" and finding.arguments is not None:
         values = list(finding.arguments.values.items())
         shown = "; ".join(f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in values[:MAX_NAMED])

@@ -3,6 +3,7 @@
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
+from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import Program, Site, StepView
 
 SOURCE_ROLES = ("input", "generator", "samples")
@@ -49,8 +50,9 @@ class OriginFinder:
         Returns:
             True when nothing the op read differs, on either side; False when something does, or when the site is a
             source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
-            be proven: what wrote it was not recorded, or was seen to have been changed unseen; or the op was called
-            with other arguments after a number read back from a tensor differed, which Python may have passed on.
+            be proven: what wrote it was not recorded, or was seen to have been changed unseen, or a collective
+            delivered it, into which other ranks may have put something else; or the op was called with other arguments
+            after a number read back from a tensor differed, which Python may have passed on.
         """
         site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
         position, side = (current, 1) if current >= 0 else (reference, 0)
@@ -62,7 +64,19 @@ class OriginFinder:
         # recorded writers nothing is known.
         if not site.op or not is_comparable or current in self._current.unseen_writes:
             return None
+        if site.role == "delivered" or self._reads_in_flight(reference, current):
+            return None
+        if site.role == "sent" and reference >= 0 and current >= 0 and not has_other_arguments:
+            return None  # nothing computed it: what wrote it agrees, so something unseen did
         return None if has_other_arguments and position > self._first_value[side] else True
+
+    def _reads_in_flight(self, reference: int, current: int) -> bool:
+        """Return whether something that was read at two aligned sites had not arrived from a collective yet."""
+        for position, view in ((reference, self._reference), (current, self._current)):
+            places = view.program.sites[position].inputs if position >= 0 else ()
+            if any((entry := view.layout.entries[place]) is not None and entry.detail == IN_FLIGHT for place in places):
+                return True
+        return False
 
     def has_differing_input(self, reference: int, current: int) -> bool:
         """Return whether something that was read at two aligned sites differs, on either side."""

@@ -87,6 +87,7 @@ def compare_runs(
         )
         return builder.finish()
     _require_same_selection(ours.manifest, theirs.manifest, reference, current)
+    builder.set_world_size(ours.world_size)
     builder.set_weight_loads(
         *(tuple(load for rank in run.ranks for load in run.weight_loads(rank)) for run in (ours, theirs))
     )

@@ -7,6 +7,15 @@ import numpy as np
 from det_callbacks.compare.align import Alignment, align
 from det_callbacks.compare.arguments import ArgumentDifference
 from det_callbacks.compare.changes import Changes, find_changes
+from det_callbacks.compare.collectives import (
+    CallKey,
+    RankDifference,
+    call_key,
+    calls_in,
+    calls_of,
+    differing_calls,
+    is_in_flight,
+)
 from det_callbacks.compare.origin import OriginFinder, is_source, num_leading_sites
 from det_callbacks.trace.program import StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
@@ -59,6 +68,8 @@ class StepDifference:
         restored: parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie:
             in the first step after a checkpoint was restored they came from there.
         num_initial: tensors of the initial state that both sides list before the step; 0 unless it is a fit's first.
+        among_ranks: what tells, with that of all other ranks, which of them started it.
+        delivered: what collectives delivered and differs, while this rank put in what the reference did, with the call.
     """
 
     rank: int
@@ -72,6 +83,8 @@ class StepDifference:
     kinds: frozenset[Kind] = frozenset()
     restored: tuple[Finding, ...] = ()
     num_initial: int = 0
+    among_ranks: RankDifference | None = None
+    delivered: tuple[tuple[CallKey, Divergence], ...] = ()
 
 
 def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -> StepDifference:
@@ -149,6 +162,7 @@ class _Description:
         origins: list[Divergence] = []
         findings: list[Finding] = []
         restored: list[Finding] = []
+        delivered, starts_here = self._beginnings(limit)
         for row in self._changes.kinds:
             is_wanted = len(divergences) < limit
             if not is_wanted and len(origins) >= limit:
@@ -179,7 +193,36 @@ class _Description:
             kinds=frozenset(self._changes.kinds.values()),
             restored=tuple(restored),
             num_initial=sum(self._is_state_found(row) for row in range(len(self._alignment)) if self._is_leading(row)),
+            among_ranks=RankDifference(
+                rank=self._current.rank,
+                segment=self._current.record.segment,
+                step=self._current.record.step,
+                starts_here=starts_here,
+                calls=differing_calls(self._reference, self._current, self._alignment, self._changes.kinds),
+            ),
+            delivered=tuple(delivered),
         )
+
+    def _beginnings(self, limit: int) -> tuple[list[tuple[CallKey, Divergence]], bool]:
+        """Return what a collective delivered with nothing differing before it here, and whether anything else began."""
+        delivered: list[tuple[CallKey, Divergence]] = []
+        starts_here = False
+        calls: dict[int, CallKey] = {}
+        for row in self._changes.kinds:
+            left, right = self._places(row)
+            if self._finder.has_differing_input(left, right):
+                continue
+            site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+            if site.role != "delivered" or is_in_flight(self._reference, self._current, left, right):
+                starts_here = True
+            elif right >= 0 and len(delivered) < limit:
+                calls = calls or {
+                    position: call_key(call.op, group, number)
+                    for position, call, group, number in calls_in(self._current.program.sites)
+                }
+                call = next(calls_of(self._current, right))
+                delivered.append((calls[call], self._finding(row, None).divergence))
+        return delivered, starts_here
 
     def _is_state_found(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""

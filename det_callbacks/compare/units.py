@@ -20,7 +20,7 @@ the names, then names count, and last the op counts alone.
 
 NUM_LEVELS = 5
 
-_LEADING = ("input", "generator")
+_LEADING = ("input", "generator", "delivered")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ def _follows(site: Site, before: Site, output: int) -> bool:
     return (
         site.op == before.op
         and site.output == output
-        and site.role in ("output", "value")
+        and site.role in ("output", "value", "sent")
         and site.phase == before.phase
         and site.module == before.module
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
+from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError
@@ -67,6 +68,7 @@ class VerdictBuilder:
         self._replayed: Mapping[str, Any] = {}
         self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
         self._unrestored: tuple[str, ...] = ()
+        self._world_size = 0
         self._find_batch: FindBatch | None = None
         self._notes: list[str] = []
         self._refusals: list[str] = []
@@ -134,6 +136,10 @@ class VerdictBuilder:
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
         self._environment = tuple(differences)
+
+    def set_world_size(self, world_size: int) -> None:
+        """Say that the steps of this many ranks are added: it can then be told which of them started a difference."""
+        self._world_size = world_size
 
     def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
         """Set where the two runs loaded weights after the model was set up; said where weights differ."""
@@ -288,6 +294,19 @@ class VerdictBuilder:
             return _whole_divergence(whole), "structure", self._explain_whole(show_rank)
         if by_steps is None:
             return None, None, self._explain_match()
+        first_divergence = by_steps[1].findings[0].divergence
+        ranks = self._classify()
+        if ranks is not None and ranks.collective is not None and not ranks.origins:
+            if any(
+                divergence == first_divergence
+                for key, divergence in by_steps[1].delivered
+                if key == ranks.collective.key
+            ):
+                first_divergence = replace(first_divergence, is_origin=True)
+            text = f"Step {first_divergence.step}, {first_divergence.phase}: {explain(ranks)}"
+            return first_divergence, "collective", text
+        if ranks is not None and ranks.origins:
+            by_steps = min((self._first[rank] for rank in ranks.origins), key=lambda known: known[0])
         _, difference, is_first, is_resumed = by_steps
         unrestored = self._unrestored if is_resumed else ()
         batch_of = self._step_of_batch(difference)
@@ -304,9 +323,18 @@ class VerdictBuilder:
         )
         if cause in ("initial_weights", "checkpoint"):
             text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
+        if ranks is not None and (among := explain(ranks)):
+            text += f"; {among}"
         if self._whole:
             text += f"; besides, {self._explain_whole(show_rank)}"
-        return difference.findings[0].divergence, cause, text
+        return first_divergence, cause, text
+
+    def _classify(self) -> Classification | None:
+        """Return who started the difference; None unless all ranks were compared."""
+        if not self._world_size or self._ranks != set(range(self._world_size)):
+            return None
+        known = (self._first.get(rank) for rank in range(self._world_size))
+        return classify([None if first is None else first[1].among_ranks for first in known])
 
     def _step_of_batch(self, difference: StepDifference) -> int | None:
         wanted = {
@@ -320,7 +348,11 @@ class VerdictBuilder:
 
     def _origins(self) -> tuple[Divergence, ...]:
         origins: list[Divergence] = []
+        ranks = self._classify()
+        collective = None if ranks is None or ranks.collective is None else ranks.collective.key
         for _, difference, *_ in sorted(self._first.values(), key=lambda known: known[0]):
+            delivered = (divergence for key, divergence in difference.delivered if key == collective)
+            origins.extend(replace(divergence, is_origin=True) for divergence in delivered)
             origins.extend(difference.origins)
         return tuple(origins[: self._max_divergences])
 

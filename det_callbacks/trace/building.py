@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from det_callbacks.trace.deliveries import DeliveredName
 from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
@@ -110,7 +111,9 @@ def build_op_event(
 
 
 def input_row(name: str | None, edges: tuple[int, ...], *, module: str, source: tuple[str, ...]) -> Site:
-    """Return the site of a tensor, or a generator's state, that an op read and nobody in this step wrote."""
+    """Return the site of a tensor, or a generator's state, that an op read and no recorded op of this step wrote."""
+    if isinstance(name, DeliveredName):
+        return name.row(edges)
     is_generator = isinstance(name, GeneratorName)
     owner = module if name is None else "" if is_generator else owner_of(name)
     return Site(

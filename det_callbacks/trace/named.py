@@ -27,7 +27,6 @@ from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.names import Place, has_place, place_of
 from det_callbacks.trace.program import Role, Site
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.storages import region_of
 from det_callbacks.trace.tree import Event, scalar_bits
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -104,8 +103,16 @@ def record_group(
             writer = writers.get(storage_address)
             if writer.__class__ is int:
                 reads.append([writer])
+            elif writer is None:
+                reads.append([])
             else:
-                reads.append([] if writer is None else writer.writers(region_of(value)))
+                has_arrived = recorder.passing.collectives.arrive(value)
+                reads.append(recorder.ledger.writers_of(value))
+                if not has_arrived:
+                    others.append((len(names), 0))
+                    names.append(name)
+                    slots.append(recorder.passing.collectives.slot_in_flight(value))
+                    continue
             slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
             address = value.data_ptr()
             if slot.num_bytes:
@@ -117,7 +124,13 @@ def record_group(
         elif isinstance(value, Tensor):
             if not holds_data(value):
                 continue
+            has_arrived = recorder.passing.collectives.arrive(value)
             reads.append(_writers_of(recorder, value))
+            if not has_arrived:
+                others.append((len(names), 0))
+                names.append(name)
+                slots.append(recorder.passing.collectives.slot_in_flight(value))
+                continue
             slot = layouts.of(value)
             if has_place(value):
                 places.setdefault(place_of(value), name)
@@ -151,7 +164,11 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
     It is digested in memory order like the outputs of ops, and not a second time where one recorded op wrote the whole
     of it.
     """
-    if holds_data(tensor):
+    if not holds_data(tensor):
+        return
+    if not recorder.passing.collectives.arrive(tensor):
+        recorder.passing.skipped["in_flight"] += 1
+    else:
         reads = _writers_of(recorder, tensor)
         _enter(recorder, "output", phase, module, [reads], [name])
         recorder.append_output(tensor, reads)

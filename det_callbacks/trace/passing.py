@@ -1,4 +1,4 @@
-"""Ops that are not digested: what they change is noted all the same."""
+"""Ops whose outputs are not digested: what they change is noted all the same."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from det_callbacks.trace.building import light_event
 from det_callbacks.trace.calls import written_arguments, written_by_call
+from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.exchange import exchange_outputs
 from det_callbacks.trace.overloads import OpKind, OpPlan
@@ -22,12 +23,13 @@ _STRIDED = torch.strided
 
 
 class Passing:
-    """Runs ops that make no sites.
+    """Runs ops that make no sites of what they return.
 
     Args:
         recorder: whose ledger and autograd map are kept true.
 
     Attributes:
+        collectives: records the ops whose outputs come later.
         num_views: views in this step.
         skipped: reason -> number of other ops in this step.
         opaque: ops of this step that run other ops inside where no mode sees them.
@@ -35,6 +37,7 @@ class Passing:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
+        self.collectives = Collectives(recorder)
         self.num_views = 0
         self.skipped: Counter[str] = Counter()
         self.opaque: set[str] = set()
@@ -44,6 +47,7 @@ class Passing:
         self.num_views = 0
         self.skipped.clear()
         self.opaque.clear()
+        self.collectives.begin()
 
     def pass_through(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
@@ -52,6 +56,8 @@ class Passing:
             if _is_grad_enabled() or self._recorder.backward.is_unclaimed():
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
+        if plan.kind is OpKind.COLLECTIVE:
+            return self.collectives.run(plan, func, args, kwargs)
         self.skipped[plan.kind.value] += 1
         if plan.kind is OpKind.RELAYOUT:
             return self._relayout(func, args, kwargs)

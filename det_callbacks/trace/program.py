@@ -16,7 +16,7 @@ import numpy as np
 
 from det_callbacks.digest import digest_bytes
 
-Role = Literal["output", "value", "argument", "input", "generator", "named", "samples"]
+Role = Literal["output", "value", "argument", "input", "generator", "named", "samples", "sent", "delivered"]
 """What the 8 bytes at a site are.
 
 output: digest of a tensor that an op wrote (returned, or mutated in place).
@@ -26,6 +26,9 @@ input: digest of a tensor that an op read and that no recorded site of this step
 generator: digest of a random generator's state.
 named: digest of a named tensor (batch, loss, gradient, parameter, buffer, optimizer state, module output).
 samples: order-free digest over the samples (dimension 0) of a batch tensor.
+sent: digest of a tensor that this rank puts into a collective, before the call; 0 without a layout where it puts none.
+delivered: digest of a tensor that a collective wrote, at its first read; 0 with the layout detail "in flight" where it
+    was read before the collective was done.
 """
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.digest import digest_memory
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
@@ -34,6 +35,8 @@ class Reads:
     def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
         if has_parts(tensor):
+            if isinstance(tensor, AsyncCollectiveTensor):
+                self._recorder.passing.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
                 self._read_whole(tensor, reads, names)
@@ -57,6 +60,10 @@ class Reads:
             edges = tuple(known.writers(region))
             reads.extend(edges)
             if known.covers(region):
+                return
+            delivered = known.deliveries(region)
+            if delivered:
+                recorder.passing.collectives.read(tensor, delivered, edges, reads, names, self.row_edges)
                 return
         position = len(recorder.digests)
         names.append(recorder.names.of(tensor))
@@ -128,6 +135,8 @@ class Reads:
         names: list[str | None],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
+        if plan.base == "aten.copy_":
+            self._recorder.passing.collectives.note_copy(*args[:2])
         written = {write.name for write in plan.writes}
         for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
             if name not in written:

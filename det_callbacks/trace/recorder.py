@@ -106,10 +106,11 @@ class Recorder:
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
+        ops_digested = self._num_digested + self.passing.collectives.num_digested
         program = self.tree.program_at(
             self.at,
-            ops_seen=self._num_digested + sum(skipped.values()),
-            ops_digested=self._num_digested,
+            ops_seen=ops_digested + sum(skipped.values()),
+            ops_digested=ops_digested,
             skipped=skipped,
             opaque_regions=tuple(sorted(self.passing.opaque)),
         )
@@ -128,6 +129,7 @@ class Recorder:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
         self.ledger.close()
         self.backward.clear()
+        self.passing.collectives.end()
         self._expected = None
 
     @property

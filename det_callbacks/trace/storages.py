@@ -16,7 +16,10 @@ from torch import Tensor
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 UNKNOWN = -1
-"""Stands for the position of a site where something that is not recorded wrote."""
+"""Stands for the position of a site where something that is not recorded wrote.
+
+Less than that are collectives: -2 - n for the n-th delivery of the step, until somebody reads it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class PartialWrites:
     Attributes:
         is_born: the storage was made in this step by an op that leaves memory uninitialised, so bytes nobody wrote
             hold nothing worth recording.
-        writes: (region, position of the site or ``UNKNOWN``), in the order in which they happened; without what a
+        writes: (region, position of the site, ``UNKNOWN`` or less), in the order in which they happened; without what a
             later one without holes replaced.
     """
 
@@ -90,14 +93,18 @@ class PartialWrites:
                 found.add(at)
                 if written.contains(region):
                     break
-        return sorted(found - {UNKNOWN})
+        return sorted(at for at in found if at >= 0)
+
+    def deliveries(self, region: Region) -> list[int]:
+        """Return the numbers of the collectives' deliveries that are still in a region, ascending."""
+        return sorted({UNKNOWN - 1 - at for written, at in self.writes if at < UNKNOWN and written.overlaps(region)})
 
     def covers(self, region: Region) -> bool:
         """Return whether every byte of a region that is worth recording was written by a recorded site."""
         for written, at in reversed(self.writes):
             if written.contains(region):
-                return at != UNKNOWN
-            if at == UNKNOWN and written.overlaps(region):
+                return at >= 0
+            if at < 0 and written.overlaps(region):
                 return False
         if self.is_born:
             return True
@@ -112,7 +119,7 @@ class PartialWrites:
         return [
             (written, at)
             for index, (written, at) in enumerate(self.writes)
-            if at != UNKNOWN
+            if at >= 0
             and not written.steps
             and written.overlaps(region)
             and not any(later.overlaps(written) for later, _ in self.writes[index + 1 :])
@@ -169,6 +176,16 @@ class StorageLedger:
             del self.writers[storage._cdata]
         elif region.high > region.low:
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
+
+    def deliver(self, tensor: Tensor, number: int) -> None:
+        """Note that a collective writes a tensor, now or later; the first read of it makes a row."""
+        region = region_of(tensor)
+        if region.high > region.low:
+            storage = tensor.untyped_storage()
+            known = self.writers.get(storage._cdata)
+            if known is None:
+                self.pin(tensor)
+            self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN - 1 - number)
 
     def grown(self, tensor: Tensor, num_bytes: int) -> None:
         """Note that a tensor's storage has more bytes than before; the new ones are uninitialised."""

@@ -7,7 +7,7 @@ say so.
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import polars
 import pyarrow as pa
@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from stored_runs import append, create, digests_of, record, small_layout, small_program
 
+from det_callbacks.trace.program import Role
 from det_callbacks.trace.stream import END_OF_STREAM, encode_step
 
 PROGRAM = "6992a2677c253c5c"
@@ -44,6 +45,7 @@ PROGRAM_COLUMNS = {
     "recomputed": "bool",
     "source": "list<element: string>",
 }
+ROLES = {"output", "value", "argument", "input", "generator", "named", "samples", "sent", "delivered"}
 # how a site is written where its digest is taken
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
 
@@ -133,6 +135,10 @@ def test_the_chain(run: Path) -> None:
             numbers = [chain, row["step"], row["epoch"], row["program_id"], row["layout_id"], *row["digests"]]
             chain = xxh3(struct.pack(f"<{len(numbers)}Q", *numbers))
             assert row["chain"] == chain
+
+
+def test_the_roles_of_a_site() -> None:
+    assert set(get_args(Role)) == ROLES
 
 
 def test_the_bytes_of_a_step() -> None:

@@ -254,3 +254,14 @@ def test_unrelated_steps_of_one_module_are_aligned_within_bounds():
     assert np.count_nonzero(paired) > 1000
     assert np.all(np.diff(alignment.reference[paired]) > 0)
     assert np.all(np.diff(alignment.current[paired]) > 0)
+
+
+def test_a_collective_is_one_unit_with_all_that_goes_into_it_and_a_delivery_belongs_to_its_reader():
+    step = StepBuilder()
+    first = step.op("aten.ones.default")
+    fields = {"phase": "forward", "op": "c10d.allreduce_coalesced_.default", "arguments": '{"group":"0-1"}'}
+    sent = [step.row(index, role="sent", output=index, inputs=(first,), **fields) for index in range(2)]
+    arrived = step.row(7, role="delivered", inputs=tuple(sent), **fields)
+    step.op("aten.sum.default", arrived)
+    units = group(step.view(), Interner())
+    assert list(zip(units.leads, units.starts, units.stops, strict=True)) == [(0, 0, 1), (1, 1, 3), (3, 4, 5)]

@@ -1,5 +1,5 @@
 import pytest
-from step_builder import StepBuilder, training_step
+from step_builder import StepBuilder, reducing_step, training_step
 
 from det_callbacks.compare.live import open_reference
 from det_callbacks.compare.runs import compare_runs
@@ -266,3 +266,24 @@ def test_damage_before_the_first_difference_is_no_match(tmp_path, reference, sid
     file.write_bytes(content)
     with pytest.raises(ReferenceFormatError, match="attempt-000"):
         compare_runs(reference, current)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "origins"),
+    [
+        (
+            ({"delivered": "x"}, {"delivered": "x"}),
+            "collective",
+            [(0, "c10d.allreduce_.default"), (1, "c10d.allreduce_.default")],
+        ),
+        (({"delivered": "x"}, {"delivered": "x", "noise": "ulp"}), "forward", [(1, "aten.mul.Tensor")]),
+    ],
+)
+def test_of_all_ranks_it_is_told_who_started(tmp_path, changes, cause, origins):
+    runs = [
+        record(tmp_path / name, {3: reducing_step(**ours)}, others=[{3: reducing_step(**theirs)}])
+        for name, (ours, theirs) in (("reference", ({}, {})), ("current", changes))
+    ]
+    verdict = compare_runs(*runs)
+    assert verdict.cause == cause
+    assert [(origin.rank, origin.op) for origin in verdict.origins] == origins

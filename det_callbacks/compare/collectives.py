@@ -1,0 +1,286 @@
+"""Which rank started a difference, and which only received it: told by the collectives of each rank's differing step.
+
+A rank alone cannot know where a difference comes from that a collective delivered while its own part agrees. All ranks
+together can: the k-th call of a collective in a group is the same call on all of them.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+from det_callbacks.compare.align import Alignment
+from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.trace.program import Site, StepView
+
+Side = Literal["origin", "receiver", "equal"]
+CallKey = tuple[str, str, int]
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """A call of a collective that differs on one rank.
+
+    Attributes:
+        op: ``namespace.op.overload``.
+        group: ranks, as "0-3".
+        number: how many calls of the same op in the same group came before it in the step.
+        input_differs: what this rank put in is not what it put in in the reference, or it was called otherwise.
+        output_differs: what came out here differs.
+        num_bytes: that this rank put in, or got where it put in nothing.
+        source: lines of the user's code, innermost first.
+    """
+
+    op: str
+    group: str
+    number: int
+    input_differs: bool
+    output_differs: bool
+    num_bytes: int = 0
+    source: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> CallKey:
+        """What the call has in common on all ranks; the two ends of a message are calls of two ops."""
+        return call_key(self.op, self.group, self.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDifference:
+    """What the others have to know of a rank's first differing step.
+
+    Attributes:
+        rank: process.
+        segment: fit of the run.
+        step: first training batch that differs.
+        starts_here: something differs on this rank that nothing differing led to, and that no collective delivered.
+        calls: the collectives that differ, in the order of the step.
+    """
+
+    rank: int
+    segment: int
+    step: int
+    starts_here: bool
+    calls: tuple[CollectiveCall, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """Return what ``to_dict`` gave, also after it went through JSON.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError: there is an entry that is not one of ours.
+        """
+        calls = tuple(CollectiveCall(**{**call, "source": tuple(call["source"])}) for call in content["calls"])
+        return cls(**{**content, "calls": calls})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classification:
+    """Who started a difference.
+
+    Attributes:
+        sides: by rank: "origin" (it computed, or was given, something else), "receiver" (its own part agrees, a
+            collective delivered the difference) or "equal".
+        collective: the first call whose inputs agree on all ranks while its output differs: it is the origin itself.
+        through: the first call that brought the difference to a receiver, where ranks are the origin.
+    """
+
+    sides: tuple[Side, ...]
+    collective: CollectiveCall | None = None
+    through: CollectiveCall | None = None
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """The ranks that started a difference; none where a collective did."""
+        return tuple(rank for rank, side in enumerate(self.sides) if side == "origin")
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that a collective brought a difference."""
+        return tuple(rank for rank, side in enumerate(self.sides) if side == "receiver")
+
+
+def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
+    """Return which ranks started a difference and which received it.
+
+    Args:
+        per_rank: of each rank of the run, by rank, its first differing step; None where nothing differs on it. No rank
+            may be left out: what is not known of one would count as agreeing.
+
+    Raises:
+        ValueError: an entry is of another rank than its place says.
+
+    Example:
+        >>> sent = CollectiveCall(
+        ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=True, output_differs=True
+        ... )
+        >>> got = CollectiveCall(
+        ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=False, output_differs=True
+        ... )
+        >>> zero = RankDifference(rank=0, segment=0, step=3, starts_here=False, calls=(got,))
+        >>> one = RankDifference(rank=1, segment=0, step=3, starts_here=True, calls=(sent,))
+        >>> classify([zero, one]).sides
+        ('receiver', 'origin')
+    """
+    for place, known in enumerate(per_rank):
+        if known is not None and known.rank != place:
+            raise ValueError(f"The entry of rank {place} is of rank {known.rank}: entries are ordered by rank.")
+    differing = [known for known in per_rank if known is not None]
+    first = min(((known.segment, known.step) for known in differing), default=None)
+    earliest = [known for known in differing if (known.segment, known.step) == first]
+    changed = {call.key for known in earliest for call in known.calls if call.input_differs}
+    delivered = [call for known in earliest for call in _delivered(known)]
+    sides: list[Side] = [
+        "equal" if known is None else "origin" if known.starts_here else "receiver" for known in per_rank
+    ]
+    return Classification(
+        sides=tuple(sides),
+        collective=next((call for call in delivered if call.key not in changed), None),
+        through=next((call for call in delivered if call.key in changed), None),
+    )
+
+
+def explain(classification: Classification) -> str:
+    """Return a clause on where a difference started among the ranks, "" where there is nothing to add."""
+    call = classification.collective
+    if call is not None:
+        return (
+            f"what went into {show_call(call)} agrees on all ranks and what came out differs, so the collective itself "
+            "is the origin"
+        )
+    call = classification.through
+    if call is None or not classification.receivers:
+        return ""
+    receivers, origins = _show(classification.receivers), _show(classification.origins)
+    start = f"it started on {origins}; " if origins else ""
+    return f"{start}{receivers} put in what the reference did and received the difference through {show_call(call)}"
+
+
+def show_call(call: CollectiveCall) -> str:
+    """Return a call in words: op, number, group, size and line."""
+    number = f" (number {call.number + 1} there)" if call.number else ""
+    source = f" at {call.source[0]}" if call.source else ""
+    return f"{call.op}{number} in the group of ranks {call.group} ({call.num_bytes} bytes){source}"
+
+
+def call_key(op: str, group: str, number: int) -> CallKey:
+    """Return what tells a call from the others on all ranks; messages of a group are not told from each other."""
+    return ("", group, 0) if op.partition(".")[2].startswith(_POINT_TO_POINT) else (op, group, number)
+
+
+def differing_calls(
+    reference: StepView, current: StepView, alignment: Alignment, rows: Iterable[int]
+) -> tuple[CollectiveCall, ...]:
+    """Return the collectives of a step that differ on this rank.
+
+    Args:
+        reference: the step in the reference.
+        current: the same step of the current run.
+        alignment: which of their sites belong together.
+        rows: of the alignment, that differ.
+    """
+    inputs: set[int] = set()
+    outputs: set[int] = set()
+    missing: list[Site] = []
+    for row in rows:
+        position = int(alignment.current[row])
+        site = current.program.sites[position] if position >= 0 else None
+        if site is None:
+            left = reference.program.sites[int(alignment.reference[row])]
+            if left.role == "sent" and left.output == 0:
+                missing.append(left)
+        elif site.role == "sent":
+            inputs.add(position - site.output)
+        elif site.role == "delivered" and not is_in_flight(reference, current, int(alignment.reference[row]), position):
+            outputs.update(calls_of(current, position))
+    found = [
+        CollectiveCall(
+            op=site.op,
+            group=group,
+            number=number,
+            input_differs=position in inputs,
+            output_differs=position in outputs,
+            num_bytes=_num_bytes(current, position),
+            source=site.source,
+        )
+        for position, site, group, number in calls_in(current.program.sites)
+        if position in inputs or position in outputs
+    ]
+    found.extend(
+        CollectiveCall(
+            op=site.op, group=_group_of(site), number=-1, input_differs=True, output_differs=False, source=site.source
+        )
+        for site in missing
+    )
+    return tuple(found)
+
+
+def calls_in(sites: Sequence[Site]) -> Iterator[tuple[int, Site, str, int]]:
+    """Yield position, first site, group and number of each collective of a step."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for position, site in enumerate(sites):
+        if site.role == "sent" and site.output == 0:
+            group = _group_of(site)
+            yield position, site, group, counts[site.op, group]
+            counts[site.op, group] += 1
+
+
+def is_in_flight(reference: StepView, current: StepView, left: int, right: int) -> bool:
+    """Return whether a site had not arrived from its collective yet when it was read, in one of two steps."""
+    entries = [
+        view.layout.entries[position] for view, position in ((reference, left), (current, right)) if position >= 0
+    ]
+    return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
+
+
+def _delivered(known: RankDifference) -> Iterator[CollectiveCall]:
+    """Yield the calls that brought a difference to a rank whose own part agrees."""
+    return (call for call in known.calls if call.output_differs and not call.input_differs)
+
+
+def calls_of(view: StepView, position: int) -> Iterator[int]:
+    """Yield where the calls are that delivered what a site holds."""
+    for place in view.program.sites[position].inputs:
+        site = view.program.sites[place]
+        if site.role == "sent":
+            yield place - site.output
+
+
+def _group_of(site: Site) -> str:
+    return str(json.loads(site.arguments).get("group", ""))
+
+
+def _num_bytes(view: StepView, position: int) -> int:
+    """Return how many bytes a call put in, or what was read of what it delivered where it put in nothing."""
+    sites, entries = view.program.sites, view.layout.entries
+    places = [position]
+    while places[-1] + 1 < len(sites) and _is_next_of(sites[places[-1] + 1], sites[places[-1]]):
+        places.append(places[-1] + 1)
+    if entries[position] is None:
+        places = [at for at, site in enumerate(sites) if site.role == "delivered" and position in site.inputs]
+    total = 0
+    for place in places:
+        entry = entries[place]
+        dtype = None if entry is None else getattr(torch, entry.dtype, None)
+        if entry is not None and isinstance(dtype, torch.dtype):
+            total += math.prod(entry.shape) * dtype.itemsize
+    return total
+
+
+def _is_next_of(site: Site, before: Site) -> bool:
+    return site.role == "sent" and site.op == before.op and site.output == before.output + 1
+
+
+def _show(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,0 +1,325 @@
+"""Collectives between two real processes on gloo: DDP, FSDP2, delays, and who started a difference.
+
+The processes are started once for all tests: each runs every scenario in the same order and writes what it saw.
+"""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from det_callbacks import HashMode, digest_tensor
+from det_callbacks.compare.collectives import RankDifference, classify
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.trace.steps import StepTrace
+
+pytestmark = pytest.mark.ddp
+WORLD_SIZE = 2
+NUM_STEPS = 3
+
+
+def rows(trace: StepTrace) -> list[list[Any]]:
+    """Return role, op, detail, bits and edges of what went into collectives and came out."""
+    return [
+        [site.role, site.op, entry.detail if entry else "", int(bits), list(site.inputs), site.phase]
+        for site, entry, bits in zip(trace.program.sites, trace.layout.entries, trace.digests, strict=True)
+        if site.role in ("sent", "delivered")
+    ]
+
+
+def traced(body: Callable[[], Any], model: nn.Module | None = None) -> StepTrace:
+    mode = HashMode(model)
+    with mode:
+        body()
+    assert mode.trace is not None
+    return mode.trace
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def train(wrap: Callable[[nn.Module], nn.Module], rank: int, *, is_traced: bool) -> dict[str, Any]:
+    inner = network()
+    model = wrap(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mode = HashMode(inner)
+    generator = torch.Generator().manual_seed(rank)
+    digests = []
+    programs = []
+    seen: list[list[Any]] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(NUM_STEPS):
+        with torch.no_grad():
+            torch.empty(4096).fill_(rank + time.perf_counter())  # what freed memory holds is another thing each time
+        if not is_traced:
+            step()
+            continue
+        with mode:
+            step()
+        assert mode.trace is not None
+        digests.append(mode.trace.digests.tolist())
+        programs.append(mode.trace.program.id)
+        seen = rows(mode.trace)
+    weights = [digest_tensor(parameter.detach()) for parameter in model.parameters()]
+    names = [
+        [trace_site.phase, trace_site.role, trace_site.name]
+        for trace_site in (mode.trace.program.sites if mode.trace else ())
+    ]
+    return {"weights": weights, "digests": digests, "programs": programs, "rows": seen, "sites": names}
+
+
+def shard(model: nn.Module) -> nn.Module:
+    fully_shard(model[0])  # type: ignore[index]
+    return fully_shard(model)
+
+
+STRATEGIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "ddp_views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "fsdp": shard,
+}
+
+
+def train_all(rank: int) -> Any:
+    return {
+        name: [train(wrap, rank, is_traced=True), train(wrap, rank, is_traced=True), train(wrap, rank, is_traced=False)]
+        for name, wrap in STRATEGIES.items()
+    }
+
+
+def collectives(rank: int) -> Any:
+    """Run each collective, waited for; return what the trace has and what really came out."""
+    found = {}
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "all_reduce": lambda x: _first(x, dist.all_reduce(x)),
+        "all_reduce_async": lambda x: _first(x, dist.all_reduce(x, async_op=True).wait()),
+        "broadcast": lambda x: _first(x, dist.broadcast(x, 1)),
+        "all_gather_async": lambda x: _first(
+            out := torch.empty(8), dist.all_gather_into_tensor(out, x, async_op=True).wait()
+        ),
+        "reduce_scatter": lambda x: _first(out := torch.empty(2), dist.reduce_scatter_tensor(out, x)),
+        "reduce_scatter_async": lambda x: _first(
+            out := torch.empty(2), dist.reduce_scatter_tensor(out, x, async_op=True).wait()
+        ),
+        "message": lambda x: _first(x, dist.send(x, 1) if rank == 0 else dist.recv(x, 0)),
+        "functional": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD),
+        "functional_gather": lambda x: functional.all_gather_tensor(x, 0, dist.group.WORLD),
+    }
+    for name, call in calls.items():
+        seen: list[Tensor] = []
+
+        def body(call: Callable[[Tensor], Tensor] = call, seen: list[Tensor] = seen) -> None:
+            x = torch.arange(4.0) + 10 * rank
+            seen.extend([x.clone(), call(x) * 1.0])
+
+        trace = traced(body)
+        found[name] = {"rows": rows(trace), "sent": digest_tensor(seen[0]), "delivered": digest_tensor(seen[1])}
+    return found
+
+
+def _first(value: Tensor, _: Any) -> Tensor:
+    return value
+
+
+def delayed(rank: int) -> Any:
+    """Rank 1 comes late: rank 0 reads before, and after the wait."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(model.weight)
+    works = []
+
+    def body() -> None:
+        x = torch.ones(4)
+        if rank:
+            time.sleep(0.6)
+        work = dist.all_reduce(x, async_op=True)
+        _ = x + 1
+        work.wait()
+        _ = x + 2
+        if rank:
+            time.sleep(0.6)
+        works.append(dist.all_reduce(model.weight.data, async_op=True))
+
+    trace = traced(body, model)
+    works[0].wait()
+    state = [
+        [site.name, entry.detail if entry else "", int(bits)]
+        for site, entry, bits in zip(trace.program.sites, trace.layout.entries, trace.digests, strict=True)
+        if site.phase == "state"
+    ]
+    return {"rows": rows(trace), "state": state, "skipped": dict(trace.program.ops_skipped)}
+
+
+def faults(rank: int) -> Any:
+    """Compare a step with one in which something was changed, on each rank; then put the findings together."""
+
+    def step(fault: str) -> StepTrace:
+        def body() -> None:
+            x = torch.arange(4.0) + rank
+            y = x * 3.0
+            if fault == "rank 1" and rank == 1:
+                y = torch.where(torch.arange(4) == 2, torch.nextafter(y, torch.tensor(1e9)), y)
+            y = y.exp()
+            dist.all_reduce(y)
+            if fault == "collective":
+                y.numpy()[1] = np.nextafter(y.numpy()[1], np.float32(1e9))
+            _ = y.square().sum()
+
+        return traced(body)
+
+    found = {}
+    for fault in ("nothing", "rank 1", "collective"):
+        reference, current = step("nothing"), step(fault)
+        difference = compare_steps(reference.view(rank=rank), current.view(rank=rank))
+        mine = None if difference.among_ranks is None else difference.among_ranks.to_dict()
+        told: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(told, json.dumps(mine))
+        entries = [
+            None if (content := json.loads(text)) is None else RankDifference.from_dict(content) for text in told
+        ]
+        found[fault] = {
+            "classification": asdict(classify(entries)),
+            "origins": [origin.op for origin in difference.origins],
+            "first": [difference.findings[0].role, difference.findings[0].divergence.is_origin] if mine else None,
+            "is_origin": [finding.is_origin for finding in difference.divergences],
+        }
+    return found
+
+
+SCENARIOS: dict[str, Callable[[int], Any]] = {
+    "train": train_all,
+    "collectives": collectives,
+    "delayed": delayed,
+    "faults": faults,
+}
+
+
+def start(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    for name, scenario in SCENARIOS.items():
+        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(scenario(rank)))
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    # forked, since importing torch takes a child longer than the tests
+    mp.start_processes(start, (str(folder),), nprocs=WORLD_SIZE, start_method="fork")
+    return lambda name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+Said = Callable[[str], list[Any]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+class TestTraining:
+    def test_tracing_changes_no_weight(self, said: Said, strategy: str) -> None:
+        for rank in said("train"):
+            first, second, plain = rank[strategy]
+            assert first["weights"] == second["weights"] == plain["weights"]
+
+    def test_two_runs_are_equal(self, said: Said, strategy: str) -> None:
+        for rank in said("train"):
+            first, second, _ = rank[strategy]
+            assert first["programs"] == second["programs"]
+            assert first["digests"] == second["digests"]
+
+    def test_what_comes_out_is_read_from_what_went_in(self, said: Said, strategy: str) -> None:
+        for rank in said("train"):
+            seen = rank[strategy][0]["rows"]
+            assert {row[2] for row in seen} == {""}, "nothing was in flight when it was read"
+            reduce = "c10d._reduce_scatter_base_.default" if strategy == "fsdp" else "c10d.allreduce_.default"
+            sent = [row for row in seen if row[:2] == ["sent", reduce]]
+            assert sent
+            assert {row[5] for row in sent} == {"backward"}
+            assert [row for row in seen if row[:2] == ["delivered", reduce]]
+            assert all(row[4] for row in seen if row[0] == "delivered")
+
+    def test_nothing_comes_from_outside_the_trace(self, said: Said, strategy: str) -> None:
+        """Buffers of collectives are no inputs: all that is read is a weight, a buffer or a gradient."""
+        for rank in said("train"):
+            outside = [name for _, role, name in rank[strategy][0]["sites"] if role == "input"]
+            assert all(name is not None for name in outside) or strategy == "fsdp"
+            assert len(outside) <= 12
+
+
+def test_ddp_delivers_the_same_gradients_to_all_ranks(said: Said) -> None:
+    ranks = [rank["ddp"][0]["rows"] for rank in said("train")]
+    sent, delivered = (
+        [[row[3] for row in rank if row[:2] == [role, "c10d.allreduce_.default"]] for rank in ranks]
+        for role in ("sent", "delivered")
+    )
+    assert sent[0] != sent[1]
+    assert delivered[0] == delivered[1]
+
+
+def test_digests_are_those_of_what_went_in_and_came_out(said: Said) -> None:
+    for rank, found in enumerate(said("collectives")):
+        for name, seen in found.items():
+            sent = [row for row in seen["rows"] if row[0] == "sent"]
+            delivered = [row for row in seen["rows"] if row[0] == "delivered"]
+            puts_in = not (name == "broadcast" and rank == 0) and not (name == "message" and rank == 1)
+            assert [row[3] for row in sent] == [seen["sent"] if puts_in else 0], (rank, name)
+            gets = not (name == "message" and rank == 0)
+            assert [row[3] for row in delivered] == [seen["delivered"]] * gets, (rank, name)
+            assert {row[2] for row in delivered} <= {""}, (rank, name)
+
+
+def test_a_buffer_in_flight_has_no_digest(said: Said) -> None:
+    found = said("delayed")[0]
+    early, late = [row for row in found["rows"] if row[0] == "delivered"][:2]
+    assert early[2:4] == ["in flight", 0]
+    assert late[2:4] == ["", digest_tensor(torch.full((4,), 2.0))]
+    assert found["state"][-1] == ["weight", "in flight", 0]
+    assert found["skipped"]["in_flight"] >= 2
+
+
+def test_who_started_it(said: Said) -> None:
+    zero, one = (rank["rank 1"] for rank in said("faults"))
+    assert zero["classification"] == one["classification"]
+    assert zero["classification"]["sides"] == ["receiver", "origin"]
+    assert zero["classification"]["collective"] is None
+    through = zero["classification"]["through"]
+    assert (through["op"], through["group"], through["num_bytes"]) == ("c10d.allreduce_.default", "0-1", 16)
+    assert zero["origins"] == []
+    assert zero["first"] == ["delivered", None]
+    assert zero["is_origin"][1:] == [False] * len(zero["is_origin"][1:])
+    assert len(zero["is_origin"]) > 1
+    assert one["origins"]
+
+
+def test_a_collective_that_gives_other_bits_is_the_origin_itself(said: Said) -> None:
+    for rank in said("faults"):
+        found = rank["collective"]["classification"]
+        assert found["sides"] == ["receiver", "receiver"]
+        assert found["collective"]["op"] == "c10d.allreduce_.default"
+        assert rank["collective"]["origins"] == []
+
+
+def test_equal_steps_have_nothing_to_tell(said: Said) -> None:
+    for rank in said("faults"):
+        assert rank["nothing"]["classification"] == {"sides": ["equal", "equal"], "collective": None, "through": None}

@@ -1,0 +1,311 @@
+"""Collectives in a trace, in a world of one process on gloo: the ops really run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from tracing import position_of, site_of, step_of, traced
+
+from det_callbacks import HashMode, digest_tensor
+from det_callbacks.trace.collective_calls import shown_ranks
+from det_callbacks.trace.deliveries import Delivery
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.steps import StepTrace
+
+# torch 2.13 renames some of them
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def rows(trace: StepTrace, role: str) -> list[tuple[int, Site]]:
+    return [(place, site) for place, site in enumerate(trace.program.sites) if site.role == role]
+
+
+def summary(trace: StepTrace) -> list[tuple[str, str, str]]:
+    return [
+        (site.role, site.op.removesuffix(".default"), site.arguments)
+        for site in trace.program.sites
+        if site.role in ("sent", "delivered")
+    ]
+
+
+def reduce_twice() -> None:
+    x = torch.full((4,), 2.0)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    (x + 1).sum()
+
+
+def test_what_goes_in_and_what_comes_out_are_sites() -> None:
+    trace = traced(reduce_twice)
+    assert summary(trace) == [
+        ("sent", "c10d.allreduce_", '{"reduce_op":"max","group":"0"}'),
+        ("delivered", "c10d.allreduce_", "{}"),
+    ]
+    ((sent, sent_site),) = rows(trace, "sent")
+    ((arrived, arrived_site),) = rows(trace, "delivered")
+    assert sent_site.inputs == (position_of(trace, "full.default"),)
+    assert arrived_site.inputs == (sent,)
+    assert site_of(trace, "add.Tensor").inputs == (arrived,)
+    assert sent_site.source[0].endswith("in reduce_twice")
+    assert sent_site.source == arrived_site.source
+    assert int(trace.digests[sent]) == digest_tensor(torch.full((4,), 2.0)) == int(trace.digests[arrived])
+    assert "collective" not in trace.program.ops_skipped
+    assert trace.program.ops_seen == trace.program.ops_digested == 4
+
+
+def test_it_is_the_same_program_in_the_next_step_and_with_another_group() -> None:
+    first = traced(reduce_twice)
+    group = dist.new_group([0])  # its name counts the groups made so far
+
+    def in_group() -> None:
+        x = torch.full((4,), 2.0)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        (x + 1).sum()
+
+    second = traced(in_group)
+    assert first.program.id == second.program.id == traced(reduce_twice).program.id
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
+    "broadcast": (lambda x: dist.broadcast(x, 0), 1, 1),
+    "reduce": (lambda x: dist.reduce(x, 0), 1, 1),
+    "all_gather": (lambda x: _kept(out := [torch.empty(4)], dist.all_gather(out, x)), 1, 1),
+    "all_gather_into": (lambda x: _kept(out := torch.empty(4), dist.all_gather_into_tensor(out, x)), 1, 1),
+    "reduce_scatter": (lambda x: _kept(out := torch.empty(4), dist.reduce_scatter(out, [x])), 1, 1),
+    "reduce_scatter_tensor": (lambda x: _kept(out := torch.empty(4), dist.reduce_scatter_tensor(out, x)), 1, 1),
+    "gather": (lambda x: _kept(out := [torch.empty(4)], dist.gather(x, out)), 1, 1),
+    "scatter": (lambda x: _kept(out := torch.empty(4), dist.scatter(out, [x])), 1, 1),
+    "all_to_all_single": (lambda x: _kept(out := torch.empty(4), dist.all_to_all_single(out, x)), 1, 1),
+    "barrier": (lambda _: dist.barrier(), 0, 0),
+    "functional": (lambda x: functional.all_reduce(x, "sum", dist.group.WORLD), 1, 1),
+    "functional_gather": (lambda x: functional.all_gather_tensor(x, 0, dist.group.WORLD), 1, 1),
+    "functional_scatter": (lambda x: functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD), 1, 1),
+    "functional_broadcast": (lambda x: functional.broadcast(x, 0, dist.group.WORLD), 1, 1),
+    "coalesced": (lambda x: functional.all_reduce_coalesced([x, x + 1], "sum", dist.group.WORLD), 2, 1),
+}
+
+
+def _kept(out: Any, _: Any) -> Any:
+    return out[0] if isinstance(out, list) else out
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_collective(name: str) -> None:
+    call, num_sent, num_delivered = CALLS[name]
+    seen: list[Tensor] = []
+    unread: list[Tensor] = []
+
+    def body() -> None:
+        x = torch.arange(4.0)
+        result = call(x)
+        unread.extend(result[1:] if isinstance(result, list) else ())
+        result = result[0] if isinstance(result, list | tuple) else x if result is None else result
+        seen.append(result * 1.0)
+
+    trace = traced(body)
+    for tensor in unread:
+        functional.wait_tensor(tensor)
+    assert len(rows(trace, "sent")) == num_sent
+    delivered = rows(trace, "delivered")
+    assert len(delivered) == num_delivered
+    expected = digest_tensor(torch.arange(4.0))
+    assert [int(trace.digests[place]) for place, _ in (*rows(trace, "sent")[:1], *delivered)] == [expected] * (
+        min(num_sent, 1) + num_delivered
+    )
+    assert seen[0].equal(torch.arange(4.0))
+    if num_delivered:
+        # gloo copies out of a buffer of its own when it is waited for
+        reader = "copy_.default" if name == "reduce_scatter_tensor" else "mul.Tensor"
+        assert site_of(trace, reader).inputs == (delivered[0][0],)
+        assert set(delivered[0][1].inputs) == {place for place, _ in rows(trace, "sent")}
+    assert with_names(trace, "input") == []
+
+
+def with_names(trace: StepTrace, role: str) -> list[str | None]:
+    return [site.name for _, site in rows(trace, role)]
+
+
+def test_a_functional_result_is_digested_when_it_is_waited_for() -> None:
+    def body() -> None:
+        x = torch.ones(3)
+        functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+    trace = traced(body)
+    assert summary(trace)[1] == ("delivered", "_c10d_functional.wait_tensor", "{}")
+
+
+def test_a_functional_result_that_nobody_waited_for_has_no_digest() -> None:
+    def body() -> None:
+        out = torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
+        _ = out * 2
+        functional.wait_tensor(out)
+        _ = out * 3
+
+    trace = traced(body)
+    (early, _), (late, _) = rows(trace, "delivered")
+    assert trace.digests[early] == 0
+    assert trace.layout.entries[early].detail == "in flight"
+    assert int(trace.digests[late]) == digest_tensor(torch.ones(3))
+    assert trace.program.ops_skipped["in_flight"] == 1
+
+
+def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
+    mode = HashMode()
+    results: list[Tensor] = []
+    step_of(
+        mode,
+        lambda: results.append(
+            torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
+        ),
+    )
+
+    def later() -> None:
+        _ = results[0] * 2
+        functional.wait_tensor(results[0])
+        _ = results[0] * 3
+
+    trace = step_of(mode, later)
+    (early, early_site), (late, _) = rows(trace, "delivered")
+    assert early_site.inputs == ()
+    assert (int(trace.digests[early]), int(trace.digests[late])) == (0, digest_tensor(torch.ones(3)))
+    assert rows(step_of(mode, later), "delivered") == []
+
+
+def test_an_output_that_is_overwritten_unread_has_no_site() -> None:
+    def body() -> None:
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        x.zero_()
+        _ = x + 1
+
+    assert [role for role, *_ in summary(traced(body))] == ["sent"]
+
+
+def test_parts_of_what_arrived_are_sites_of_their_own() -> None:
+    def body() -> None:
+        x = torch.arange(6.0)
+        dist.all_reduce(x)
+        _ = x[:2] + x[3:5]
+        _ = x.sum()
+
+    trace = traced(body)
+    delivered = [int(trace.digests[place]) for place, _ in rows(trace, "delivered")]
+    x = torch.arange(6.0)
+    assert delivered == [digest_tensor(x[:2]), digest_tensor(x[3:5]), digest_tensor(x)]
+
+
+def test_gradients_that_a_collective_left_are_delivered() -> None:
+    model = nn.Linear(2, 1)
+
+    def body() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    trace = traced(body, model)
+    gradients = [site for site in trace.program.sites if site.phase == "gradient"]
+    delivered = dict(rows(trace, "delivered"))
+    assert [delivered[site.inputs[0]].name for site in gradients] == [None, None]
+    assert len(gradients) == 2
+    assert all(trace.program.sites[site.inputs[0]].role == "delivered" for site in gradients)
+
+
+def test_collectives_outside_the_selection_are_counted_only() -> None:
+    trace = traced(reduce_twice, modules=("nothing",))
+    assert summary(trace) == []
+    assert trace.program.ops_skipped["collective"] == 1
+
+
+@pytest.mark.parametrize("level", ["module", "state"])
+def test_there_are_none_at_the_other_levels(level: str) -> None:
+    assert summary(traced(reduce_twice, nn.Linear(1, 1), level=level)) == []
+
+
+def test_a_collective_that_raises_leaves_no_site() -> None:
+    def body() -> None:
+        x = torch.ones(4)
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.all_gather([torch.empty(3)], x)
+        _ = x + 1
+
+    trace = traced(body)
+    assert summary(trace) == []
+    assert site_of(trace, "add.Tensor").inputs == (position_of(trace, "ones.default"),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1-5:2"), ((0, 1, 5), "0,1,5")],
+)
+def test_ranks_are_shown_in_short(ranks: tuple[int, ...], shown: str) -> None:
+    assert shown_ranks(ranks) == shown
+
+
+class Work:
+    def __init__(self, is_completed: bool, future: Any) -> None:
+        self.completed, self.future = is_completed, future
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def get_future(self) -> Any:
+        if self.future is None:
+            raise RuntimeError("there is none")
+        return self.future
+
+
+class Future:
+    def __init__(self, is_done: bool) -> None:
+        self.is_done = is_done
+
+    def done(self) -> bool:
+        return self.is_done
+
+
+@pytest.mark.parametrize(
+    ("work", "has_arrived"),
+    [
+        (Work(True, None), True),
+        (Work(False, None), False),
+        (Work(False, Future(False)), False),
+        (Work(False, Future(True)), True),  # gloo: the future is first
+    ],
+)
+def test_what_is_done_has_arrived(work: Work, has_arrived: bool) -> None:
+    delivery = _delivery(work=work)
+    assert delivery.has_arrived() is has_arrived
+    assert (delivery.work is None) is has_arrived, "it keeps the tensors of the collective alive"
+
+
+def test_on_a_device_ops_wait_and_other_collectives_may_not() -> None:
+    delivery = _delivery(is_in_stream_order=False)
+    assert delivery.has_arrived()
+    assert not delivery.has_arrived(for_collective=True)
+    assert _delivery().has_arrived(for_collective=True)
+
+
+def _delivery(**fields: Any) -> Delivery:
+    values = {
+        "op": "c10d.allreduce_.default",
+        "phase": "backward",
+        "module": "",
+        "source": (),
+        "output": 0,
+        "number": 0,
+        "inputs": (0,),
+        "work": None,
+        "has_to_be_waited_for": False,
+        "is_in_stream_order": True,
+    }
+    return Delivery(**{**values, **fields})
