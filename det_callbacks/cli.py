@@ -36,6 +36,7 @@ from det_callbacks.report import (
     step_to_dict,
 )
 from det_callbacks.report.tables import make_console
+from det_callbacks.trace.gather import gather_runs
 from det_callbacks.trace.store import RankRun, Run
 
 INTERRUPTED = 130
@@ -100,6 +101,18 @@ def _diff(options: argparse.Namespace) -> int:
     else:
         render_verdict(verdict, make_console())
     return verdict.exit_code
+
+
+def _gather(options: argparse.Namespace) -> int:
+    run = gather_runs(options.folders, options.to)
+    incomplete = "" if run.is_complete else f"; it is incomplete: {run.incomplete_reason}"
+    make_console().print(
+        f"det_callbacks: joined {len(options.folders)} folders with {run.world_size} ranks in {run.path}{incomplete}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
 
 
 def _ops(options: argparse.Namespace) -> int:
@@ -169,6 +182,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.set_defaults(run=_diff)
+
+    gather = commands.add_parser(
+        "gather",
+        help="join the folders of nodes",
+        description="Join the folders in which nodes without a shared file system recorded one run. Refuses what does "
+        "not belong together; the folders stay as they are.",
+    )
+    gather.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a node")
+    gather.add_argument("--to", metavar="OUT", required=True, help="folder of the whole run; it must not exist")
+    gather.set_defaults(run=_gather)
 
     ops = commands.add_parser(
         "ops",

@@ -249,6 +249,7 @@ class DeterminismCallback(AlertCallback):
             choices=self.choices,
             replay=self.replay.patterns,
         )
+        self._together.check_start(trainer, pl_module, manifest)
         self.verdict = None
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
@@ -283,6 +284,7 @@ class DeterminismCallback(AlertCallback):
         assert self._checkpointing is not None, "setup was called"
         self._checkpointing.resuming.begin_batch()
         self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._together.begin_step(self._step)
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()
         if isinstance(self._run, Auditing):
@@ -356,6 +358,7 @@ class DeterminismCallback(AlertCallback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
+        self._together.fail(exception)
         was_fitting = self._is_fitting
         self._close_trace()
         self._end_alerts()

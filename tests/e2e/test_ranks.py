@@ -1,6 +1,7 @@
 """Several processes record and verify one run together."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, run_ranks, train
 from styles import Classifier
 from torch import Tensor
@@ -164,6 +166,35 @@ def test_another_number_of_processes_is_not_comparable(recorded: Path, tmp_path:
     verdict = verdict_in(tmp_path)
     assert verdict["verdict"] == "not_comparable"
     assert verdict["counts"]["steps_compared"] == 0
+
+
+class OwnWeights(Classifier):
+    """Begins with other weights on rank 1, which nobody broadcasts."""
+
+    def setup(self, stage: str) -> None:
+        if self.global_rank:
+            torch.nn.init.ones_(self.last.bias)
+
+
+class OwnSetting(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.backends.cudnn.benchmark = os.environ["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("model", "named"), [(OwnWeights, "weights of last.bias is"), (OwnSetting, "settings.cudnn_benchmark is true")]
+)
+def test_ranks_that_do_not_start_alike_do_not_train(model: Any, named: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        strategy = DDPStrategy(init_sync=False)
+        train(DeterminismCallback(tmp_path / "run", mode="record"), model=model, strategy=strategy)
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [2, 2], ended
+    assert all(f"SettingsError: The 2 processes of this run do not start alike: {named}" in one.output for one in ended)
+    assert all("on rank 1, and" in one.output for one in ended)
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_recordings_are_compared_from_the_command_line(recorded: Path, tmp_path: Path) -> None:
