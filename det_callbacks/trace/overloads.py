@@ -27,6 +27,8 @@ OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     "aten._efficient_attention_forward": frozenset({1, 2, 3}),
     # log_alpha: only the part that the lengths reach is written
     "aten._ctc_loss": frozenset({1}),
+    # FSDP2's buffer for what all ranks gather, of which only this rank's part (output 0) is written
+    "fsdp.all_gather_copy_in": frozenset({1}),
 }
 """Op -> indices of returned tensors that are not digested (log-sum-exp of the memory-efficient kernels is padded with
 memory that nobody wrote; seeds and offsets of attention kernels are empty unless dropout is on)."""
@@ -99,8 +101,8 @@ OVERWRITES = frozenset(
         "_foreach_copy_",
         "_foreach_zero_",
     )
-)
-"""In-place ops that write every element of their first argument without reading it."""
+) | {"fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}
+"""Ops that write every element of their first argument, FSDP2's of their ``out``, without reading it."""
 
 RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"))
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""

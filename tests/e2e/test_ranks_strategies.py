@@ -26,7 +26,7 @@ def assert_match(folder: Path, start: Callable[[str], object], *, world_size: in
     run = Run.open(folder / "run")
     assert run.is_complete
     assert len(run.ranks) == world_size
-    assert all(run.rank(rank).num_steps == 4 for rank in run.ranks)
+    assert all(run.rank(rank).num_steps >= 4 for rank in run.ranks)
     return run
 
 
@@ -38,11 +38,8 @@ def test_sharded_parameters_are_recorded_by_their_shards(name: str, world_size: 
 
     run = assert_match(tmp_path, start, world_size=world_size)
     views = [run.view(rank, 0, 3) for rank in run.ranks]
-    (site,) = [
-        place
-        for place, site in enumerate(views[0].program.sites)
-        if (site.phase, site.name) == ("state", "first.weight")
-    ]
+    sites = enumerate(views[0].program.sites)
+    (site,) = [place for place, site in sites if (site.phase, site.name) == ("state", "first.weight")]
     assert len({int(view.record.digests[site]) for view in views}) > 1  # each has a shard of its own
 
 

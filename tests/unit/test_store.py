@@ -113,9 +113,8 @@ def test_every_rank_has_its_own_steps(tmp_path):
     run = Run.open(path)
     assert (run.is_complete, [run.rank(rank).num_steps for rank in run.ranks]) == (True, [2, 3])
     assert run.rank(1).read(0, 1).digests.tolist() == digests_of(1, seed=1).tolist()
-    for rank in (2, -1):
-        with pytest.raises(ReferenceNotFoundError, match=f"has no rank {rank}; it has 2, from 0"):
-            run.rank(rank)
+    with pytest.raises(ReferenceNotFoundError, match="has no rank 2; it has 2, from 0"):
+        run.rank(2)
 
 
 def test_a_step_that_is_not_there_is_a_key_error(tmp_path):
