@@ -9,6 +9,7 @@ import pytest
 import torch
 from op_sweep import SweepMode, bytes_of, dirty_memory
 from torch import Tensor
+from torch.distributed import fsdp  # defines ops of its own
 
 from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.overloads import (
@@ -26,8 +27,11 @@ from det_callbacks.trace.overloads import (
 )
 
 aten = torch.ops.aten
+assert fsdp.fully_shard
 ELSEWHERE = frozenset(
     {
+        # FSDP2's own, in a tensor that it is handed: tests/unit/test_collective_ranks.py
+        "fsdp.all_gather_copy_in",
         # no kernel on the CPU
         "aten._cudnn_rnn",
         "aten.miopen_rnn",
@@ -53,7 +57,8 @@ ELSEWHERE = frozenset(
 
 
 def op_named(base: str) -> object:
-    return getattr(aten, base.removeprefix("aten."))
+    namespace, _, name = base.partition(".")
+    return getattr(getattr(torch.ops, namespace), name)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +219,12 @@ def test_uninitialised_outputs_hold_what_the_memory_held(base):
 
 def overwrite(base: str, target: Tensor) -> None:
     name = base.removeprefix("aten.")
-    if name.startswith("_foreach_"):
+    if name == "fsdp.split_with_sizes_copy":
+        op_named(base)(torch.ones(2, 4), [4], 1, out=[target.view(2, 4)])
+    elif name == "fsdp.chunk_cat":
+        op_named(base)([torch.ones(3)], 0, 2, out=target.view(2, 4)[:, :2])
+        target[2:4] = target[6:] = 0.0
+    elif name.startswith("_foreach_"):
         extra = ([torch.ones(8)],) if "copy" in name else ()
         op_named(base)([target], *extra)
     else:
