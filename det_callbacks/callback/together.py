@@ -52,6 +52,12 @@ class Together:
         self._has_ended.clear()
         if self.world_size > 1:
             self._group = RankGroup()
+            if self._group.world_size != self.world_size:
+                raise RankError(
+                    f"This Trainer has {self.world_size} processes, and torch.distributed knows of "
+                    f"{self._group.world_size}: they could not tell each other what they find. Use a strategy that "
+                    "runs on torch.distributed, such as ddp, or devices=1."
+                )
             self._watch = Watch(self, on_ended=self._others_end)
 
     def begin_step(self, step: int) -> None:
