@@ -7,7 +7,9 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
+from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program, Role, Site, TensorLayout
+from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
 
@@ -100,6 +102,27 @@ def append(writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed:
 def create(path: Path, **options: Any) -> RunWriter:
     """Start a run with a manifest that can be resumed."""
     return RunWriter.create(path, manifest={"selection": SELECTION, "environment": {"torch": "2.13"}}, **options)
+
+
+class OneOf:
+    """One of several processes that a test plays one after the other: whoever it asks says what it says itself."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+        return [action()] * self.world_size
+
+    def do(self, action: Callable[[], Any], *, task: str) -> Any:
+        return action()
+
+
+def join(path: Path, rank: int) -> RunWriter:
+    """Start writing, as another process, a run that rank 0 has created."""
+    manifest = read_manifest(path)
+    seat = Seat(run_id=manifest["run_id"], is_leader=False, ranks=None, marker=None)
+    return RunWriter(path, OneOf(rank, manifest["world_size"]), seat, manifest, attempt=0, segment=0)
 
 
 def resume(path: Path) -> RunWriter:

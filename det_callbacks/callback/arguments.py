@@ -22,6 +22,7 @@ def check_arguments(
     current: object,
     steps: object,
     on_divergence: object,
+    sync_every_n_steps: object,
     overwrite: object,
     audit: object,
     audit_steps: object,
@@ -39,6 +40,8 @@ def check_arguments(
         raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
     if current is not None and (not isinstance(current, str | Path) or not str(current)):
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
+    if not _is_int(sync_every_n_steps) or sync_every_n_steps < 1:  # type: ignore[operator]  # an int
+        raise SelectionError(f"sync_every_n_steps must be a whole number from 1 on; got {sync_every_n_steps!r}.")
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
     if not isinstance(require_digests, bool):
@@ -65,6 +68,15 @@ def check_audit(selection: Selection, replay: ReplayChoice) -> None:
         raise SelectionError(
             "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps and "
             f"replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
+        )
+
+
+def check_processes(mode: str, world_size: int) -> None:
+    """Raise ``SelectionError`` when several processes are to do what one alone can do."""
+    if mode == "audit" and world_size > 1:
+        raise SelectionError(
+            f"An audit runs ops and steps again in one process, and this Trainer starts {world_size}: the others would "
+            "wait in their collectives. Audit with devices=1."
         )
 
 

@@ -13,15 +13,15 @@ from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
-from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_replay
+from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.errors import DetCallbacksError
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
 from det_callbacks.trace.selection import PHASES, Selection, as_names
@@ -52,6 +52,8 @@ class DeterminismCallback(AlertCallback):
             with ``enforce_determinism`` before the model is built (the Hydra preset does).
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
+        sync_every_n_steps: several processes: after every n-th step they ask each other whether one differs, and stop
+            together if so; one collective of a few bytes.
         overwrite: record: replace a run that is there.
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
@@ -105,6 +107,7 @@ class DeterminismCallback(AlertCallback):
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
+        sync_every_n_steps: int = 10,
         overwrite: bool = False,
         replay: Sequence[str] | str | Path = (),
         replay_budget_mib: float = BUDGET_MIB,
@@ -122,6 +125,7 @@ class DeterminismCallback(AlertCallback):
             current=current,
             steps=steps,
             on_divergence=on_divergence,
+            sync_every_n_steps=sync_every_n_steps,
             overwrite=overwrite,
             audit=audit,
             audit_steps=audit_steps,
@@ -143,6 +147,7 @@ class DeterminismCallback(AlertCallback):
             settings = DeterminismSettings.from_mapping(settings)
         self.settings = settings
         self.on_divergence = on_divergence
+        self.sync_every_n_steps = sync_every_n_steps
         self.overwrite = overwrite
         self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
         if self.replay.patterns and mode == "record":
@@ -158,6 +163,7 @@ class DeterminismCallback(AlertCallback):
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
         self._checkpointing: Checkpointing | None = None
+        self._together = Together()
         self._loads = LoadWatch()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
@@ -182,22 +188,22 @@ class DeterminismCallback(AlertCallback):
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)
             return
-        if trainer.world_size > 1:
-            raise DetCallbacksError(
-                f"DeterminismCallback follows one process so far, and this Trainer starts {trainer.world_size}. "
-                'Use devices=1, or mode="disabled".'
-            )
+        self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
+        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
+        self._begin_alerts(self.settings, pl_module)
+        run = self._run = self._run or self._new_run()
+        if isinstance(run, Verifying):
+            self.selection = run.check_reference(self.selection, root=lambda: _root(trainer))
+        if not isinstance(run, Auditing):
+            self._loads.open(pl_module)
+
+    def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
+        check_processes(self.mode, trainer.world_size)
         if self.settings is not None:
             require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
             if self.settings.seed is not None:
                 require_seeded_before(pl_module)
-        self._begin_alerts(self.settings, pl_module)
-        self._run = self._run or self._new_run()
-        if isinstance(self._run, Verifying):
-            self.selection = self._run.check_reference(self.selection)
-        if not isinstance(self._run, Auditing):
-            self._loads.open(pl_module)
 
     def _new_run(self) -> Recording | Verifying | Auditing:
         if self.mode == "audit":
@@ -210,10 +216,11 @@ class DeterminismCallback(AlertCallback):
             )
         assert self.reference is not None
         if self.mode == "record":
-            return Recording(self.reference, overwrite=self.overwrite, replay=self.replay)
+            return Recording(self.reference, peers=self._together, overwrite=self.overwrite, replay=self.replay)
         return Verifying(
             self.reference,
             self.current,
+            peers=self._together,
             steps=self.steps,
             on_divergence=self.on_divergence,
             replay=self.replay.patterns,
@@ -242,12 +249,12 @@ class DeterminismCallback(AlertCallback):
             choices=self.choices,
             replay=self.replay.patterns,
         )
+        self._together.check_start(trainer, pl_module, manifest)
         self.verdict = None
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
-            root = Path(trainer.log_dir or trainer.default_root_dir)
-            run.begin_fit(manifest, self.selection, root=root, rank=trainer.global_rank, is_resumed=is_resumed)
+            run.begin_fit(manifest, self.selection, root=_root(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
         self._trace = Tracing(pl_module, run, selection=self.selection, alerts=self._alerts, is_resumed=is_resumed)
@@ -275,6 +282,7 @@ class DeterminismCallback(AlertCallback):
             return
         self._close_step()  # one that a module ended by returning -1
         self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._together.begin_step(self._step)
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()
         if isinstance(self._run, Auditing):
@@ -303,7 +311,10 @@ class DeterminismCallback(AlertCallback):
         if isinstance(self._run, Auditing):
             self._run.end_step(self._step)
         self._close_watch()
-        if self._trace is not None and self._trace.end_step(self._step, trainer.current_epoch, outputs):
+        if self._trace is None:
+            return
+        differs = self._trace.end_step(self._step, trainer.current_epoch, outputs)
+        if self._together.stops_after(self._step, differs=differs, may_stop=self._trace.may_stop):
             self._end_fit(is_resumed=True, is_early=True)
 
     @override
@@ -345,6 +356,7 @@ class DeterminismCallback(AlertCallback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
+        self._together.fail(exception)
         was_fitting = self._is_fitting
         self._close_trace()
         self._end_alerts()
@@ -353,6 +365,7 @@ class DeterminismCallback(AlertCallback):
             self._run.stop(type(exception).__name__)
             if not isinstance(self._run, Auditing):
                 self.verdict = self._run.verdict
+        self._together.end()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -361,6 +374,7 @@ class DeterminismCallback(AlertCallback):
         self._end_alerts()
         if self._checkpointing is not None:
             self._checkpointing.end_stage()
+        self._together.end()
 
     def _close_trace(self) -> None:
         if self._is_fitting:
@@ -374,3 +388,8 @@ class DeterminismCallback(AlertCallback):
         self._loads.close()
         if self._checkpointing is not None:
             self._checkpointing.end_fit()
+
+
+def _root(trainer: pl.Trainer) -> Path:
+    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)

@@ -7,15 +7,18 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from det_callbacks.compare.agreement import Agreement
+from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
     NotComparableError,
     NothingComparedError,
+    RankError,
     SelectionError,
 )
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
+from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -35,6 +38,7 @@ class Recording:
         path: folder of the reference.
         overwrite: replace a run that is there.
         replay: whose outputs are saved.
+        peers: the processes that record together.
 
     Attributes:
         saver: where the tensors of a step are kept; None before a fit, and in a step that the run holds already.
@@ -43,13 +47,14 @@ class Recording:
         verdict: of a resumed fit that disagreed with the run; None of every other one.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice) -> None:
+    def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice, peers: Peers = ALONE) -> None:
         self.path = path
         self._replay = replay
         self.saver: SavedTensors | None = None
         self.saved: SavedStep | None = None
         self.exchange: OpSaver | OpResaver | None = None
         self.verdict: Verdict | None = None
+        self.peers = peers
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
         self._agreement: Agreement | None = None
@@ -76,21 +81,21 @@ class Recording:
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
-        elif is_resumed and (self.path / "run.json").exists() and not self._overwrite:
-            earlier = Run.open(self.path)
-            self._require_same_patterns(earlier)
-            self._writer = RunWriter.resume(self.path, manifest=manifest)
-            self._agreement = Agreement(earlier, rank=0, segment=self._writer.segment, manifest=manifest)
+        elif is_resumed and not self._overwrite and self._is_there():
+            earlier = self.peers.do(self._open_earlier, task=f"opening the run {self.path}")
+            self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
+            self._agreement = Agreement(earlier, rank=self.peers.rank, segment=self._writer.segment, manifest=manifest)
             if not self._is_resumed:
                 self._agreement.begin()
         else:
-            self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self._overwrite)
+            self._writer = RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
         if self._tensors is not None:
             self._tensors.start_segment(self._writer.stream, self._writer.segment)
             return
         self._tensors = SavedTensors(
             self._writer.stream,
             run_id=self._writer.run_id,
+            rank=self.peers.rank,
             segment=self._writer.segment,
             budget_mib=self._replay.budget_mib,
             total_budget_mib=self._replay.total_mib,
@@ -100,11 +105,28 @@ class Recording:
             self.exchange = OpResaver(ops, OpReplayer(patterns)) if self._agreement is not None else ops
 
     @property
+    def may_stop(self) -> bool:
+        """Whether a step that differs ends the fit: one that the run holds already does."""
+        return self._agreement is not None
+
+    @property
     def run_id(self) -> str:
         """Random identity of the run."""
         return self._running().run_id
 
-    def _require_same_patterns(self, earlier: Run) -> None:
+    def _is_there(self) -> bool:
+        """Return whether there is a run to go on with: on every rank, or on none."""
+        found = self.peers.agree((self.path / "run.json").exists, task=f"looking for {self.path}")
+        if len(set(found)) > 1:
+            raise RankError(
+                f"{self.path} holds a run on rank {found.index(True)} and none on rank {found.index(False)}. Nothing "
+                "was changed. Give each node the folder that it recorded before, or record to another one.",
+                found.index(False),
+            )
+        return bool(found[0])
+
+    def _open_earlier(self) -> Run:
+        earlier = Run.open(self.path, ranks=(self.peers.rank,))
         recorded = list(earlier.manifest.get("replay", ()))
         if set(recorded) != set(self._replay.patterns):
             raise SelectionError(
@@ -112,6 +134,7 @@ class Recording:
                 f"{list(self._replay.patterns)}. Nothing was changed. Resume with the same patterns, or record to "
                 "another folder."
             )
+        return earlier
 
     @property
     def earlier_programs(self) -> tuple[Program, ...]:
@@ -135,7 +158,7 @@ class Recording:
         if self._agreement is not None and self._agreement.holds(step):
             expectation = self._agreement.expectation(step)
             self.saver = None
-            self.saved = SavedStep.of(self._agreement.earlier, rank=0, segment=writer.segment, step=step)
+            self.saved = SavedStep.of(self._agreement.earlier, rank=self.peers.rank, segment=writer.segment, step=step)
         if self._tensors is not None:
             self._tensors.clear()
         if isinstance(self.exchange, OpResaver):
@@ -147,7 +170,8 @@ class Recording:
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Write a step, or compare it with what the run holds of it; return whether to stop because it differs."""
         if self._agreement is not None and self._agreement.holds(step):
-            self._has_diverged = self._agreement.add(trace, step=step, epoch=epoch)
+            # once is enough: several ranks go on until they stop together
+            self._has_diverged |= self._agreement.add(trace, step=step, epoch=epoch)
             # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
             if self._has_diverged or not self._num_steps or self._has_saved_tensors():
                 self.chain, self.program = self._agreement.chain(step), trace.program.id
@@ -195,10 +219,11 @@ class Recording:
         """
         writer = self._running()
         agreement = self._agreement
-        if self._has_diverged and agreement is not None:
-            self._take_back(agreement)
-        num_agreed = 0 if agreement is None else agreement.num_steps
-        is_empty = not self._num_steps and not num_agreed
+        ended = self.peers.agree(self._at_end, task="the end of the fit")
+        if any(end["has_diverged"] for end in ended) and agreement is not None:
+            self._take_back(ended)
+        num_agreed = sum(end["num_agreed"] for end in ended)
+        is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
         if is_empty and agreement is not None:
             self._discard()
         writer.close(complete=not is_empty)
@@ -213,17 +238,19 @@ class Recording:
                 f"Nothing was recorded in {self.path}: the fit had no step that every_n_steps="
                 f"{self._selection.every_n_steps} selects."
             )
-        print_closing_line(
-            recorded_line(
-                path=self.path,
-                num_steps=self._num_steps,
-                num_sites=self._num_sites,
-                num_bytes=writer.bytes_written,
-                level=self._selection.level,
-                saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
-                num_agreed=None if agreement is None else num_agreed,
+        if self.peers.rank == 0:
+            print_closing_line(
+                recorded_line(
+                    path=self.path,
+                    num_steps=sum(end["num_steps"] for end in ended),
+                    num_sites=sum(end["num_sites"] for end in ended),
+                    num_bytes=sum(end["num_bytes"] for end in ended),
+                    level=self._selection.level,
+                    saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
+                    num_agreed=None if agreement is None else num_agreed,
+                    num_ranks=self.peers.world_size,
+                )
             )
-        )
         if self.exchange is not None and self.exchange.unused:
             rank_zero_warn(
                 f"Nothing was saved for the replay patterns {', '.join(map(repr, self.exchange.unused))}: no op that "
@@ -231,11 +258,30 @@ class Recording:
                 category=CoverageWarning,
             )
 
-    def _take_back(self, agreement: Agreement) -> None:
+    def _at_end(self) -> dict[str, Any]:
+        """Return what the ranks tell each other at the end of a fit."""
+        agreement = self._agreement
+        is_comparison = agreement is not None and agreement.num_steps > 0 and self.peers.world_size > 1
+        return {
+            "num_steps": self._num_steps,
+            "num_sites": self._num_sites,
+            "num_bytes": self._running().bytes_written,
+            "num_agreed": 0 if agreement is None else agreement.num_steps,
+            "has_diverged": self._has_diverged,
+            "found": agreement.of_rank().to_dict() if agreement is not None and is_comparison else None,
+        }
+
+    def _take_back(self, ended: Sequence[Mapping[str, Any]]) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
-        self.verdict = verdict = agreement.verdict()
+        assert self._agreement is not None, "what diverged was compared"
+        if self.peers.world_size == 1:
+            verdict = self._agreement.verdict()
+        else:
+            verdict = merge_verdicts([RankVerdict.from_dict(end["found"]) for end in ended if end["found"] is not None])
+        self.verdict = verdict
+        first = next(end for end in ended if end["has_diverged"])
         text = disagreement_text(
-            verdict, path=self.path, num_agreed=agreement.num_steps - 1, num_dropped=self._num_steps
+            verdict, path=self.path, num_agreed=first["num_agreed"] - 1, num_dropped=first["num_steps"]
         )
         self._discard()
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
@@ -251,7 +297,8 @@ class Recording:
 
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
-        if self._agreement is not None and not self._num_steps:
+        # all ranks take an attempt back together, and the others may not be here
+        if self._agreement is not None and not self._num_steps and self.peers.world_size == 1:
             num_agreed = self._agreement.num_steps
             self._discard()
             print_closing_line(
@@ -260,8 +307,9 @@ class Recording:
             )
             return
         self._running().close(complete=False)
+        rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
         print_closing_line(
-            f"det_callbacks: recording stopped by {reason} after {count(self._num_steps, 'step')}: "
+            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
             f"{self.path} is incomplete"
         )
 

@@ -192,6 +192,10 @@ class Resuming:
             return
         name = state_file(rank)
         content = files.get(name)
+        # the same on every rank, so that all refuse together
+        absent = [other for other in range(world_size) if state_file(other) not in files] if files else []
+        if absent:
+            self._refuse([f"the state of rank {', '.join(map(str, absent))} of {world_size} was not saved beside it"])
         if content is None:
             if name in saved:
                 self._refuse([f"{name}, which was saved beside it, is missing"])

@@ -61,6 +61,11 @@ class Tracing:
         """What observations saved or put back so far, as the coverage shows it."""
         return self._observations.counts.to_dict()
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a step that differs ends the fit."""
+        return self._run.may_stop
+
     def attach(self, trainer: pl.Trainer) -> None:
         """Follow the optimizers and the training step of a Trainer that is about to train."""
         self._hash_mode.optimizers = list(trainer.optimizers)

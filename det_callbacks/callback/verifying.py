@@ -1,6 +1,7 @@
 """What a fit is verified against."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -8,12 +9,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
-from det_callbacks.compare.live import Verification, free_folder, open_reference
+from det_callbacks.compare.live import VERDICT_FILE, Verification, free_folder, write_verdict
+from det_callbacks.compare.opening import open_reference
 from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
     NotComparableError,
     NothingComparedError,
+    RankError,
     SelectionError,
 )
 from det_callbacks.replay import OpReplayer, SavedStep
@@ -25,6 +28,7 @@ from det_callbacks.report import (
     verified_line,
     waiting_line,
 )
+from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
@@ -41,6 +45,7 @@ class Verifying:
         steps: "all" or "common".
         on_divergence: "raise", "collect" or "warn".
         replay: patterns; none are those of the reference.
+        peers: the processes that verify together.
 
     Attributes:
         saver: nothing: what keeps tensors of a step.
@@ -57,12 +62,14 @@ class Verifying:
         steps: str,
         on_divergence: Literal["raise", "collect", "warn"],
         replay: Sequence[str] = (),
+        peers: Peers = ALONE,
     ) -> None:
         self._replay = tuple(replay)
         self.saver = None
         self.saved: SavedStep | None = None
         self.exchange: OpReplayer | None = None
         self.verdict: Verdict | None = None
+        self.peers = peers
         self.path = reference
         self._current = current
         self._steps = steps
@@ -75,17 +82,32 @@ class Verifying:
         self.chain: int | None = None
         """After the last step, as long as all agree with the reference."""
 
-    def check_reference(self, selection: Selection) -> Selection:
+    def check_reference(self, selection: Selection, *, root: Callable[[], Path]) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
 
+        Args:
+            selection: what this run asks for.
+            root: returns where the folder of the verification goes by default.
+
         Raises:
-            ReferenceNotFoundError, ReferenceFormatError, SelectionError: see ``open_reference``.
+            ReferenceNotFoundError, ReferenceFormatError, SelectionError, NotComparableError: see ``open_reference``.
         """
         if self._verification is not None:
             return self._selection
-        run, selection = open_reference(self.path, selection, steps=self._steps)
-        self._patterns_of(run)
+        try:
+            _, selection = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
+        except NotComparableError as error:
+            if self.peers.rank == 0 and error.verdict is not None:
+                folder = self._current or free_folder(root())
+                folder.mkdir(parents=True, exist_ok=True)
+                write_verdict(folder / VERDICT_FILE, replace(error.verdict, current=str(folder)))
+            raise
         return selection
+
+    def _open(self, selection: Selection) -> tuple[Run, Selection]:
+        run, selection = open_reference(self.path, selection, steps=self._steps, peers=self.peers)
+        self._patterns_of(run)
+        return run, selection
 
     def _patterns_of(self, run: Run) -> tuple[str, ...]:
         """Return the patterns that the reference was recorded with; raise ``SelectionError`` when others were asked."""
@@ -98,7 +120,7 @@ class Verifying:
         return recorded
 
     def begin_fit(
-        self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, rank: int, is_resumed: bool = False
+        self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, is_resumed: bool = False
     ) -> None:
         """Make ready for the steps of a fit.
 
@@ -106,7 +128,6 @@ class Verifying:
             manifest: selection, settings and environment of this run.
             selection: what is traced.
             root: where the folder of the verification goes by default.
-            rank: of this process.
             is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
                 not be the first one after it.
         """
@@ -114,15 +135,13 @@ class Verifying:
         self.verdict = None
         if self._verification is None:
             self._selection = selection
-            run, _ = open_reference(self.path, selection, steps=self._steps)
+            run, _ = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
             if patterns := self._patterns_of(run):
                 self.exchange = OpReplayer(patterns)
+            # by rank 0: the others might look when it has made its own already
+            current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
             self._verification = Verification(
-                run,
-                self._current or free_folder(root),
-                rank=rank,
-                manifest=manifest,
-                steps=self._steps,
+                run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
             )
         self._segment += 1
         self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.every_n_steps == 1)
@@ -155,6 +174,11 @@ class Verifying:
         differs = verification.add(trace, segment=self._segment, step=step, epoch=epoch)
         self.chain = verification.chain(self._segment, step)
         return differs and self._on_divergence == "raise"
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a step that differs ends the fit."""
+        return self._on_divergence == "raise"
 
     @property
     def run_id(self) -> str:
@@ -195,19 +219,19 @@ class Verifying:
         pending = 0 if is_early or self._steps == "common" else max(0, num_fits - num_ended)
         try:
             verdict = verification.finish(pending=pending)
-        except NothingComparedError:
+        except (NothingComparedError, RankError):
             verification.close(complete=False)
             raise
         verification.close(complete=True)
         level = self._selection.level
-        if pending and not verification.has_divergence:
-            print_closing_line(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
+        if pending and not verification.differs_anywhere:
+            self._say(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
             error = DivergenceError(unfinished_text(verdict, num_fits=num_fits, num_ended=num_ended), verdict)
             write = partial(verification.write, verdict)
             wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return
         self.verdict = verdict
-        print_closing_line(verified_line(verdict, level=level))
+        self._say(verified_line(verdict, level=level))
         if verdict.verdict == "match":
             return
         text = verdict_lines(verdict)
@@ -217,14 +241,19 @@ class Verifying:
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def stop(self, reason: str) -> None:
-        """Close the files: an exception ended the fit. What was found stays found."""
+        """Close the files: an exception ended the fit. What was found stays found, on each rank by itself."""
         verification = self._running()
         if verification.has_divergence:
-            self.verdict = verification.finish()
+            self.verdict = verification.finish_alone()
         verification.close(complete=False)
         found = "no verdict" if self.verdict is None else self.verdict.verdict
         num_steps = count(verification.num_steps, "step")
-        print_closing_line(f"det_callbacks: verification stopped by {reason} after {num_steps}: {found}")
+        rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
+        print_closing_line(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
+
+    def _say(self, text: str) -> None:
+        if self.peers.rank == 0:
+            print_closing_line(text)
 
     def _running(self) -> Verification:
         assert self._verification is not None, "a fit was begun"

@@ -6,6 +6,7 @@ from typing import Any
 
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
+from det_callbacks.compare.rank_verdicts import RankVerdict
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.trace.program import Program, StepView
@@ -89,6 +90,10 @@ class Agreement:
             view = self.earlier.view(self._rank, self._segment, step)
         self.num_steps += 1
         return add_traced_step(self._builder, view, trace, epoch=epoch, is_resumed=is_resumed)
+
+    def of_rank(self) -> RankVerdict:
+        """Return what this rank found, with where it began; raise as ``verdict`` does."""
+        return self._builder.of_rank(self._rank, self.verdict())
 
     def verdict(self) -> Verdict:
         """Return the verdict on the steps compared so far.

@@ -11,13 +11,15 @@ import numpy as np
 
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.partial import empty_step, reached_part
+from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
 from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
-from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.program import StepView
-from det_callbacks.trace.selection import Selection
+from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.weight_loads import WeightLoad
@@ -36,8 +38,8 @@ class Verification:
     Args:
         reference: the reference, already opened.
         current: folder for the diverging steps and ``verdict.json``; one that an earlier verification made is replaced.
-        rank: of this process.
         manifest: selection, settings and environment of the current run.
+        peers: the processes that verify together; each compares its own steps.
         steps: "all" or "common".
 
     Raises:
@@ -45,8 +47,15 @@ class Verification:
     """
 
     def __init__(
-        self, reference: Run, current: Path, *, rank: int, manifest: Mapping[str, Any], steps: str = "all"
+        self,
+        reference: Run,
+        current: Path,
+        *,
+        manifest: Mapping[str, Any],
+        peers: Peers = ALONE,
+        steps: str = "all",
     ) -> None:
+        rank = peers.rank
         self.reference = reference
         self.current = current
         self._steps = steps
@@ -61,17 +70,20 @@ class Verification:
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
         self._builder.set_weight_loads(reference.weight_loads(rank), ())
-        is_ours = (current / "run.json").is_file() and Run.open(current).manifest.get("purpose") == "verify"
+        self._peers = peers
+        is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
-            current, rank=rank, manifest=manifest, purpose="verify", keeps="diverging", overwrite=is_ours
+            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
         )
         self._view: StepView | None = None
         self._num_kept = 0
         self.num_steps = 0
+        self.differs_anywhere = False
+        """Whether any rank differed, at the last ``finish``."""
 
     @property
     def has_divergence(self) -> bool:
-        """Whether anything differed so far."""
+        """Whether anything differed so far on this rank."""
         return self._builder.has_divergence
 
     @property
@@ -105,7 +117,8 @@ class Verification:
             is_resumed: it goes on from a checkpoint, so that its first step says whether that was restored.
         """
         self._is_resumed = is_resumed
-        (self.current / VERDICT_FILE).unlink(missing_ok=True)
+        if self._writer.is_leader:
+            (self.current / VERDICT_FILE).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment] = []
@@ -195,7 +208,7 @@ class Verification:
                 self._builder.add_missing_step(self.rank, step, segment)
 
     def finish(self, *, pending: int = 0) -> Verdict:
-        """Write the verdict and return it; it may be called after every fit.
+        """Write the verdict on all ranks and return it; it may be called after every fit, by all ranks.
 
         Args:
             pending: fits of the reference that have not run yet: their steps are missing, and nothing is written as
@@ -203,21 +216,42 @@ class Verification:
 
         Raises:
             NothingComparedError: no step was compared.
+            RankError: on another rank.
         """
+        if self._peers.world_size == 1:
+            verdict, self.differs_anywhere = self._judge(pending).verdict, self.has_divergence
+        else:
+            told = self._peers.agree(
+                lambda: [self._judge(pending).to_dict(), self.has_divergence], task="the end of the fit"
+            )
+            verdict = merge_verdicts([RankVerdict.from_dict(part) for part, _ in told])
+            self.differs_anywhere = any(differs for _, differs in told)
+        if not pending or self.differs_anywhere:
+            self.write(verdict)
+        return verdict
+
+    def finish_alone(self) -> Verdict:
+        """Write the verdict on the steps of this rank, where the others do not come to the end of the fit any more."""
+        verdict = self._judge(0).verdict
+        if self._peers.world_size == 1:
+            self.write(verdict)
+        else:
+            write_verdict(self.current / rank_folder(self.rank) / VERDICT_FILE, verdict)
+        return verdict
+
+    def _judge(self, pending: int) -> RankVerdict:
         builder = self._builder
         if pending and self._steps == "all":
             builder = builder.copy()
             for segment in self._ranks.segments[-pending:]:
                 for step in self._ranks.steps(segment):
                     builder.add_missing_step(self.rank, int(step), segment)
-        verdict = builder.finish()
-        if not pending or self.has_divergence:
-            self.write(verdict)
-        return verdict
+        return builder.of_rank(self.rank, builder.finish())
 
     def write(self, verdict: Verdict) -> None:
-        """Write a verdict into the current run's folder."""
-        write_verdict(self.current / VERDICT_FILE, verdict)
+        """Write a verdict into the current run's folder, once."""
+        if self._writer.is_leader:
+            write_verdict(self.current / VERDICT_FILE, verdict)
 
     def close(self, *, complete: bool) -> None:
         """Close the current run's files."""
@@ -282,56 +316,6 @@ def compare_restored(
         builder.set_unrestored(find_unrestored(reference.view(rank, segment, step - 1), digest_state()))
 
 
-def open_reference(
-    path: Path,
-    selection: Selection,
-    *,
-    steps: str,
-    alternative: str = ', or compare only what is there with steps="common"',
-) -> tuple[Run, Selection]:
-    """Open the reference of a verification; return it with the selection to record with, which is its own.
-
-    Args:
-        path: folder of the reference.
-        selection: what this run asks for; the default takes over the reference's.
-        steps: "all" or "common"; "all" demands a complete reference.
-        alternative: what else the message about an incomplete one advises.
-
-    Raises:
-        ReferenceNotFoundError: there is none.
-        ReferenceFormatError: it is damaged, or incomplete, or holds the diverging steps of a verification only.
-        SelectionError: it was recorded with another selection than this run asks for.
-    """
-    run = Run.open(path)
-    if run.keeps != "all":
-        raise ReferenceFormatError(
-            f"{path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run that "
-            "was recorded.",
-            str(path),
-        )
-    if not run.is_complete and steps == "all":
-        raise ReferenceFormatError(
-            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",
-            str(path),
-        )
-    if run.world_size != 1:
-        raise ReferenceFormatError(
-            f"The reference {path} is of {run.world_size} processes, and one process verifies. Verify with as many, or "
-            "record a reference of one.",
-            str(path),
-        )
-    try:
-        recorded = Selection.from_dict(run.manifest.get("selection", {}))
-    except SelectionError as error:
-        raise ReferenceFormatError(f"{path / 'run.json'}: {error} Record the run again.", str(path)) from error
-    if selection not in (Selection(), recorded):
-        raise SelectionError(
-            f"The reference {path} was recorded with {_shown(recorded)}, and this run asks for {_shown(selection)}. "
-            "Leave these arguments out to take over the reference's, or record again."
-        )
-    return run, recorded
-
-
 def free_folder(root: Path, *, kind: str = "verify") -> Path:
     """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
     number = 0
@@ -351,6 +335,13 @@ def reference_environment(run: Run) -> Environment:
         ) from error
 
 
+def _is_of_verification(folder: Path) -> bool:
+    """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
+    if not (folder / MANIFEST).is_file():
+        return (folder / VERDICT_FILE).is_file() and not (folder / PROGRAMS).exists()
+    return read_manifest(folder).get("purpose") == "verify"
+
+
 def write_verdict(path: Path, verdict: Verdict) -> None:
     """Write a verdict's JSON atomically."""
     temporary = path.with_suffix(".tmp")
@@ -359,7 +350,3 @@ def write_verdict(path: Path, verdict: Verdict) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _shown(selection: Selection) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in selection.to_dict().items())

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
 from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.loads import explain_loads
+from det_callbacks.compare.rank_verdicts import Order, RankVerdict, is_collective
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
@@ -27,9 +28,6 @@ class _WholeSteps:
     last: int
     count: int = 1
 
-
-_Order = tuple[int, int, int, int]
-"""Segment, step, position in the step, rank: the least comes first."""
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -60,7 +58,8 @@ class VerdictBuilder:
         self._names = (reference, current)
         self._max_divergences = max_divergences
         self._num_described = 0
-        self._first: dict[int, tuple[_Order, StepDifference, bool, bool]] = {}
+        self._first: dict[int, tuple[Order, StepDifference, bool, bool]] = {}
+        self._may_receive: dict[int, bool] = {}
         self._whole: dict[tuple[int, int, str], _WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
@@ -113,6 +112,7 @@ class VerdictBuilder:
                 position = difference.findings[0].position
                 order = (segment, difference.step, position, rank)
                 self._first[rank] = (order, difference, is_first, is_resumed)
+                self._may_receive[rank] = _follows_exchange(current, difference)
         return difference
 
     def add_equal_step(self, view: StepView) -> None:
@@ -260,6 +260,14 @@ class VerdictBuilder:
             environment=self._environment,
         )
 
+    def of_rank(self, rank: int, verdict: Verdict) -> RankVerdict:
+        """Return a verdict of this builder, to which only steps of one rank were added, with where it began."""
+        orders = [known[0] for known in self._first.values()]
+        whole = [(steps.segment, steps.first, -1, steps.rank) for steps in self._whole.values()]
+        order = min((*orders, *whole), default=None)
+        may_receive = order in orders and self._may_receive.get(rank, False)
+        return RankVerdict(rank=rank, verdict=verdict, order=order, may_receive=may_receive)
+
     def _count(
         self, rank: int, segment: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1
     ) -> None:
@@ -387,6 +395,24 @@ class VerdictBuilder:
         text = "; ".join(texts[:4]) + (f" and so on ({len(texts)} such ranges)" if len(texts) > 4 else "")
         compared = f"; the {self._num_steps} steps that both have agree" if self._num_steps and not self._first else ""
         return text[0].upper() + text[1:] + compared if not self._first else text
+
+
+def _follows_exchange(current: StepView, difference: StepDifference) -> bool:
+    """Return whether the first divergence of a step comes after something that other ranks had a part in.
+
+    That is a collective in the trace; also gradients and what is made of them, since what synchronises them (DDP's
+    reducer) need not be in it.
+    """
+    first = difference.findings[0]
+    if first.is_source and first.divergence.phase in ("data", "rng"):
+        return False
+    if first.divergence.phase == "optimizer" and first.divergence.is_origin:
+        return False  # the gradients that it read are recorded, and agree
+    if first.divergence.phase in ("gradient", "optimizer") or (first.role == "named" and not first.is_leading):
+        return True
+    if first.divergence.phase == "input" and first.divergence.name is None and first.divergence.module == "?":
+        return True  # nobody knows who wrote it: a bucket of gradients, or gathered parameters
+    return any(is_collective(site.op) for site in current.program.sites[: first.position])
 
 
 def _whole_divergence(steps: _WholeSteps) -> Divergence:

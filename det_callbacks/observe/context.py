@@ -7,7 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from det_callbacks.compare.live import Verification, open_reference
+from det_callbacks.compare.live import Verification
+from det_callbacks.compare.opening import open_reference
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
     DivergenceError,
@@ -198,7 +199,7 @@ class ObserverContext:
                 self._writer.stream, run_id=self._writer.run_id, budget_mib=self.replay_budget_mib
             )
             return
-        self._verification = Verification(self._open_reference(), self.path, rank=0, manifest=manifest)
+        self._verification = Verification(self._open_reference(), self.path, manifest=manifest)
         self._verification.begin_segment(0)
 
     def _open_reference(self) -> Run:

@@ -17,6 +17,9 @@ from det_callbacks.errors import DetCallbacksError, RankError
 
 TIMEOUT_SECONDS = 30.0
 
+_MAX_NUMBERS = 6
+_NAME_BYTES = 64
+
 Value = TypeVar("Value")
 
 
@@ -48,27 +51,31 @@ class RankGroup:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def gather(self, content: bytes) -> list[bytes]:
-        """Return what each rank gave, by rank; two collectives: the lengths, then the content."""
+    def gather(self, content: bytes, *, task: str = "an exchange") -> list[bytes]:
+        """Return what each rank gave, by rank; two collectives: what the ranks are at with the lengths, the content."""
         if self._group is None:
             return [content]
-        lengths = self._exchange(torch.tensor([len(content)], dtype=torch.int64))
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(max(1, longest), dtype=torch.uint8)
+        lengths = [length for (length,) in self._meet(task, [len(content)])]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         if content:
             padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        parts = self._exchange(padded)
-        return [bytes(part.numpy()[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
+        parts = self._exchange(padded, task)
+        return [bytes(part.numpy()[:length]) for part, length in zip(parts, lengths, strict=True)]
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers (64 bits, equally many) that each rank gave, by rank; one collective."""
-        signed = [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
-        if self._group is None:
-            return [list(numbers)]
-        parts = self._exchange(torch.tensor(signed, dtype=torch.int64))
-        return [[int(number) % (1 << 64) for number in part.tolist()] for part in parts]
+    def gather_numbers(self, numbers: Sequence[int], *, task: str = "an exchange") -> list[list[int]]:
+        """Return the numbers (64 bits each, equally many, at most 6) that each rank gave, by rank; one collective."""
+        return [list(numbers)] if self._group is None else self._meet(task, numbers)
 
-    def agree(self, action: Callable[[], Value], *, task: str) -> list[Any]:
+    def do(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
+
+        What the action does with other ranks it does not do here: an exchange has none within it.
+        """
+        outcome: list[Value] = []
+        self.agree(lambda: outcome.append(action()), task=task)
+        return outcome[0]
+
+    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank, and return what came out by rank (as JSON holds it), or raise on every rank.
 
         A rank whose own action failed raises that error; the others raise ``RankError`` with what it said and its exit
@@ -78,16 +85,17 @@ class RankGroup:
             action: of this rank; what it returns goes through JSON.
             task: what it is, for messages: "opening the run".
         """
-        error: DetCallbacksError | None = None
-        value: Any = None
+        if self._group is None:
+            return [action()]
+        error: Exception | None = None
+        told: dict[str, Any] = {}
         try:
-            value = action()
-        except DetCallbacksError as caught:
+            told["value"] = action()
+        except Exception as caught:  # whatever it is, the others have to hear of it before it goes on its way
             error = caught
-        told: dict[str, Any] = {"value": value}
-        if error is not None:
-            told = {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
-        answers = [json.loads(answer) for answer in self.gather(json.dumps(told).encode())]
+            exit_code = caught.exit_code if isinstance(caught, DetCallbacksError) else 1
+            told = {"error": str(caught), "kind": type(caught).__name__, "exit_code": exit_code}
+        answers = [json.loads(answer) for answer in self.gather(json.dumps(told).encode(), task=task)]
         if error is not None:
             raise error
         for rank, answer in enumerate(answers):
@@ -100,6 +108,31 @@ class RankGroup:
                 )
         return [answer["value"] for answer in answers]
 
+    def _meet(self, task: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Exchange a few numbers with the name of the task: all ranks have to be at the same one, or none goes on.
+
+        Always of one size, so that ranks that are at different exchanges still understand each other.
+        """
+        if len(numbers) > _MAX_NUMBERS:
+            raise ValueError(f"at most {_MAX_NUMBERS} numbers are exchanged; got {len(numbers)}")
+        name = task.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+        words = [int.from_bytes(name[at : at + 8], "little") for at in range(0, _NAME_BYTES, 8)]
+        values = [len(numbers), *numbers, *[0] * (_MAX_NUMBERS - len(numbers)), *words]
+        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in values]
+        parts = self._exchange(torch.tensor(signed, dtype=torch.int64), task)
+        rows = [[int(value) % (1 << 64) for value in part.tolist()] for part in parts]
+        for rank, row in enumerate(rows):
+            if row[1 + _MAX_NUMBERS :] != words:
+                theirs = b"".join(word.to_bytes(8, "little") for word in row[1 + _MAX_NUMBERS :])
+                raise RankError(
+                    f"Rank {self.rank} of {self.world_size} is at {name.decode(errors='replace').strip()}, and rank "
+                    f"{rank} at {theirs.decode(errors='replace').strip()}: they no longer do the same, most likely "
+                    "because one has fewer batches or stopped early. Give all ranks equally many steps, and stop them "
+                    "together.",
+                    rank,
+                )
+        return [row[1 : 1 + row[0]] for row in rows]
+
     def close(self) -> None:
         """Give the group back; may be called more than once."""
         group, self._group = self._group, None
@@ -107,7 +140,7 @@ class RankGroup:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _exchange(self, mine: torch.Tensor, task: str) -> list[torch.Tensor]:
         self.num_exchanges += 1
         self.num_bytes += mine.nbytes
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -117,8 +150,8 @@ class RankGroup:
         except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
-                f"{self._timeout_seconds:.0f} seconds, or one of them ended: {str(error).splitlines()[0]}. Look at the "
-                "output of the other ranks: one raised, was killed, or left the training early.",
+                f"{self._timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(error).splitlines()[0]}. "
+                "Look at the output of the other ranks: one raised, was killed, or left the training early.",
                 -1,
                 DetCallbacksError.exit_code,
             ) from error

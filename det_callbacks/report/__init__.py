@@ -19,10 +19,11 @@ from det_callbacks.report.closing import (
 )
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
-from det_callbacks.report.leaving import end_process, print_error
+from det_callbacks.report.leaving import end_process, print_error, print_line
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
+from det_callbacks.report.rank_text import ended_text
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
 from det_callbacks.report.verdict_text import disagreement_text, render_verdict, verdict_lines
@@ -35,6 +36,7 @@ __all__ = [
     "count",
     "disagreement_text",
     "end_process",
+    "ended_text",
     "find_op_usage",
     "mismatch_text",
     "missing_files_line",
@@ -43,6 +45,7 @@ __all__ = [
     "op_usage_to_dict",
     "print_closing_line",
     "print_error",
+    "print_line",
     "recorded_line",
     "render_checkpoint",
     "render_diagnosis",

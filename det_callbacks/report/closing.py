@@ -21,6 +21,7 @@ def recorded_line(
     level: str,
     saved: Mapping[str, Any] | None = None,
     num_agreed: int | None = None,
+    num_ranks: int = 1,
 ) -> str:
     """Return the closing line of a recording.
 
@@ -32,11 +33,13 @@ def recorded_line(
         level: of the selection.
         saved: what was saved for replay, as in ``Coverage.replayed``.
         num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
+        num_ranks: processes that recorded; the other numbers are of all of them.
     """
     noun = "step" if num_agreed is None else "new step"
+    ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
     agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
     return (
-        f"det_callbacks: {agreed}recorded {count(num_steps, noun)}, "
+        f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
         f"{count(num_sites, 'site')} at level {level}, "
         f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
     )
@@ -45,9 +48,10 @@ def recorded_line(
 def verified_line(verdict: Verdict, *, level: str) -> str:
     """Return the closing line of a verification."""
     counts = verdict.counts
+    ranks = "" if verdict.coverage.ranks < 2 else f" of {verdict.coverage.ranks} ranks"
     differing = f", {count(counts.sites_differing, 'site')} differing" if counts.sites_differing else ""
     return (
-        f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}, "
+        f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}{ranks}, "
         f"{count(counts.sites_compared, 'site')} at level {level}{differing}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict and diverging steps: {verdict.current})"

@@ -14,8 +14,14 @@ def print_error(error: DetCallbacksError) -> None:
     sys.stderr.flush()
 
 
+def print_line(text: str) -> None:
+    """Print a line to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def end_process(status: int) -> NoReturn:
-    """End the process from one of its exit handlers with this status.
+    """End the process with this status, from one of its exit handlers or from another thread than the main one.
 
     Nothing raised by an exit handler changes the status, so the process ends here: what was written is flushed first;
     exit handlers registered earlier do not run.

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
 
 def replace_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees all of it or what was there before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # processes of two nodes may have one number, and write the same program into a shared folder
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

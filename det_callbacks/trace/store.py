@@ -14,7 +14,7 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -182,20 +182,28 @@ class Run:
         incomplete_reason: what is missing otherwise, with the file and the last whole step.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        self._ranks = {rank: self._open_rank(rank) for rank in range(self.world_size)}
+        present = self.ranks_here
+        self._ranks = {rank: self._open_rank(rank) for rank in (present if ranks is None else ranks) if rank in present}
+        if ranks is None and len(present) < self.world_size and self.incomplete_reason is None:
+            self.incomplete_reason = (
+                f"{path} holds {len(present)} of {self.world_size} ranks, from rank {present[0]} on: those of one "
+                "node. Join the folders of all nodes with det-callbacks gather."
+            )
         self._program = lru_cache(_CACHED)(read_program)
         self._layout = lru_cache(_CACHED)(read_layout)
 
     @classmethod
-    def open(cls, path: str | Path, *, check_steps: bool = True) -> "Run":
+    def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
         """Open a run; every step is read once and checked against its chain, some 20 microseconds a step.
 
         Args:
             path: its folder.
+            ranks: whose steps are wanted; None is all that are in the folder. Others are not looked at, and do not
+                count in ``is_complete``.
             check_steps: False leaves that out: digests that are not what was written are then noticed when the step is
                 read, and not before; 5 microseconds a step. The chains are what the files say either way.
 
@@ -211,6 +219,7 @@ class Run:
                 and _is_count(manifest["world_size"])
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
+                and _are_ranks(manifest.get("ranks"), manifest["world_size"])
                 and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
                 and all(
                     isinstance(entry[name], int)
@@ -223,7 +232,7 @@ class Run:
             raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
         if not is_known:
             raise damaged(path / MANIFEST, "an entry has no sensible value")
-        run = cls(path, manifest)
+        run = cls(path, manifest, ranks)
         if check_steps:
             for rank in run.ranks:
                 run.rank(rank).check_steps()
@@ -240,6 +249,12 @@ class Run:
         return int(self.manifest["world_size"])
 
     @property
+    def ranks_here(self) -> Sequence[int]:
+        """The processes whose files are here: all, unless nodes without a shared file system wrote the run."""
+        listed: Sequence[int] | None = self.manifest.get("ranks")
+        return range(self.world_size) if listed is None else listed
+
+    @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
         """The first step of each fit that went on from a checkpoint, as (fit, step)."""
         entries = [entry for attempt in self.manifest["attempts"] for entry in attempt.get("resumed_from", ())]
@@ -252,7 +267,7 @@ class Run:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes, from 0."""
+        """The processes that were opened, from 0."""
         return list(self._ranks)
 
     @property
@@ -263,8 +278,9 @@ class Run:
     def rank(self, rank: int) -> RankRun:
         """Return the steps of a process; raise ReferenceNotFoundError when there is no such one."""
         if rank not in self._ranks:
+            here = "" if len(self._ranks) == self.world_size else f", of which {list(self._ranks)} were opened here"
             raise ReferenceNotFoundError(
-                f"{self.path} has no rank {rank}; it has {self.world_size}, from 0.", str(self.path)
+                f"{self.path} has no rank {rank}; it has {self.world_size}, from 0{here}.", str(self.path)
             )
         return self._ranks[rank]
 
@@ -373,6 +389,15 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise damaged(path, "it is no list of objects")
     return entries
+
+
+def _are_ranks(value: object, world_size: int) -> bool:
+    """Return whether this is a list of ranks in order, or left out."""
+    if value is None:
+        return True
+    if not isinstance(value, list) or not value or not all(type(rank) is int for rank in value):
+        return False
+    return value == sorted(set(value)) and value[0] >= 0 and value[-1] < world_size
 
 
 def _is_count(value: object) -> bool:

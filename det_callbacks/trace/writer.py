@@ -2,7 +2,6 @@
 
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,13 +11,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.peers import ALONE, Peers, Seat, count_processes, take_seats
 from det_callbacks.trace.program import Layout, Program, chain_digest
 from det_callbacks.trace.run_files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
     PROGRAMS,
     WEIGHT_LOADS_FILE,
-    make_room,
     rank_folder,
     replace_atomically,
     stream_path,
@@ -32,12 +31,21 @@ from det_callbacks.trace.weight_loads import WeightLoad
 
 
 class RunWriter:
-    """Writes the steps of one process; made by ``create`` or ``resume``."""
+    """Writes the steps of one process; made by ``create`` or ``resume``.
 
-    def __init__(self, path: Path, rank: int, manifest: dict[str, Any], attempt: int, segment: int) -> None:
+    Where several processes write a run, all of them make a writer, and start a fit or take an attempt back, at the same
+    place. run.json is written by the leader of the folder, after the files of every process that it tells of are there.
+    """
+
+    def __init__(
+        self, path: Path, peers: Peers, seat: Seat, manifest: dict[str, Any], attempt: int, segment: int
+    ) -> None:
         self.path = path
         self.bytes_written = 0
-        self._rank = rank
+        self._peers = peers
+        self._rank = peers.rank
+        self.is_leader = seat.is_leader
+        """Whether this process writes what the processes of the folder share."""
         self._manifest = manifest
         self._attempt = attempt
         self._segment = segment
@@ -47,18 +55,19 @@ class RunWriter:
         self._earlier_loads: tuple[WeightLoad, ...] = ()
         self._loads: dict[int, Sequence[WeightLoad]] = {}
         self._chain: int | None = 0 if not attempt else None
-        for folder in (path / PROGRAMS, path / LAYOUTS, stream_path(path, rank, 0, 0).parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO | None = self._open_stream()
+        self._file: BinaryIO | None = None
+        # Wherever a kill comes, run.json tells only of files that are there: it is written after them.
+        peers.do(self._open_first, task=f"opening its stream in {path}")
+        peers.do(self._write_manifest, task=f"writing run.json in {path}")
+        seat.leave_marker()
 
     @classmethod
     def create(
         cls,
         path: str | Path,
         *,
-        rank: int = 0,
-        world_size: int = 1,
         manifest: Mapping[str, Any],
+        peers: Peers = ALONE,
         purpose: str = "record",
         keeps: str = "all",
         overwrite: bool = False,
@@ -67,52 +76,46 @@ class RunWriter:
 
         Args:
             path: the folder; it and its parents are made.
-            rank: of this process.
-            world_size: number of processes.
             manifest: further entries of run.json: selection, settings, environment.
+            peers: the processes that write it.
             purpose: "record" or "verify".
             keeps: "all" steps, or those "diverging".
             overwrite: delete a run that is there; only files of ours are deleted.
 
         Raises:
             RunExistsError: there is a run, or something else under our names, or a file.
+            RankError: another process could not do it.
         """
         path = Path(path)
-        make_room(path, overwrite=overwrite)
+        seat = take_seats(path, peers, overwrite=overwrite)
         content = {
             "det_callbacks_version": version("det_callbacks"),
-            "run_id": uuid.uuid4().hex,
+            "run_id": seat.run_id,
             "purpose": purpose,
             "keeps": keeps,
-            "world_size": world_size,
+            "world_size": peers.world_size,
+            **({} if seat.ranks is None else {"ranks": list(seat.ranks)}),
             "attempts": [{"segments": 1}],
             **manifest,
         }
-        # Wherever a kill comes, run.json tells only of files that are there: it is written after them.
-        writer = cls(path, rank, content, attempt=0, segment=0)
-        write_manifest(path, content)
-        return writer
+        return cls(path, peers, seat, content, attempt=0, segment=0)
 
     @classmethod
-    def resume(cls, path: str | Path, *, rank: int = 0, manifest: Mapping[str, Any]) -> "RunWriter":
+    def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
         """Start the next attempt of a run that is there; steps recorded again count from the later attempt.
 
         Raises:
-            ReferenceFormatError: the run is damaged, or was recorded with another selection.
+            ReferenceFormatError: the run is damaged, or was recorded with another selection or on other processes.
+            RankError: another process could not do it.
         """
-        run = Run.open(path)
-        if run.manifest.get("selection") != manifest.get("selection"):
-            raise ReferenceFormatError(
-                f"{path} was recorded with the selection {run.manifest.get('selection')}, and this attempt has "
-                f"{manifest.get('selection')}. Resume with the same arguments.",
-                str(path),
-            )
-        segments = run.rank(rank).segments
+        path = Path(path)
+        run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
+        seat = take_seats(path, peers, is_new=False)
         content = {key: value for key, value in run.manifest.items() if key != "digest"}
         content["attempts"] = [*content["attempts"], {"segments": 1}]
-        writer = cls(run.path, rank, content, attempt=len(content["attempts"]) - 1, segment=segments[-1])
-        writer._earlier_loads = run.weight_loads(rank)
-        write_manifest(run.path, content)
+        segment = run.rank(peers.rank).segments[-1]
+        writer = cls(run.path, peers, seat, content, attempt=len(content["attempts"]) - 1, segment=segment)
+        writer._earlier_loads = run.weight_loads(peers.rank)
         return writer
 
     @property
@@ -173,7 +176,8 @@ class RunWriter:
         if step <= self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}")
         if self._chain is None:
-            self._chain = Run.open(self.path).rank(self._rank).chain_before(self._segment, step)
+            run = Run.open(self.path, ranks=(self._rank,))
+            self._chain = run.rank(self._rank).chain_before(self._segment, step)
         chain = chain_digest(
             self._chain, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
         )
@@ -211,8 +215,8 @@ class RunWriter:
         self._last_step = -1
         self._chain = 0
         self._manifest["attempts"][self._attempt]["segments"] += 1
-        self._file = self._open_stream()
-        self._write_manifest()
+        self._peers.do(self._open_stream, task=f"opening its stream in {self.path}")
+        self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
 
@@ -232,7 +236,7 @@ class RunWriter:
         self.close(complete=False)
         segments = self._manifest["attempts"].pop()["segments"]
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
-        self._write_manifest()
+        self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         for number in range(segments):
             stream = stream_path(self.path, self._rank, self._attempt, number)
             stream.unlink(missing_ok=True)
@@ -241,9 +245,16 @@ class RunWriter:
             self._write_loads()
 
     def _write_manifest(self) -> None:
+        if not self.is_leader:
+            return
         write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
 
-    def _open_stream(self) -> BinaryIO:
+    def _open_first(self) -> None:
+        for folder in (self.path / PROGRAMS, self.path / LAYOUTS, self.stream.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._open_stream()
+
+    def _open_stream(self) -> None:
         path = self.stream
         header = encode_header(
             run_id=self._manifest["run_id"], rank=self._rank, attempt=self._attempt, segment=self._segment
@@ -251,7 +262,7 @@ class RunWriter:
         # The file appears with its header; one that is there is of an attempt killed before run.json told of it.
         replace_atomically(path, header)
         self.bytes_written += len(header)
-        return path.open("ab", buffering=0)
+        self._file = path.open("ab", buffering=0)
 
     def _write(self, content: Any) -> None:
         if self._file is None:
@@ -270,3 +281,21 @@ class RunWriter:
         with file:
             if complete:
                 self.bytes_written += file.write(END_OF_STREAM)
+
+
+def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
+    """Return the run as far as it is of this process; all processes do it before one changes run.json."""
+    run = Run.open(path, ranks=(peers.rank,))
+    if run.manifest.get("selection") != manifest.get("selection"):
+        raise ReferenceFormatError(
+            f"{path} was recorded with the selection {run.manifest.get('selection')}, and this attempt has "
+            f"{manifest.get('selection')}. Resume with the same arguments.",
+            str(path),
+        )
+    if run.world_size != peers.world_size:
+        raise ReferenceFormatError(
+            f"{path} was recorded on {count_processes(run.world_size)}, and this attempt runs on {peers.world_size}. "
+            "Nothing was changed. Resume with as many, or record to another folder.",
+            str(path),
+        )
+    return run

@@ -132,6 +132,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "every_n_steps": 5,
         "steps": "common",
         "on_divergence": "collect",
+        "sync_every_n_steps": 10,
         "overwrite": True,
         "replay": ["backward/net.*:aten.index_add_.*"],
         "replay_budget_mib": 1.5,

@@ -30,6 +30,7 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
         "det_callbacks/equivalence/checker.py",
         "_second",
     ): "what only the second run raises is not the program's; it is counted as not compared",
+    ("det_callbacks/ranks/group.py", "agree"): "what one rank raises is told to the others, and then raised",
 }
 
 # Recipes use public names; who measures or shows the engine itself says so here.

@@ -17,10 +17,14 @@ FEATURES = 12
 CLASSES = 3
 
 
+def pair(inputs: Tensor, label: Tensor) -> Any:
+    return inputs, label
+
+
 class Samples(Dataset[Any]):
     """32 random samples that are the same at every call."""
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Any] = lambda x, y: (x, y)) -> None:
+    def __init__(self, make: Callable[[Tensor, Tensor], Any] = pair) -> None:
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(32, FEATURES, generator=generator)
         self.labels = torch.randint(CLASSES, (32,), generator=generator)

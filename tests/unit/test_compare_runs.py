@@ -1,10 +1,12 @@
 import pytest
 from step_builder import StepBuilder, reducing_step, training_step
+from stored_runs import OneOf, join
 
-from det_callbacks.compare.live import open_reference
+from det_callbacks.compare.opening import open_reference
 from det_callbacks.compare.runs import compare_runs
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
+    NotComparableError,
     NothingComparedError,
     ReferenceFormatError,
     ReferenceNotFoundError,
@@ -27,9 +29,9 @@ def record(path, steps, *, complete=True, others=(), selection=None, environment
     }
     for rank, known in enumerate((steps, *others)):
         if rank:
-            writer = RunWriter(path, rank, read_manifest(path), attempt=0, segment=0)
+            writer = join(path, rank)
         else:
-            writer = RunWriter.create(path, world_size=1 + len(others), manifest=manifest, **options)
+            writer = RunWriter.create(path, peers=OneOf(0, 1 + len(others)), manifest=manifest, **options)
         for number, fit in enumerate(known if isinstance(known, list) else [known]):
             if number:
                 writer.start_segment()
@@ -208,8 +210,10 @@ def test_a_run_that_does_not_say_its_selection_is_refused(tmp_path, reference):
 
 def test_one_process_verifies_no_run_of_several(tmp_path):
     path = record(tmp_path / "run", steps_of(range(3)), others=(steps_of(range(3)),))
-    with pytest.raises(ReferenceFormatError, match="is of 2 processes, and one process verifies"):
+    with pytest.raises(NotComparableError, match="ran on 2 processes and this run has 1") as caught:
         open_reference(path, Selection(), steps="all")
+    assert caught.value.exit_code == 3
+    assert caught.value.verdict.verdict == "not_comparable"
 
 
 def test_other_every_n_steps_is_a_matter_of_steps(tmp_path, reference):

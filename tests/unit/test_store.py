@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_runs import (
     DIGESTS,
+    OneOf,
     append,
     create,
     digests_of,
     everything_in,
+    join,
     layouts,
     programs,
     record,
@@ -24,7 +26,7 @@ from stored_runs import (
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
 from det_callbacks.trace import writer as writer_module
 from det_callbacks.trace.program import chain_digest
-from det_callbacks.trace.run_files import read_manifest, stream_path
+from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
 
@@ -99,22 +101,20 @@ def test_the_manifest_is_kept(tmp_path):
 
 def test_every_rank_has_its_own_steps(tmp_path):
     path = tmp_path / "run"
-    writer = create(path, world_size=2)
+    writer = create(path, peers=OneOf(0, 2))
     with pytest.raises(ReferenceFormatError, match=r"rank-00001.*is missing"):
         Run.open(path)
-    other = RunWriter(path, 1, read_manifest(path), attempt=0, segment=0)
+    other = join(path, 1)
     append(writer, [0, 1])
     append(other, [0, 1, 2], seed=1)
     writer.close(complete=True)
     assert "rank-00001" in str(Run.open(path).incomplete_reason)
     other.close(complete=True)
     run = Run.open(path)
-    assert (run.ranks, run.is_complete) == ([0, 1], True)
-    assert [run.rank(rank).num_steps for rank in run.ranks] == [2, 3]
+    assert (run.is_complete, [run.rank(rank).num_steps for rank in run.ranks]) == (True, [2, 3])
     assert run.rank(1).read(0, 1).digests.tolist() == digests_of(1, seed=1).tolist()
-    for rank in (2, -1):
-        with pytest.raises(ReferenceNotFoundError, match=f"has no rank {rank}; it has 2, from 0"):
-            run.rank(rank)
+    with pytest.raises(ReferenceNotFoundError, match="has no rank 2; it has 2, from 0"):
+        run.rank(2)
 
 
 def test_a_step_that_is_not_there_is_a_key_error(tmp_path):

@@ -1,0 +1,181 @@
+"""What the processes of a Trainer do together for one callback."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from det_callbacks.digest.state import digest_state
+from det_callbacks.errors import DetCallbacksError, RankError
+from det_callbacks.ranks import Ended, RankGroup, Watch, require_same, start_facts
+from det_callbacks.report import end_process, ended_text, print_line
+
+GRACE_SECONDS = 10.0
+"""In which a process may end by itself when another one has: most collectives raise when a connection closes."""
+
+_NEWS_SECONDS = 2.0
+
+Value = TypeVar("Value")
+
+
+class Together:
+    """The processes of one Trainer, from a fit's ``setup`` to its end; one process alone is together with itself.
+
+    It stays the same over the fits of a Trainer, each of which has a group of its own.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of processes.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self._group: RankGroup | None = None
+        self._watch: Watch | None = None
+        self._has_ended = threading.Event()
+        self._sync_every_n_steps = 1
+        self._differs_since: int | None = None
+
+    def __reduce__(self) -> tuple[type["Together"], tuple[()]]:
+        """Let a copy, or a process that is started, begin alone: connections and threads are not theirs."""
+        return Together, ()
+
+    def begin(self, trainer: pl.Trainer, *, sync_every_n_steps: int) -> None:
+        """Make the group; all processes come here at the same place, before anything that can fail on one of them."""
+        self.end()
+        self.rank, self.world_size = trainer.global_rank, trainer.world_size
+        self._sync_every_n_steps = sync_every_n_steps
+        self._differs_since = None
+        self._has_ended.clear()
+        if self.world_size > 1:
+            self._group = RankGroup()
+            if self._group.world_size != self.world_size:
+                raise RankError(
+                    f"This Trainer has {self.world_size} processes, and torch.distributed knows of "
+                    f"{self._group.world_size}: they could not tell each other what they find. Use a strategy that "
+                    "runs on torch.distributed, such as ddp, or devices=1."
+                )
+            self._watch = Watch(self, on_ended=self._others_end)
+
+    def begin_step(self, step: int) -> None:
+        """Note where this process is, and raise ``RankError`` when another one has ended already."""
+        if self._watch is None:
+            return
+        self._watch.note_step(step)
+        if (ended := self._watch.ended) is not None:
+            raise RankError(self._text(ended), ended.rank, ended.exit_code)
+
+    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+        """Do something on every rank and return what came out, by rank, or raise on every rank: see ``RankGroup``."""
+        return [action()] if self.world_size == 1 else self._talking(task).agree(action, task=task)
+
+    def do(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on every rank and return what came out on this one, or raise on every rank."""
+        return action() if self.world_size == 1 else self._talking(task).do(action, task=task)
+
+    def check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, manifest: Mapping[str, Any]) -> None:
+        """Raise ``SettingsError`` on all ranks when they do not start alike; one exchange, and a pass over the weights.
+
+        Weights are compared where each rank has all of them (DDP, after its broadcast); of sharded ones none has.
+        """
+        if self.world_size == 1:
+            return
+        weights = _replicated(trainer, pl_module)
+        state = None if weights is None else digest_state(weights)
+        facts = start_facts(manifest, weights=None if state is None else state.digest)
+        told = self.agree(lambda: facts, task="comparing how the ranks start")
+        if len({facts.get("weights") for facts in told}) > 1:
+            # which of them is only sent where they differ
+            tensors = {} if state is None else {f"weights of {name}": value for name, value in state.tensors.items()}
+            told = self.agree(lambda: {**facts, **tensors}, task="comparing the initial weights")
+            for row in told:
+                row.pop("weights", None)
+        require_same(told)
+
+    def stops_after(self, step: int, *, differs: bool, may_stop: bool) -> bool:
+        """Return whether all ranks stop now, because of a step that differed on one of them.
+
+        Several ranks ask each other after every n-th step: one collective of a few bytes.
+
+        Args:
+            step: that ended.
+            differs: whether it did here.
+            may_stop: whether a difference stops anything; the same on all ranks.
+
+        Raises:
+            RankError: a rank is at another step, or does not come.
+        """
+        if self.world_size == 1:
+            return differs
+        if differs and self._differs_since is None:
+            self._differs_since = step
+        if not may_stop or (step + 1) % self._sync_every_n_steps:
+            return False
+        since = 0 if self._differs_since is None else self._differs_since + 1
+        rows = self._talking("a sync").gather_numbers([step, since], task="the sync after every n-th step")
+        others = {row[0] for row in rows}
+        if len(others) > 1:
+            raise RankError(
+                f"The ranks are no longer at the same step: {', '.join(str(row[0]) for row in rows)}, by rank. Give "
+                "all ranks equally many steps.",
+            )
+        return any(row[1] for row in rows)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others what ends this process; or say which of them ended before, where that is the reason."""
+        watch = self._watch
+        if watch is None:
+            return
+        # what a collective raises when another process is not there any more; the news may come a little later
+        is_consequence = isinstance(error, RuntimeError | RankError)
+        ended = watch.wait(_NEWS_SECONDS) if is_consequence else watch.ended
+        if ended is None:
+            exit_code = error.exit_code if isinstance(error, DetCallbacksError) else 1
+            watch.tell(f"{type(error).__name__}: {error}", exit_code)
+        elif not (isinstance(error, RankError) and error.rank == ended.rank):
+            print_line(self._text(ended))
+
+    def end(self) -> None:
+        """Give the group back; may be called more than once."""
+        self._has_ended.set()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _others_end(self, ended: Ended) -> None:
+        """End this process, from the thread of the watch, where another one ended and this one does not by itself."""
+        if self._has_ended.wait(GRACE_SECONDS):
+            return
+        print_line(self._text(ended))
+        end_process(ended.exit_code or 1)
+
+    def _text(self, ended: Ended) -> str:
+        return ended_text(
+            rank=self.rank,
+            world_size=self.world_size,
+            step=-1 if self._watch is None else self._watch.step,
+            other=ended.rank,
+            how=ended.how,
+            reason=ended.reason,
+            other_step=ended.step,
+        )
+
+    def _talking(self, task: str) -> RankGroup:
+        if self._group is None:
+            raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
+        return self._group
+
+
+def _replicated(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor] | None:
+    """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return None
+    ignored = set(getattr(pl_module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP calls it, torch 2.13
+    tensors = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name not in ignored}

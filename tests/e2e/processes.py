@@ -1,0 +1,115 @@
+"""Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test."""
+
+import faulthandler
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.multiprocessing as mp
+from styles import Classifier, Samples
+from torch.utils.data import DataLoader
+from trainers import quiet_trainer
+
+from det_callbacks import DeterminismCallback
+
+SECONDS = 60.0
+"""Within which every process has to end, whatever happens to the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a process ended: its exit code (negative: a signal) and what it printed."""
+
+    exit_code: int
+    output: str
+
+
+def run_ranks(
+    body: Callable[[int], Any], folder: Path, *, world_size: int = 2, seconds: float = SECONDS
+) -> list[Ended]:
+    """Run a body on each rank, with the environment that a launcher gives it; a process that hangs fails the test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("fork")
+    processes = [
+        context.Process(target=_start, args=(body, rank, world_size, port, folder / f"output-{rank}.txt"))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(world_size)]
+    assert not hanging, f"ranks {hanging} hang:\n" + "\n----\n".join(outputs)
+    return [
+        Ended(exit_code=process.exitcode or 0, output=output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    # not those that pytest put there to capture what is printed
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(sys.stderr)
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+        }
+    )
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # threads of the parent's pool are not there
+    status = 0
+    try:
+        body(rank)
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except BaseException as error:
+        traceback.print_exc()
+        status = getattr(error, "exit_code", 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def train(
+    callback: DeterminismCallback | None,
+    *others: pl.Callback,
+    model: Callable[[], Any] = Classifier,
+    batches: int = 4,
+    strategy: Any = "ddp",
+    world_size: int = 2,
+    fit: Any = None,
+    **options: Any,
+) -> tuple[pl.Trainer, Any]:
+    """Train on as many processes as there are, with batches that are equally many on each."""
+    pl.seed_everything(11, verbose=False)
+    module = model()
+    callbacks = [*others] if callback is None else [*others, callback]
+    trainer = quiet_trainer(*callbacks, devices=world_size, strategy=strategy, **options)
+    size = 32 // (batches * world_size)
+    trainer.fit(module, DataLoader(Samples(), batch_size=size), **(fit or {}))
+    return trainer, module

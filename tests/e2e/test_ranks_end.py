@@ -1,0 +1,111 @@
+"""However one process of a run ends, all others end too, say why, and leave a folder that opens."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from processes import Ended, run_ranks, train
+from styles import Classifier, Samples
+from torch.utils.data import DataLoader, Subset
+from trainers import quiet_trainer
+
+from det_callbacks import DeterminismCallback
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.ddp
+
+
+class EndAt(pl.Callback):
+    """Ends a rank in some way, in step 2."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        self.how = how
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 2:
+            return
+        if trainer.global_rank != self.rank:
+            if self.how == "raise while others sleep":
+                time.sleep(100)
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how.startswith("raise"):
+            raise ValueError("the user's own")
+        if self.how == "runtime":
+            raise RuntimeError("looks like a collective's")
+        if self.how == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
+def end_one(how: str, folder: Path, *, rank: int = 1) -> list[Ended]:
+    def body(_: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        train(DeterminismCallback(folder / "run", mode="record"), EndAt(how, rank))
+
+    return run_ranks(body, folder / "record")
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "said"),
+    [
+        ("kill", -signal.SIGKILL, "rank 1 of 2 is gone, at step 1: it ended without a word: killed, most likely"),
+        ("raise", 1, "rank 1 of 2 ended at step 1: ValueError: the user's own"),
+        ("runtime", 1, "rank 1 of 2 ended at step 1: RuntimeError: looks like a collective's"),
+        ("interrupt", 1, "rank 1 of 2 ended at step 1: KeyboardInterrupt"),
+    ],
+)
+def test_the_others_end_and_say_why(how: str, exit_code: int, said: str, tmp_path: Path) -> None:
+    other, one = end_one(how, tmp_path)
+    assert one.exit_code == exit_code, one.output
+    assert other.exit_code in (1, 2), other.output
+    assert said in other.output
+    assert other.output.count("Look at what rank 1 printed") == 1
+    run = Run.open(tmp_path / "run")
+    assert not run.is_complete
+    assert [run.rank(rank).steps(0).tolist() for rank in run.ranks] == [[0, 1]] * 2
+
+
+def test_without_rank_0_the_others_end_too(tmp_path: Path) -> None:
+    one, other = end_one("kill", tmp_path, rank=0)
+    assert one.exit_code == -signal.SIGKILL
+    assert other.exit_code in (1, 2), other.output
+    assert "rank 0 of 2 is gone, at a step that is not known: it ended without a word" in other.output
+    assert not Run.open(tmp_path / "run").is_complete
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:
+    other, one = end_one("raise while others sleep", tmp_path)
+    assert (one.exit_code, other.exit_code) == (1, 1)
+    assert "rank 1 of 2 ended at step 1: ValueError: the user's own" in other.output
+
+
+class Unequal(Classifier):
+    """Has fewer batches on rank 1."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(Samples(), range(16 if self.global_rank else 32)), batch_size=4)
+
+
+@pytest.mark.slow
+def test_a_rank_with_fewer_batches_ends_all(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        pl.seed_everything(11)
+        callback = DeterminismCallback(tmp_path / "run", mode="record")
+        trainer = quiet_trainer(callback, devices=2, strategy="ddp", use_distributed_sampler=False)
+        trainer.fit(Unequal())
+
+    other, one = run_ranks(body, tmp_path / "record")
+    assert one.exit_code == 2, one.output
+    assert "Rank 1 of 2 did not hear from all others within 30 seconds" in one.output
+    assert "in the end of the fit" in one.output
+    assert other.exit_code in (1, 2), other.output
+    assert "rank 1 of 2 ended at step 3: RankError" in other.output
+    assert not Run.open(tmp_path / "run").is_complete
