@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
@@ -11,23 +11,11 @@ from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.rank_verdicts import Order, RankVerdict, is_collective
 from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WholeSteps:
-    """Steps of one fit of one rank that only one run has."""
-
-    rank: int
-    segment: int
-    kind: Literal["missing", "extra"]
-    first: int
-    last: int
-    count: int = 1
-
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -60,7 +48,7 @@ class VerdictBuilder:
         self._num_described = 0
         self._first: dict[int, tuple[Order, StepDifference, bool, bool]] = {}
         self._may_receive: dict[int, bool] = {}
-        self._whole: dict[tuple[int, int, str], _WholeSteps] = {}
+        self._whole: dict[tuple[int, int, str], WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
         self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
@@ -288,7 +276,7 @@ class VerdictBuilder:
         self._num_differing += 1
         known = self._whole.get((rank, segment, kind))
         self._whole[rank, segment, kind] = (
-            _WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
+            WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
             if known is None
             else replace(known, first=min(known.first, step), last=max(known.last, step), count=known.count + 1)
         )
@@ -299,7 +287,13 @@ class VerdictBuilder:
         whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
         show_rank = len(self._ranks | {steps.rank for steps in self._whole.values()}) > 1
         if whole is not None and (by_steps is None or (whole.segment, whole.first, -1, whole.rank) < by_steps[0]):
-            return _whole_divergence(whole), "structure", self._explain_whole(show_rank)
+            return (
+                whole.divergence(),
+                "structure",
+                explain_whole_steps(
+                    self._whole.values(), show_rank=show_rank, num_equal=None if self._first else self._num_steps
+                ),
+            )
         if by_steps is None:
             return None, None, self._explain_match()
         first_divergence = by_steps[1].findings[0].divergence
@@ -334,7 +328,7 @@ class VerdictBuilder:
         if ranks is not None and (among := explain(ranks)):
             text += f"; {among}"
         if self._whole:
-            text += f"; besides, {self._explain_whole(show_rank)}"
+            text += f"; besides, {explain_whole_steps(self._whole.values(), show_rank=show_rank)}"
         return first_divergence, cause, text
 
     def _classify(self) -> Classification | None:
@@ -383,19 +377,6 @@ class VerdictBuilder:
         ranks = f" of {len(self._ranks)} ranks" if len(self._ranks) > 1 else ""
         return f"All {self._num_sites} sites of {steps}{ranks} agree, bit for bit"
 
-    def _explain_whole(self, show_rank: bool) -> str:
-        texts = []
-        for steps in sorted(self._whole.values(), key=lambda item: (item.segment, item.first, item.rank)):
-            number = f"step {steps.first} is" if steps.count == 1 else f"steps {steps.first} to {steps.last}"
-            number += f" ({steps.count} of them) are" if steps.count > 1 else ""
-            fit = f" of fit {steps.segment}" if steps.segment else ""
-            rank = f" of rank {steps.rank}" if show_rank else ""
-            side = "the reference" if steps.kind == "missing" else "the current run"
-            texts.append(f"{number} only in {side}{fit}{rank}")
-        text = "; ".join(texts[:4]) + (f" and so on ({len(texts)} such ranges)" if len(texts) > 4 else "")
-        compared = f"; the {self._num_steps} steps that both have agree" if self._num_steps and not self._first else ""
-        return text[0].upper() + text[1:] + compared if not self._first else text
-
 
 def _follows_exchange(current: StepView, difference: StepDifference) -> bool:
     """Return whether the first divergence of a step comes after something that other ranks had a part in.
@@ -413,23 +394,3 @@ def _follows_exchange(current: StepView, difference: StepDifference) -> bool:
     if first.divergence.phase == "input" and first.divergence.name is None and first.divergence.module == "?":
         return True  # nobody knows who wrote it: a bucket of gradients, or gathered parameters
     return any(is_collective(site.op) for site in current.program.sites[: first.position])
-
-
-def _whole_divergence(steps: _WholeSteps) -> Divergence:
-    return Divergence(
-        rank=steps.rank,
-        step=steps.first,
-        phase="other",
-        module="",
-        op="",
-        occurrence=0,
-        output=0,
-        name=None,
-        kind=steps.kind,
-        source=(),
-        shape=None,
-        dtype=None,
-        reference_digest=None,
-        current_digest=None,
-        is_origin=None,
-    )

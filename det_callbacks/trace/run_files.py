@@ -318,3 +318,20 @@ def _not_found(folder: Path) -> str:
     if inside:
         return f"{folder} is not a run (no {MANIFEST}), but these folders in it are: {', '.join(inside[:10])}."
     return f"{folder} is not a run: it has no {MANIFEST}. Record one there first."
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a small JSON file of a run, [] where there is none.
+
+    Raises:
+        ReferenceFormatError: it is damaged.
+    """
+    try:
+        entries = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"it cannot be read ({error})") from error
+    if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
+        return entries
+    raise damaged(path, "it is no list of objects")

@@ -13,7 +13,6 @@ A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that 
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -33,6 +32,7 @@ from det_callbacks.trace.run_files import (
     program_path,
     rank_folder,
     read_layout,
+    read_list,
     read_manifest,
     read_program,
     stream_path,
@@ -291,7 +291,7 @@ class Run:
             ReferenceFormatError: the file is damaged.
         """
         path = self.path / rank_folder(rank) / NONDETERMINISTIC_FILE
-        ops = _read_list(path)
+        ops = read_list(path)
         if not all("op" in entry for entry in ops):
             raise damaged(path, "it is no list of ops")
         return ops
@@ -304,7 +304,7 @@ class Run:
         """
         path = self.path / rank_folder(rank) / WEIGHT_LOADS_FILE
         try:
-            return tuple(map(WeightLoad.from_dict, _read_list(path)))
+            return tuple(map(WeightLoad.from_dict, read_list(path)))
         except (KeyError, TypeError) as error:
             raise damaged(path, f"it is no list of loads ({error})") from error
 
@@ -378,26 +378,11 @@ def _joined(earlier: Fit, later: Fit) -> Fit:
     )
 
 
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a small JSON file of a run, [] where there is none."""
-    try:
-        entries = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise damaged(path, f"it cannot be read ({error})") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise damaged(path, "it is no list of objects")
-    return entries
-
-
-def _are_ranks(value: object, world_size: int) -> bool:
+def _are_ranks(value: Any, world_size: int) -> bool:
     """Return whether this is a list of ranks in order, or left out."""
-    if value is None:
-        return True
-    if not isinstance(value, list) or not value or not all(type(rank) is int for rank in value):
-        return False
-    return value == sorted(set(value)) and value[0] >= 0 and value[-1] < world_size
+    return value is None or (
+        isinstance(value, list) and bool(value) and value == [rank for rank in range(world_size) if rank in value]
+    )
 
 
 def _is_count(value: object) -> bool:

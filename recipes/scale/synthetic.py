@@ -1,11 +1,13 @@
 """Synthetic runs: as many ranks, steps and sites as one likes, in the format of a recorded run, without a training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
 from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.writer import RunWriter
@@ -85,6 +87,20 @@ def make_layout(num_sites: int) -> Layout:
     return Layout(entries=(batch, None, *[output] * (num_sites - NUM_LEADING)))
 
 
+class OneOf:
+    """One process after the other, where a real run has all at once: whom it asks says what it says itself."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+        return [action()] * self.world_size
+
+    def do(self, action: Callable[[], Any], *, task: str) -> Any:
+        return action()
+
+
 def write_run(
     path: Path,
     *,
@@ -109,9 +125,11 @@ def write_run(
     program, layout = make_program(num_sites), make_layout(num_sites)
     for rank in range(num_ranks):
         if rank:
-            writer = RunWriter(path, rank, read_manifest(path), attempt=0, segment=0)
+            manifest = read_manifest(path)
+            seat = Seat(run_id=manifest["run_id"], is_leader=False, ranks=None, marker=None)
+            writer = RunWriter(path, OneOf(rank, num_ranks), seat, manifest, attempt=0, segment=0)
         else:
-            writer = RunWriter.create(path, world_size=num_ranks, manifest=MANIFEST)
+            writer = RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=MANIFEST)
         writer.put_program(program)
         writer.put_layout(layout)
         for step in range(num_steps):

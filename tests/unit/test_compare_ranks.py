@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import training_step
-from stored_runs import SELECTION, digests_of
+from stored_runs import SELECTION, OneOf, digests_of
 
 from det_callbacks.compare import processes, runs, walk
 from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
+from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program
 from det_callbacks.trace.run_files import read_manifest, stream_path
 from det_callbacks.trace.store import Run
@@ -41,11 +42,12 @@ def write(path: Path, ranks, *, redone=0) -> Path:
     num_fits = max(map(len, ranks))
     manifest = {"selection": SELECTION, "environment": {}}
     for rank, fits in enumerate(ranks):
-        writer = (
-            RunWriter(path, rank, {**read_manifest(path), "attempts": [{"segments": 1}]}, attempt=0, segment=0)
-            if rank
-            else RunWriter.create(path, world_size=len(ranks), manifest=manifest)
-        )
+        if rank:
+            known = {**read_manifest(path), "attempts": [{"segments": 1}]}
+            seat = Seat(run_id=known["run_id"], is_leader=False, ranks=None, marker=None)
+            writer = RunWriter(path, OneOf(rank, len(ranks)), seat, known, attempt=0, segment=0)
+        else:
+            writer = RunWriter.create(path, peers=OneOf(0, len(ranks)), manifest=manifest)
         for number in range(num_fits):
             if number:
                 writer.start_segment()

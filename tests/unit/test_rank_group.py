@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -16,6 +17,7 @@ from det_callbacks.ranks import RankGroup
 
 def start(rank: int, world_size: int, folder: str, body: Callable[[RankGroup, int], Any]) -> None:
     store = dist.FileStore(f"{folder}/store", world_size)
+    torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     group = RankGroup(timeout_seconds=5)
     try:
