@@ -118,11 +118,11 @@ class OneOf:
         return action()
 
 
-def join(path: Path, rank: int) -> RunWriter:
+def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:
     """Start writing, as another process, a run that rank 0 has created."""
     manifest = read_manifest(path)
     seat = Seat(run_id=manifest["run_id"], is_leader=False, ranks=None, marker=None)
-    return RunWriter(path, OneOf(rank, manifest["world_size"]), seat, manifest, attempt=0, segment=0)
+    return RunWriter(path, OneOf(rank, manifest["world_size"]), seat, manifest, attempt=attempt, segment=0)
 
 
 def resume(path: Path) -> RunWriter:

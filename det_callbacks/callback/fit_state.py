@@ -6,11 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -214,7 +215,7 @@ class FitState:
     def _problems_at_end(self) -> Iterator[str]:
         """Yield why a checkpoint at the end of an epoch does not do until the next batch is drawn."""
         ended = "and the process ended before the next batch was drawn"
-        if self.is_at_last_batch():
+        if self.is_at_last_batch() and self._has_hooks_at_epoch_end():
             yield f"it was saved before the end of an epoch, whose hooks Lightning leaves out when it resumes, {ended}"
         if self._is_at_epoch_end() and any(config.reduce_on_plateau for config in self._trainer.lr_scheduler_configs):
             yield f"it was saved before ReduceLROnPlateau was updated at the end of an epoch, {ended}"
@@ -222,6 +223,22 @@ class FitState:
             yield f"reload_dataloaders_every_n_epochs makes the loaders again, {ended}"
         if any(getattr(one, "persistent_workers", False) for one in self.loaders()):
             yield f"persistent_workers=True keeps workers with generators in them that nothing can read, {ended}"
+
+    def _has_hooks_at_epoch_end(self) -> bool:
+        """Return whether something is to be done at an epoch's end that a resumed run would miss."""
+        trainer = self._trainer
+        if is_overridden("on_train_epoch_end", trainer.lightning_module):
+            return True
+        if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            return True
+        callbacks: list[Callback] = vars(trainer)["callbacks"]
+        harmless = (Checkpoint, ProgressBar)
+        return any(
+            type(callback).on_train_epoch_end is not Callback.on_train_epoch_end
+            and not isinstance(callback, harmless)
+            and not type(callback).__module__.startswith("det_callbacks.")
+            for callback in callbacks
+        )
 
     def _is_validation_over(self) -> bool:
         progress = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
 from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.loads import explain_loads
-from det_callbacks.compare.rank_verdicts import Order, RankVerdict, is_collective
+from det_callbacks.compare.rank_verdicts import Order, RankVerdict
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
 from det_callbacks.errors import NothingComparedError
@@ -100,7 +100,7 @@ class VerdictBuilder:
                 position = difference.findings[0].position
                 order = (segment, difference.step, position, rank)
                 self._first[rank] = (order, difference, is_first, is_resumed)
-                self._may_receive[rank] = _follows_exchange(current, difference)
+                self._may_receive[rank] = _follows_exchange(difference)
         return difference
 
     def add_equal_step(self, view: StepView) -> None:
@@ -378,19 +378,20 @@ class VerdictBuilder:
         return f"All {self._num_sites} sites of {steps}{ranks} agree, bit for bit"
 
 
-def _follows_exchange(current: StepView, difference: StepDifference) -> bool:
+def _follows_exchange(difference: StepDifference) -> bool:
     """Return whether the first divergence of a step comes after something that other ranks had a part in.
 
     That is a collective in the trace; also gradients and what is made of them, since what synchronises them (DDP's
     reducer) need not be in it.
     """
     first = difference.findings[0]
+    if first.role == "delivered":
+        return True
     if first.is_source and first.divergence.phase in ("data", "rng"):
         return False
     if first.divergence.phase == "optimizer" and first.divergence.is_origin:
         return False  # the gradients that it read are recorded, and agree
     if first.divergence.phase in ("gradient", "optimizer") or (first.role == "named" and not first.is_leading):
         return True
-    if first.divergence.phase == "input" and first.divergence.name is None and first.divergence.module == "?":
-        return True  # nobody knows who wrote it: a bucket of gradients, or gathered parameters
-    return any(is_collective(site.op) for site in current.program.sites[: first.position])
+    # else nobody knows who wrote it: a bucket of gradients, or gathered parameters; what was delivered before agrees
+    return first.divergence.phase == "input" and first.divergence.name is None and first.divergence.module == "?"

@@ -39,6 +39,7 @@ PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
         "recipes/overhead/ours.py",
         "det_callbacks.trace.writer",
     ): "measures what a step leaves on disk",
+    ("recipes/scale/synthetic.py", "det_callbacks.trace.peers"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.program"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.run_files"): "likewise",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.writer"): "likewise",

@@ -10,9 +10,9 @@ import duckdb
 import pytest
 from readme_commands import commands_of
 from step_builder import training_step
+from stored_runs import OneOf, join
 
 from det_callbacks import cli
-from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +24,7 @@ def record(path: Path, **changes) -> None:
     """Write a run of two ranks with other batches; ``changes`` are those of rank 1 in step 2."""
     manifest = {"selection": {"level": "op"}, "environment": {}}
     for rank in range(2):
-        writer = (
-            RunWriter(path, rank, read_manifest(path), attempt=0, segment=0)
-            if rank
-            else RunWriter.create(path, world_size=2, manifest=manifest)
-        )
+        writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, 2), manifest=manifest)
         for step in range(4):
             planted = changes if (rank, step) == (1, 2) else {}
             view = training_step(rows=(step, 2, 3, 4 + rank), is_first=step == 0, **planted).view(step=step)

@@ -34,6 +34,7 @@ def parse(commands: list[list[str]]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.slow
 def test_a_short_run_measures_time_memory_and_disk(tmp_path: Path) -> None:
     options = {"networks": "mlp", "variants": "op", "rounds": 3, "steps": 2, "memory-steps": 3}
     options["json"] = tmp_path / "figures.json"
@@ -53,6 +54,7 @@ def test_a_short_run_measures_time_memory_and_disk(tmp_path: Path) -> None:
     assert re.search(r"^op +\d+\.\d\d +\d+\.\d\d .* 113 ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_are_taken() -> None:
     commands = re.findall(r"^\$ python recipes/overhead/run\.py(.*)$", (RECIPE / "README.md").read_text(), re.MULTILINE)
     assert len(commands) >= 3

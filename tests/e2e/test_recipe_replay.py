@@ -9,6 +9,7 @@ from safetensors import safe_open
 from det_callbacks.trace.store import Run
 
 
+@pytest.mark.slow
 def test_the_readme_tells_the_truth(tmp_path: Path) -> None:
     assert run_readme("replay", tmp_path, added="model.is_forced=true") == 6
     run = Run.open(tmp_path / "refs" / "replayed")
@@ -20,6 +21,7 @@ def test_the_readme_tells_the_truth(tmp_path: Path) -> None:
         assert file.get_tensor(name).shape == (16, 64)
 
 
+@pytest.mark.slow
 def test_a_promise_of_a_match_would_be_missed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="promised"):
         run_readme("replay", tmp_path, added="model.is_forced=true determinism.on_divergence=nonsense")

@@ -3,31 +3,30 @@
 import polars as pl
 import pyarrow.dataset as ds
 import pytest
-from stored_runs import append, create, record, resume, small_layout, small_program
+from stored_runs import OneOf, append, create, join, record, resume, small_layout, small_program
 
 from det_callbacks import export
 from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.export import EXPORT_SCHEMA, export_run
 from det_callbacks.trace.run_files import read_manifest, stream_path, write_manifest
 from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
 
 
 @pytest.fixture
 def run(tmp_path):
     """Two ranks; one step of the first was recorded again by a second attempt, which went on with other programs."""
     path = tmp_path / "run"
-    writer = create(path, world_size=2)
+    writer = create(path, peers=OneOf(0, 2))
     append(writer, range(5))
     writer.close(complete=False)
-    other = RunWriter(path, 1, read_manifest(path), attempt=0, segment=0)
+    other = join(path, 1)
     append(other, range(4), seed=1)
     other.close(complete=True)
     manifest = {key: value for key, value in read_manifest(path).items() if key != "digest"}
     manifest["attempts"] = [{"segments": 1}, {"segments": 1}]
     write_manifest(path, manifest)
-    RunWriter(path, 1, manifest, attempt=1, segment=0).close(complete=True)
-    writer = RunWriter(path, 0, manifest, attempt=1, segment=0)
+    join(path, 1, attempt=1).close(complete=True)
+    writer = join(path, 0, attempt=1)
     append(writer, [4], seed=0)
     append(writer, [7], num_sites=6)
     writer.close(complete=True)
