@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stored_runs import SELECTION, append
+from stored_runs import SELECTION, OneOf, append, join
 
 from det_callbacks.compare import compare_runs
-from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.writer import RunWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
@@ -28,11 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             path = folder / name
             other = name == "current" and rank > 1
             manifest = {"selection": SELECTION, "environment": {}}
-            writer = (
-                RunWriter(path, rank, read_manifest(path), 0, 0)
-                if rank
-                else RunWriter.create(path, world_size=4, manifest=manifest)
-            )
+            writer = join(path, rank) if rank else RunWriter.create(path, peers=OneOf(0, 4), manifest=manifest)
             append(writer, range(300), num_sites=40, seed=rank + 10 * other)
             writer.close(complete=True)
     return folder / "reference", folder / "current"
