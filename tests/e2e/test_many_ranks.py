@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number):
+    if number and shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("the two runs take 3.3 GB of disk")
     command, promised = commands_of((RECIPE / "README.md").read_text())[number]
     script = ROOT / command.split()[1]
     done = subprocess.run(
@@ -109,7 +112,8 @@ def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number):
     assert all(
         f"rank {ranks // 2}, step {steps // 2}, aten.add.Tensor #16 in model.layers.19; 1 s" in line for line in found
     )
-    assert int(re.search(r"peak of memory: (\d+) MB", done.stdout)[1]) < 500
+    peak, before = map(int, re.search(r"peak of memory: (\d+) MB, (\d+) MB of it before", done.stdout).groups())
+    assert peak - before < 64  # the rest is torch and Lightning, imported; with them 476 MB where this was written
     for line in promised:
         pattern = ".*".join(re.escape(part.strip()) for part in line.split("..."))
         assert re.search(pattern, done.stdout), line
