@@ -207,6 +207,6 @@ def _ending_the_process_on_errors() -> Iterator[None]:
     except DetCallbacksError as error:
         _print_error(error)
         raise SystemExit(error.exit_code) from error
-    except Exception as error:
+    except Exception as error:  # a fault of ours: printed whole, and the process ends with its status
         traceback.print_exception(error)
         raise SystemExit(DetCallbacksError.exit_code) from error

@@ -251,7 +251,7 @@ class _StepAuditor:
         try:
             outcome = run(*args)
             trace = self._hash_mode.finish()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the trace is closed, and it is raised again
             self._hash_mode.abandon()
             raise
         if trace is None:

@@ -62,7 +62,7 @@ class DataWatch:
         for inner in loader.flattened:
             if isinstance(inner, DataLoader):
                 # looked at in torch 2.13: `DataLoader.__iter__` makes its iterator by this method
-                inner._get_iterator = self._at_restart(inner._get_iterator)  # type: ignore[method-assign]
+                inner._get_iterator = self._at_restart(inner._get_iterator)  # type: ignore[method-assign]  # for a fit
 
     def detach(self) -> None:
         """Leave the loader as it was."""

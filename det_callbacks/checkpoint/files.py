@@ -151,7 +151,7 @@ class Place:
         if self.is_local:
             os.replace(self.path, other.path)
         else:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # it is gone, as it should be
                 self.fs.rm_file(other.path)
             self.fs.mv(self.path, other.path)
 

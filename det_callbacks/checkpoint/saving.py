@@ -19,6 +19,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -70,7 +71,7 @@ def save_file(
             partial.rename(place)
         else:
             place.upload(buffer.getvalue())
-    except BaseException:
+    except BaseException:  # Ctrl-C too: what was begun is taken away, and it is raised again
         if place.is_local:
             partial.remove()
         settle(place)
@@ -81,15 +82,7 @@ def save_file(
 def put_sidecar(place: Place, sidecar: Sidecar, attachments: Mapping[str, bytes]) -> None:
     """Write the sidecar of a checkpoint that is there already."""
     resume = _put_attachments(place, attachments, sidecar.id)
-    sidecar = Sidecar(
-        id=sidecar.id,
-        file=sidecar.file,
-        files=sidecar.files,
-        num_ranks=sidecar.num_ranks,
-        entries=sidecar.entries,
-        context=sidecar.context,
-        resume=resume,
-    )
+    sidecar = replace(sidecar, resume=resume)
     place.beside(NEXT).write(sidecar.to_bytes())
     _put_in_force(place, sidecar)
 
@@ -98,7 +91,7 @@ def step_aside(place: Place) -> None:
     """Rename the sidecar in force, if there is one, to ``.old``: the checkpoint that it is of is about to go."""
     main = place.beside(SIDECAR)
     if place.is_local or main.exists():  # a local link to nothing is renamed too
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # there was none
             main.rename(place.beside(OLD))
 
 
@@ -141,16 +134,7 @@ def amend(place: Place, *, id: str, name: str, content: bytes) -> bool:
         return False
     files = {} if sidecar.resume is None else dict(sidecar.resume.files)
     files[name] = _put_attachment(place.beside(RESUME), name, content, new_id())
-    amended = Sidecar(
-        id=sidecar.id,
-        file=sidecar.file,
-        files=sidecar.files,
-        num_ranks=sidecar.num_ranks,
-        entries=sidecar.entries,
-        context=sidecar.context,
-        resume=Resume(folder=place.beside(RESUME).name, files=files),
-        det_callbacks_version=sidecar.det_callbacks_version,
-    )
+    amended = replace(sidecar, resume=Resume(folder=place.beside(RESUME).name, files=files))
     place.beside(NEXT).write(amended.to_bytes())
     _put_in_force(place, amended)
     return True

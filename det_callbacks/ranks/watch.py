@@ -110,7 +110,7 @@ class Watch:
         self._is_closing = True
         if self._ended is None:
             self._send({"done": True})
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the thread has ended by itself
             self._waker.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -172,7 +172,7 @@ class Watch:
             for peer in list(self._peers):
                 # a peer that is gone is the reading side's business
                 if peer is not but:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # see above
                         peer.sendall(line)
 
     def _run(self) -> None:

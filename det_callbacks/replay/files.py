@@ -146,7 +146,7 @@ def write_step(
             save_file(content, temporary, metadata={_METADATA: json.dumps(header)})
             num_bytes = temporary.stat().st_size
             temporary.replace(path)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: raised again
             temporary.unlink(missing_ok=True)
             raise
     return num_bytes

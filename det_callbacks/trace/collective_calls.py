@@ -91,7 +91,7 @@ def arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> di
             continue
         if name == "reduce_op" and isinstance(value, torch.ScriptObject):
             # what torch's own ops in Python ask a boxed ReduceOp (torch 2.13, distributed/_local_tensor)
-            value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]
+            value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
         if name == "ranks":
             arguments["group"] = shown_ranks(tuple(value))
         else:

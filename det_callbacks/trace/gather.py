@@ -59,7 +59,7 @@ def gather_runs(folders: Sequence[str | Path], to: str | Path) -> Run:
             raise RunExistsError(
                 f"{to} came to be while it was written. Nothing was changed there.", str(to)
             ) from error
-    except BaseException:
+    except BaseException:  # Ctrl-C too: half a folder is taken away, and it is raised again
         shutil.rmtree(building, ignore_errors=True)
         raise
     return Run.open(to)

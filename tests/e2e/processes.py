@@ -87,7 +87,7 @@ def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, ou
         body(rank)
     except SystemExit as leaving:
         status = int(leaving.code or 0)
-    except BaseException as error:
+    except BaseException as error:  # what ends the process is what is tested
         traceback.print_exc()
         status = getattr(error, "exit_code", 1)
     sys.stdout.flush()

@@ -97,7 +97,7 @@ class Manual(Noisy):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]  # as Lightning has it
+    def training_step(self, batch: Any, index: int) -> None:  # as Lightning has it
         body, head = self.optimizers()
         loss = super().training_step(batch, index)
         body.zero_grad()
@@ -146,7 +146,7 @@ class Logging(Noisy):
 class Iterating(Noisy):
     """Draws its batches itself."""
 
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]  # as Lightning has it
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # as Lightning has it
         batch, _, _ = next(dataloader_iter)
         return self(batch).pow(2).mean()
 

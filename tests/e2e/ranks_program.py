@@ -23,7 +23,7 @@ class Sharded(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES + 1)
-        self.norm = self.drop = None  # type: ignore[assignment]
+        self.norm = self.drop = None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.last(torch.relu(self.first(inputs)))

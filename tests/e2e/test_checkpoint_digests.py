@@ -266,7 +266,7 @@ def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_pa
 
 
 @pytest.mark.ddp
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # torch's and Lightning's own of sharding, by the dozen
 def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
     def make() -> Fit:
         class Sharded(Steady):

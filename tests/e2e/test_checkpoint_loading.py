@@ -63,7 +63,7 @@ def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str
 
 
 def test_the_sidecar_of_another_checkpoint_is_refused(saved: str, tmp_path: Path) -> None:
-    other = fit(tmp_path, every(tmp_path, 3)).run().trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    other = fit(tmp_path, every(tmp_path, 3)).run().trainer.checkpoint_callback.best_model_path
     shutil.copy(f"{other}.digests.json", f"{saved}.digests.json")
     with pytest.raises(CheckpointMismatchError, match="those of another checkpoint"):
         Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=saved)

@@ -132,7 +132,7 @@ def run_killed(work: Callable[[], object], at: int) -> bool:
 
     stream = Place.stream
     try:
-        Place.stream = torn  # type: ignore[method-assign]
+        Place.stream = torn
         for name in CHANGES:
             setattr(os, name, counted(getattr(os, name)))
         work()
@@ -161,7 +161,7 @@ def test_a_kill_at_any_change_leaves_a_pair_that_agrees(state: str, tmp_path: Pa
             sidecar.rename(f"{sidecar}.next")
             Path(f"{sidecar}.old").write_bytes(earlier)
         before = attachments(path) if path.exists() else None
-        was_killed = run_killed(lambda path=path: save(path, 3, rank=b"two"), at=number)  # type: ignore[misc]
+        was_killed = run_killed(lambda path=path: save(path, 3, rank=b"two"), at=number)
         if path.exists():
             assert check_checkpoint(path).equal, names(folder)
             assert attachments(path) in (before, {"rank": b"two"})
@@ -182,7 +182,7 @@ def test_a_kill_at_any_change_of_an_amendment_leaves_a_pair_that_agrees(tmp_path
     path = tmp_path / "x.ckpt"
     for number in range(50):
         id = save(path, 1, rank=b"one")
-        was_killed = run_killed(lambda id=id: amend(Place.of(path), id=id, name="rank", content=b"two"), at=number)  # type: ignore[misc]
+        was_killed = run_killed(lambda id=id: amend(Place.of(path), id=id, name="rank", content=b"two"), at=number)
         assert check_checkpoint(path).equal
         assert attachments(path) in ({"rank": b"one"}, {"rank": b"two"})
         if not was_killed:

@@ -90,7 +90,7 @@ def train(wrap: Callable[[nn.Module], nn.Module], rank: int, *, is_traced: bool)
 
 
 def shard(model: nn.Module) -> nn.Module:
-    fully_shard(model[0])  # type: ignore[index]
+    fully_shard(model[0])
     return fully_shard(model)
 
 

@@ -17,7 +17,7 @@ from det_callbacks.trace.program import Site
 from det_callbacks.trace.steps import StepTrace
 
 # torch 2.13 renames some of them
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own functions
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_what_cannot_be_digested_is_named():
     with pytest.raises(TypeError, match=r"first\.weight|weight"):
         digest_state(nn.LazyLinear(3))
     with pytest.raises(TypeError, match="takes a module or a mapping such as a state_dict; got Tensor"):
-        digest_state(torch.ones(2))  # type: ignore[arg-type]
+        digest_state(torch.ones(2))
     with pytest.raises(DetCallbacksError, match=r"'a\.b'"):
         digest_state({"a": {"b": 1}, "a.b": 2})
     deep: dict[str, object] = {}

@@ -52,4 +52,4 @@ def test_buffers_that_are_not_bytes_count_by_their_bytes() -> None:
     with pytest.raises(TypeError):
         stream.update(numbers[::2])
     with pytest.raises(TypeError):
-        stream.update("text")  # type: ignore[arg-type]
+        stream.update("text")

@@ -31,7 +31,7 @@ class Thread:
     def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         try:
             self._told[self.rank] = (True, action())
-        except Exception as error:
+        except Exception as error:  # what is raised is what is tested
             self._told[self.rank] = (False, error)
         self._barrier.wait(10)
         told = list(self._told)
@@ -54,7 +54,7 @@ def on_threads(world_size: int, body: Callable[[Thread], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             said[rank] = body(Thread(rank, barrier, told))
-        except Exception as error:
+        except Exception as error:  # what is raised is what is tested
             said[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
