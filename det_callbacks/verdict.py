@@ -135,7 +135,8 @@ class EnvironmentDifference:
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
-    ``first_divergence`` is the least in the order (step, position in the step, rank).
+    ``first_divergence`` is the least in the order (step, position in the step, rank). ``evidence`` is what led to the
+    cause, one line a finding, in the order of time.
     """
 
     verdict: VerdictName
@@ -148,6 +149,7 @@ class Verdict:
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
+    evidence: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -166,6 +168,7 @@ class Verdict:
             "origins": [origin.to_dict() for origin in self.origins],
             "cause": self.cause,
             "explanation": self.explanation,
+            "evidence": list(self.evidence),
             "counts": asdict(self.counts),
             "coverage": {
                 **asdict(self.coverage),

@@ -1,11 +1,12 @@
 """The callback's arguments: what is allowed, and the message for everything else."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.replay import ReplayChoice
+from det_callbacks.resume.generators import HELD_TYPES
 from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
@@ -29,6 +30,9 @@ def check_arguments(
     audit_runs: object,
     require_digests: object,
     resume: object,
+    generators: object,
+    watch_callbacks: object,
+    keep_batch_values: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
@@ -46,11 +50,28 @@ def check_arguments(
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
     if not isinstance(require_digests, bool):
         raise SelectionError(f"require_digests must be True or False; got {require_digests!r}.")
+    for name, value in (("watch_callbacks", watch_callbacks), ("keep_batch_values", keep_batch_values)):
+        if not isinstance(value, bool):
+            raise SelectionError(f"{name} must be True or False; got {value!r}.")
+    _check_generators(generators)
     is_list = isinstance(audit_steps, Sequence) and not isinstance(audit_steps, str) and len(audit_steps) > 0
     if not is_list or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[attr-defined]  # a list
         raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
     if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
         raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
+
+
+def _check_generators(generators: object) -> None:
+    if generators is None:
+        return
+    if not isinstance(generators, Mapping) or not all(isinstance(name, str) and name for name in generators):
+        raise SelectionError(f"generators must be a mapping of name -> generator; got {generators!r}.")
+    for name, generator in generators.items():
+        if not isinstance(generator, HELD_TYPES):
+            raise SelectionError(
+                f"generators: {name!r} must be a generator of torch, NumPy or Python's random; got "
+                f"{type(generator).__name__}."
+            )
 
 
 def check_replay(selection: Selection) -> None:

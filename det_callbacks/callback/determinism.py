@@ -12,24 +12,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
-from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
+from det_callbacks.callback.alerts import AlertCallback
+from det_callbacks.callback.arguments import check_arguments, check_audit, check_replay
 from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.beginning import check_fit, new_run
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.together import Together
-from det_callbacks.callback.tracing import Tracing
+from det_callbacks.callback.tracing import MarksPoints, Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
-from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
+from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
 
 
-class DeterminismCallback(AlertCallback):
+class DeterminismCallback(MarksPoints, AlertCallback):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
@@ -67,6 +69,10 @@ class DeterminismCallback(AlertCallback):
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
             leaves all that to Lightning.
+        generators: name -> generator (torch's, NumPy's, Python's) whose state is noted too, to tell who drew from it.
+            Those that the training loaders hold are found.
+        watch_callbacks: also note the generators around every hook of the other callbacks, 10 microseconds each.
+        keep_batch_values: keep indices and text of each batch (file names) as they are, to name the first other sample.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
@@ -117,6 +123,9 @@ class DeterminismCallback(AlertCallback):
         audit_runs: int = 2,
         require_digests: bool = False,
         resume: Literal["exact", "warn", "plain"] = "exact",
+        generators: Mapping[str, Any] | None = None,
+        watch_callbacks: bool = False,
+        keep_batch_values: bool = False,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -132,6 +141,9 @@ class DeterminismCallback(AlertCallback):
             audit_runs=audit_runs,
             require_digests=require_digests,
             resume=resume,
+            generators=generators,
+            watch_callbacks=watch_callbacks,
+            keep_batch_values=keep_batch_values,
         )
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
@@ -159,6 +171,9 @@ class DeterminismCallback(AlertCallback):
         self.audit_runs = audit_runs
         self.require_digests = require_digests
         self.resume = resume
+        self.generators = dict(generators or {})
+        self.watch_callbacks = watch_callbacks
+        self.keep_batch_values = keep_batch_values
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
@@ -189,42 +204,14 @@ class DeterminismCallback(AlertCallback):
             self._begin_alerts(self.settings, pl_module)
             return
         self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
-        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
+        alike = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
+        self._together.do(lambda: check_fit(self, trainer, pl_module, alike=alike), task="checking the settings")
         self._begin_alerts(self.settings, pl_module)
-        run = self._run = self._run or self._new_run()
+        run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
             self.selection = run.check_reference(self.selection, root=lambda: _root(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
-
-    def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
-        check_processes(self.mode, trainer.world_size)
-        if self.settings is not None:
-            require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
-            if self.settings.seed is not None:
-                require_seeded_before(pl_module)
-
-    def _new_run(self) -> Recording | Verifying | Auditing:
-        if self.mode == "audit":
-            return Auditing(
-                self.current,
-                kind=self.audit,
-                steps=self.audit_steps,
-                num_runs=self.audit_runs,
-                on_divergence=self.on_divergence,
-            )
-        assert self.reference is not None
-        if self.mode == "record":
-            return Recording(self.reference, peers=self._together, overwrite=self.overwrite, replay=self.replay)
-        return Verifying(
-            self.reference,
-            self.current,
-            peers=self._together,
-            steps=self.steps,
-            on_divergence=self.on_divergence,
-            replay=self.replay.patterns,
-        )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -257,7 +244,11 @@ class DeterminismCallback(AlertCallback):
             run.begin_fit(manifest, self.selection, root=_root(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
-        self._trace = Tracing(pl_module, run, selection=self.selection, alerts=self._alerts, is_resumed=is_resumed)
+        evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
+        self._trace = Tracing(
+            pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
+        )
+        evidence.attach(trainer, own=self)
         self._loads.open(pl_module, run.put_weight_loads)  # with what configure_model made
 
     @override
@@ -269,6 +260,7 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("epoch start")
         if self._checkpointing is not None:
             self._checkpointing.resuming.begin_epoch()
 
@@ -320,6 +312,7 @@ class DeterminismCallback(AlertCallback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
+        self._mark("epoch end")
         if self._checkpointing is not None:
             self._checkpointing.resuming.end_epoch()
 

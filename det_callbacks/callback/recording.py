@@ -18,6 +18,7 @@ from det_callbacks.errors import (
 )
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
@@ -195,6 +196,12 @@ class Recording:
 
     def _has_saved_tensors(self) -> bool:
         return self.saved is not None and bool(self.saved.keys)
+
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Keep what explains the step that ends."""
+        if self._agreement is not None:
+            self._agreement.put_evidence(rows)
+        self._running().put_evidence(rows)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""

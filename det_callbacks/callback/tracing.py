@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
+from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.loops import leave_out_logging, mark_training_step
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
@@ -23,6 +25,7 @@ class Tracing:
         run: what the steps are written to, or compared with.
         selection: what is traced.
         alerts: collects ops without a deterministic implementation; None where nothing does.
+        evidence: gathers what explains a difference.
         is_resumed: the fit begins in the middle of a run.
     """
 
@@ -33,9 +36,11 @@ class Tracing:
         *,
         selection: Selection,
         alerts: Alerts | None,
+        evidence: Evidence,
         is_resumed: bool,
     ) -> None:
         self._run = run
+        self.evidence = evidence
         self._selection = selection
         self._alerts = alerts
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
@@ -75,14 +80,17 @@ class Tracing:
     def begin_step(self, step: int, batch: Any) -> None:
         """Open the trace for a step, if it is a selected one."""
         if not self._selection.selects_step(step):
+            self.evidence.begin_step(batch, ())
             return
         expected = self._run.expectation(step, self._hash_mode.digest_state)
         is_first = self._is_first or step == 0  # one that an exception had ended is done again after a resume
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
+        self.evidence.begin_step(batch, self._hash_mode.sketch)
 
     def note_loss(self, loss: Any) -> None:
         """Record the loss, before the backward pass."""
+        self.evidence.mark("after forward")
         self._hash_mode.record_values("forward", loss, "loss")
 
     def begin_gradients(self) -> None:
@@ -95,6 +103,8 @@ class Tracing:
         Raises:
             TraceError: it could not be traced.
         """
+        self.evidence.mark("batch end")
+        self._run.put_evidence(self.evidence.take(step))
         if not self._hash_mode.is_open:
             return False
         self._hash_mode.record_values("state", outputs, "outputs")
@@ -116,6 +126,7 @@ class Tracing:
 
     def close(self) -> None:
         """Leave nothing open. May be called more than once."""
+        self.evidence.detach()
         self._observations.abandon()
         deactivate(self._observations)
         self._hash_mode.abandon()
@@ -128,3 +139,35 @@ class Tracing:
     def _put_alerts(self) -> None:
         assert self._alerts is not None
         self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
+
+
+class MarksPoints(pl.Callback):
+    """The hooks of a callback in which nothing is done but to note the generators."""
+
+    _trace: Tracing | None = None
+
+    def _mark(self, point: str) -> None:
+        if self._trace is not None:
+            self._trace.evidence.mark(point)
+
+    @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("before the sanity check")
+
+    @override
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("after the sanity check")
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._mark("before validation")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._mark("after validation")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("after backward")

@@ -28,6 +28,7 @@ from det_callbacks.report import (
     verified_line,
     waiting_line,
 )
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -184,6 +185,10 @@ class Verifying:
     def run_id(self) -> str:
         """Random identity of the run that is verified."""
         return self._running().run_id
+
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Keep what explains the step that ends, as long as it may be the first that differs."""
+        self._running().put_evidence(rows)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""

@@ -1,14 +1,17 @@
 """What a resumed recording runs again has to be what the run holds already."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
 from det_callbacks.compare.rank_verdicts import RankVerdict
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
@@ -48,6 +51,8 @@ class Agreement:
         self._view: StepView | None = None
         self._builder = VerdictBuilder(str(earlier.path), str(earlier.path))
         self._builder.set_batches(partial(find_batch, earlier))
+        self._evidence = LiveEvidence(rank)
+        self._builder.set_evidence(EvidenceFinder(RunEvidence(earlier), self._evidence))
         self._builder.set_environment(
             compare_environments(reference_environment(earlier), Environment.from_dict(manifest["environment"]))
         )
@@ -77,6 +82,10 @@ class Agreement:
         """Return the chain that the run holds at a step."""
         return self.earlier.rank(self._rank).chain(self._segment, step)
 
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Take what explains the step that ends."""
+        self._evidence.add(rows)
+
     def begin(self) -> None:
         """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
         self._is_begun = True
@@ -89,7 +98,9 @@ class Agreement:
         if view is None or view.record.step != step:
             view = self.earlier.view(self._rank, self._segment, step)
         self.num_steps += 1
-        return add_traced_step(self._builder, view, trace, epoch=epoch, is_resumed=is_resumed)
+        differs = add_traced_step(self._builder, view, trace, epoch=epoch, is_resumed=is_resumed)
+        self._evidence.end_step(self._segment, step, differs=differs)
+        return differs
 
     def of_rank(self) -> RankVerdict:
         """Return what this rank found, with where it began; raise as ``verdict`` does."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
 from det_callbacks.compare.restored import find_unrestored
@@ -17,6 +19,7 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
@@ -66,6 +69,8 @@ class Verification:
         self._done: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_batches(partial(find_batch, reference))
+        self._evidence = LiveEvidence(rank)
+        self._builder.set_evidence(EvidenceFinder(RunEvidence(reference), self._evidence))
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
@@ -104,6 +109,10 @@ class Verification:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Take what explains the step that ends."""
+        self._evidence.add(rows)
+
     def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
         """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
         self._writer.put_weight_loads(loads)
@@ -120,6 +129,7 @@ class Verification:
         if self._writer.is_leader:
             (self.current / VERDICT_FILE).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
+        self._evidence.begin_segment()
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment] = []
         if segment:
@@ -188,6 +198,8 @@ class Verification:
             reference = reached_part(reference, trace.view(rank=self.rank, step=step, segment=segment))
         self.num_steps += 1
         differs = add_traced_step(self._builder, reference, trace, epoch=epoch, is_resumed=is_resumed)
+        if rows := self._evidence.end_step(segment, step, differs=differs):
+            self._writer.put_evidence(rows)
         if differs:
             self._keep(trace, step, epoch)
         return differs

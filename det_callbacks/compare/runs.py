@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -79,6 +81,7 @@ def compare_runs(
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
     builder = VerdictBuilder(str(reference), str(current))
     builder.set_batches(partial(find_batch, ours))
+    builder.set_evidence(EvidenceFinder(RunEvidence(ours), RunEvidence(theirs)))
     builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
     if ours.world_size != theirs.world_size:
         builder.refuse(

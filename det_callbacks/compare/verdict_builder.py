@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from det_callbacks.compare.cause import explain_step, find_cause, show_choices, show_machine
+from det_callbacks.compare.answer import EvidenceFinder, answer
 from det_callbacks.compare.collectives import Classification, classify, explain
-from det_callbacks.compare.loads import explain_loads
+from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.rank_verdicts import Order, RankVerdict
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
+from det_callbacks.compare.wording import show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
@@ -57,6 +58,7 @@ class VerdictBuilder:
         self._unrestored: tuple[str, ...] = ()
         self._world_size = 0
         self._find_batch: FindBatch | None = None
+        self._find_evidence: EvidenceFinder | None = None
         self._notes: list[str] = []
         self._refusals: list[str] = []
         self._num_steps = self._num_sites = self._num_differing = 0
@@ -136,6 +138,10 @@ class VerdictBuilder:
     def set_batches(self, find_batch: FindBatch) -> None:
         """Set what finds the step at which the reference had a batch: see ``find_batch``, without the run."""
         self._find_batch = find_batch
+
+    def set_evidence(self, finder: EvidenceFinder) -> None:
+        """Set what finds the evidence of both runs for the first step that differs."""
+        self._find_evidence = finder
 
     def set_unrestored(self, names: Sequence[str]) -> None:
         """Set which restored state is not what the reference ended the step before with."""
@@ -222,7 +228,7 @@ class VerdictBuilder:
             verdict = "not_comparable"
         elif self.has_divergence:
             verdict = "diverged"
-        first, cause, explanation = self._judge()
+        first, cause, explanation, evidence = self._judge()
         return Verdict(
             verdict=verdict,
             reference=self._names[0],
@@ -246,6 +252,7 @@ class VerdictBuilder:
                 replayed=self._replayed,
             ),
             environment=self._environment,
+            evidence=evidence,
         )
 
     def of_rank(self, rank: int, verdict: Verdict) -> RankVerdict:
@@ -281,8 +288,8 @@ class VerdictBuilder:
             else replace(known, first=min(known.first, step), last=max(known.last, step), count=known.count + 1)
         )
 
-    def _judge(self) -> tuple[Divergence | None, Cause | None, str]:
-        """Return the first divergence, its cause and what is to be said of it."""
+    def _judge(self) -> tuple[Divergence | None, Cause | None, str, tuple[str, ...]]:
+        """Return the first divergence, its cause, what is to be said of it, and the evidence."""
         by_steps = min(self._first.values(), key=lambda known: known[0], default=None)
         whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
         show_rank = len(self._ranks | {steps.rank for steps in self._whole.values()}) > 1
@@ -293,9 +300,10 @@ class VerdictBuilder:
                 explain_whole_steps(
                     self._whole.values(), show_rank=show_rank, num_equal=None if self._first else self._num_steps
                 ),
+                (),
             )
         if by_steps is None:
-            return None, None, self._explain_match()
+            return None, None, self._explain_match(), ()
         first_divergence = by_steps[1].findings[0].divergence
         ranks = self._classify()
         if ranks is not None and ranks.collective is not None and not ranks.origins:
@@ -306,30 +314,29 @@ class VerdictBuilder:
             ):
                 first_divergence = replace(first_divergence, is_origin=True)
             text = f"Step {first_divergence.step}, {first_divergence.phase}: {explain(ranks)}"
-            return first_divergence, "collective", text
+            return first_divergence, "collective", text, ()
         if ranks is not None and ranks.origins:
             by_steps = min((self._first[rank] for rank in ranks.origins), key=lambda known: known[0])
         _, difference, is_first, is_resumed = by_steps
-        unrestored = self._unrestored if is_resumed else ()
-        batch_of = self._step_of_batch(difference)
-        cause = find_cause(
-            difference,
-            self._environment,
+        evidence, unread = (None, "") if self._find_evidence is None else self._find_evidence.find(difference)
+        facts = Facts(
+            difference=difference,
+            environment=self._environment,
             is_first=is_first,
             is_resumed=is_resumed,
-            unrestored=unrestored,
-            batch_of=batch_of,
+            unrestored=self._unrestored if is_resumed else (),
+            batch_of=self._step_of_batch(difference),
+            evidence=evidence,
         )
-        text = explain_step(
-            difference, show_rank=show_rank, is_resumed=is_resumed, unrestored=unrestored, batch_of=batch_of
-        )
-        if cause in ("initial_weights", "checkpoint"):
-            text += explain_loads(*self._loads, segment=difference.segment, step=difference.step)
+        found = answer(facts, loads=self._loads, show_rank=show_rank, unread=unread)
+        text = found.text
         if ranks is not None and (among := explain(ranks)):
             text += f"; {among}"
         if self._whole:
             text += f"; besides, {explain_whole_steps(self._whole.values(), show_rank=show_rank)}"
-        return first_divergence, cause, text
+        if found.advice:
+            text += f". {found.advice}"
+        return first_divergence, found.cause, text, found.evidence
 
     def _classify(self) -> Classification | None:
         """Return who started the difference; None unless all ranks were compared."""

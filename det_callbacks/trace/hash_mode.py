@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.trace.batches import record_batch
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.named import (
     Entry,
@@ -17,7 +18,6 @@ from det_callbacks.trace.named import (
     flatten,
     gradients,
     optimizer_state,
-    record_batch,
     record_generators,
     record_group,
 )
@@ -95,6 +95,8 @@ class HashMode:
         self.recorder.names.list_state = self._state
         self._interceptor: Interceptor | None = None
         self.is_open = False
+        self.sketch: tuple[int, ...] = ()
+        """Of the samples of the last batch: see ``record_batch``."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -136,7 +138,7 @@ class HashMode:
         if is_first:
             record_group(recorder, "initial state", "state", self._state(), is_source=True)
         if batch is not None:
-            record_batch(recorder, batch)
+            self.sketch = record_batch(recorder, batch)
         record_generators(recorder)
         self.is_open = True
         try:

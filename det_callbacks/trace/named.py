@@ -1,17 +1,14 @@
-"""Sites that are no ops: batches, losses, gradients, parameters, buffers, optimizer state and generators."""
+"""Sites that are no ops: losses, gradients, parameters, buffers, optimizer state and generators."""
 
 import dataclasses
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from ctypes import string_at
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.digest import digest_bytes, digest_rows, digest_spans, digest_tensor
+from det_callbacks.digest import digest_spans, digest_tensor
 from det_callbacks.trace.building import owner_of
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import (
@@ -32,22 +29,7 @@ from det_callbacks.trace.tree import Event, scalar_bits
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
 
-_WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-
-MAX_SAMPLES = 1024
-"""Samples of a batch up to which they are also digested one by one, to tell their order from their content."""
-
 Entry = tuple[str, Tensor | int | float | bool]
-
-
-def record_batch(recorder: Recorder, batch: Any) -> None:
-    """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples."""
-    for name, tensor in flatten(batch, "batch"):
-        record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
-        if isinstance(tensor, Tensor) and holds_data(tensor) and tensor.dim() and 2 <= tensor.shape[0] <= MAX_SAMPLES:
-            samples = digest_samples(tensor)
-            if samples is not None:
-                _record_bits(recorder, "samples", "data", name, samples, role="samples")
 
 
 def record_generators(recorder: Recorder) -> None:
@@ -61,7 +43,7 @@ def record_generators(recorder: Recorder) -> None:
         states += [(GeneratorName("torch.cuda"), digest_generator(g)) for g in torch.cuda.default_generators]
     for name, bits in states:
         recorder.generators.read(name, recorder.num_sites)
-        _record_bits(recorder, "generator", "rng", name, bits, role="generator")
+        record_bits(recorder, "generator", "rng", name, bits, role="generator")
 
 
 def record_group(
@@ -174,7 +156,8 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
         recorder.append_output(tensor, reads)
 
 
-def _record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: int, *, role: Role) -> None:
+def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: int, *, role: Role) -> None:
+    """Record 64 bits that are no tensor's, such as the digest of a generator."""
     _enter(recorder, label, phase, "", [], [name], role)
     recorder.append_bits(bits, recorder.layouts.none)
 
@@ -333,25 +316,3 @@ def gradients(parameters: Iterable[nn.Parameter], parameter_names: Mapping[int, 
         for number, parameter in enumerate(parameters)
         if parameter.grad is not None
     ]
-
-
-def digest_samples(tensor: Tensor) -> int | None:
-    """Return a digest of a batch tensor that does not depend on the order of its samples (dimension 0).
-
-    It is the digest of the sorted digests of the samples' bytes; of the sorted samples themselves where they have 1,
-    2, 4 or 8 bytes, as labels do. None for tensors whose samples are not bytes in a row (sparse, quantised, sub-byte).
-    Costs 0.2 microseconds a sample besides the digests.
-    """
-    if has_parts(tensor) or tensor.is_quantized or not tensor.numel():
-        return None
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
-            tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    samples = tensor.shape[0]
-    address = tensor.data_ptr()
-    size = tensor.numel() // samples * tensor.itemsize
-    if size in _WORDS:
-        words = np.frombuffer(string_at(address, samples * size), dtype=_WORDS[size])
-        return digest_bytes(np.sort(words).tobytes())
-    digests = sorted(digest_rows(address, samples, size))
-    return digest_bytes(struct.pack(f"<{samples}Q", *digests))

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.evidence import EvidenceWriter, Row, evidence_path
 from det_callbacks.trace.peers import ALONE, Peers, Seat, count_processes, take_seats
 from det_callbacks.trace.program import Layout, Program, chain_digest
 from det_callbacks.trace.run_files import (
@@ -56,6 +57,7 @@ class RunWriter:
         self._loads: dict[int, Sequence[WeightLoad]] = {}
         self._chain: int | None = 0 if not attempt else None
         self._file: BinaryIO | None = None
+        self._evidence: EvidenceWriter | None = None
         # Wherever a kill comes, run.json tells only of files that are there: it is written after them.
         peers.do(self._open_first, task=f"opening its stream in {path}")
         peers.do(self._write_manifest, task=f"writing run.json in {path}")
@@ -185,6 +187,12 @@ class RunWriter:
         self._chain, self._last_step = chain, step
         return chain
 
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Keep what explains a step, beside the steps of this fit; see ``trace/evidence.py``."""
+        if self._evidence is None:
+            self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
+        self._evidence.append(rows)
+
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that this process has called so far."""
         replace_atomically(
@@ -211,6 +219,7 @@ class RunWriter:
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
         finished = self._file
+        self._end_evidence()
         self._segment += 1
         self._last_step = -1
         self._chain = 0
@@ -223,6 +232,7 @@ class RunWriter:
     def close(self, *, complete: bool) -> None:
         """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once."""
         finished, self._file = self._file, None
+        self._end_evidence()
         self._end(finished, complete=complete)
 
     def discard_attempt(self) -> None:
@@ -239,7 +249,8 @@ class RunWriter:
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         for number in range(segments):
             stream = stream_path(self.path, self._rank, self._attempt, number)
-            stream.unlink(missing_ok=True)
+            for path in (stream, evidence_path(stream)):
+                path.unlink(missing_ok=True)
         if self._loads:
             self._loads.clear()
             self._write_loads()
@@ -274,6 +285,11 @@ class RunWriter:
             self.close(complete=False)
             raise OSError(f"{self.path}: only {written} of {len(view)} bytes could be written; is the disk full?")
         self.bytes_written += written
+
+    def _end_evidence(self) -> None:
+        evidence, self._evidence = self._evidence, None
+        if evidence is not None:
+            evidence.close()
 
     def _end(self, file: BinaryIO | None, *, complete: bool) -> None:
         if file is None:

@@ -1,7 +1,8 @@
 import pytest
 from step_builder import StepBuilder, training_step
 
-from det_callbacks.compare.cause import find_cause
+from det_callbacks.compare.cause import judge as judge_facts
+from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError
@@ -108,7 +109,7 @@ def test_parameter_read_from_outside(is_first, cause):
     difference = builder.add_step(reference.view(), current.view(), is_first=is_first)
     verdict = builder.finish()
     assert verdict.cause == cause
-    assert find_cause(difference, (), is_first=is_first) == cause
+    assert judge_facts(Facts(difference=difference, is_first=is_first)).cause == cause
     assert "an input from outside the trace, net.weight differs" in verdict.explanation
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from det_callbacks.digest import digest_memory, digest_rows
-from det_callbacks.trace.named import digest_samples
+from det_callbacks.trace.batches import samples_of
 
 NUM_SAMPLES = 6
 
@@ -24,14 +24,27 @@ def test_samples_do_not_depend_on_their_order_and_on_nothing_less(dtype, shape):
     samples = (
         torch.arange(1, 1 + NUM_SAMPLES * max(1, torch.Size(shape).numel())).reshape(NUM_SAMPLES, *shape).to(dtype)
     )
-    digest = digest_samples(samples)
-    assert digest is not None
-    assert digest_samples(samples.flip(0)) == digest
-    assert digest_samples(samples.repeat(2, *[1] * len(shape))[::2]) != digest
+    digest = samples_of(samples).digest
+    assert samples_of(samples.flip(0)).digest == digest
+    assert samples_of(samples.repeat(2, *[1] * len(shape))[::2]).digest != digest
     changed = samples.clone()
     changed.view(-1)[-1] = 0
-    assert digest_samples(changed) != digest
+    assert samples_of(changed).digest != digest
 
 
 def test_repeated_samples_count():
-    assert digest_samples(torch.tensor([1, 1, 2])) != digest_samples(torch.tensor([1, 2, 2]))
+    assert samples_of(torch.tensor([1, 1, 2])).digest != samples_of(torch.tensor([1, 2, 2])).digest
+
+
+def test_a_sample_with_a_small_digest_is_in_the_sketch_of_nearly_every_batch_that_it_is_in():
+    samples = torch.rand(2_000, 5, generator=torch.Generator().manual_seed(0))
+    batches = samples.split(50)
+    shuffled = samples[torch.randperm(2_000, generator=torch.Generator().manual_seed(1))].split(50)
+    sketched = {digest for batch in batches for digest in samples_of(batch).sketch}
+    found = [digest in sketched for batch in shuffled for digest in samples_of(batch).sketch[:2]]
+    assert sum(found) >= 0.95 * len(found)
+    assert not any(digest in sketched for digest in samples_of(samples[:50] + 1).sketch)
+
+
+def test_labels_have_no_sketch_since_they_repeat():
+    assert samples_of(torch.arange(50)).sketch == ()

@@ -1,0 +1,220 @@
+"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from det_callbacks.callback.draw_watch import Drawn, DrawWatch
+from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
+from det_callbacks.resume import find_generators
+from det_callbacks.trace.components import has_parts, holds_data
+from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.ledger import CONSTANTS, Ledger
+from det_callbacks.trace.named import flatten
+
+BATCH = "batch"
+"""The point at which what a batch holds is noted."""
+
+_FIT_START = "fit start"
+_HOOKS = (
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+
+
+class Evidence:
+    """Gathers the evidence of one fit; some 40 microseconds a step.
+
+    Args:
+        generators: name -> generator of the user's, besides those that the loaders hold.
+        around_callbacks: whether the generators are also noted around each hook of every other callback.
+        keeps_values: whether the indices and the text in a batch are kept as they are, beside their digests.
+    """
+
+    def __init__(self, generators: Mapping[str, Any], *, around_callbacks: bool, keeps_values: bool) -> None:
+        self._registered = dict(generators)
+        self._around_callbacks = around_callbacks
+        self._keeps_values = keeps_values
+        self._ledger = Ledger()
+        self._ledger.held = self._registered
+        self._draws = DrawWatch(self._ledger.mark, self._note_setting)
+        self._trainer: pl.Trainer | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    def attach(self, trainer: pl.Trainer, own: pl.Callback) -> None:
+        """Follow a fit that is about to start, before its data is set up.
+
+        Args:
+            trainer: whose fit it is.
+            own: the callback that this is for, which is not followed.
+        """
+        self.detach()
+        self._trainer = trainer
+        self._ledger.mark(_FIT_START, with_seeds=True)
+        state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
+        with unobserved():
+            self._ledger.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
+        others = [callback for callback in _callbacks_of(trainer) if callback is not own]
+        for hook in _HOOKS:
+            names = [type(callback).__qualname__ for callback in others if _has_hook(callback, hook)]
+            if is_overridden(hook, trainer.lightning_module, pl.LightningModule):
+                names.append(type(trainer.lightning_module).__qualname__)
+            if names:
+                self._ledger.note(_FIT_START, f"callbacks of {hook}", text=", ".join(names))
+        if self._around_callbacks:
+            for callback in others:
+                self._mark_around(callback)
+        loop: Any = trainer.fit_loop
+        original = loop._load_combined_loader_states  # called just before the loader is first iterated over
+
+        def load_and_follow() -> None:
+            original()
+            loader = loop._combined_loader
+            self._draws.attach(loader)
+            roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
+            left = (pl.Trainer, pl.LightningModule)
+            self._ledger.held = {**find_generators(roots, left=left), **self._registered}
+
+        loop._load_combined_loader_states = load_and_follow
+        self._undo.append(lambda: vars(loop).pop("_load_combined_loader_states", None))
+
+    def detach(self) -> None:
+        """Leave loops, loaders and callbacks as they were; may be called more than once."""
+        self._draws.detach()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def mark(self, point: str) -> None:
+        """Note the states of all generators at a point of the fit."""
+        if self._trainer is not None:
+            self._ledger.mark(point)
+
+    def begin_step(self, batch: Any, sketch: Sequence[int]) -> None:
+        """Note what the batch of a step is made of, when its trace has begun.
+
+        Args:
+            batch: as the training step gets it.
+            sketch: of its samples, see ``det_callbacks.trace.batches``.
+        """
+        self._ledger.mark("batch start", with_seeds=True)
+        for number, digest in enumerate(sketch):
+            self._ledger.note(BATCH, f"sample {number}", digest)
+        assert self._trainer is not None
+        fetcher: Any = self._trainer.fit_loop._data_fetcher
+        waiting = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        drawn = self._draws.current(waiting)
+        if drawn is None:
+            return
+        for loader, index in drawn.indices.items():
+            indices = _whole_numbers(index)
+            if indices is not None:
+                text = json.dumps(indices) if self._keeps_values else ""
+                self._ledger.note(BATCH, f"indices of {loader}", _digest(indices), text)
+                self._ledger.note(BATCH, f"sorted indices of {loader}", _digest(sorted(indices)))
+        self._note_loaded(drawn, batch)
+        if self._keeps_values:
+            for name, text in _texts(drawn.batch, "batch"):
+                self._ledger.note(BATCH, name, digest_bytes(text.encode()), text)
+
+    def take(self, step: int) -> list[Row]:
+        """Return the evidence up to the end of a step, since the last time."""
+        return self._ledger.take(step)
+
+    def _note_loaded(self, drawn: Drawn, batch: Any) -> None:
+        """Note what left the loader, where the training step gets something else: moved to a device, or transformed."""
+        given = {id(value) for _, value in flatten(batch, "batch")}
+        with unobserved():
+            for name, value in flatten(drawn.batch, "batch"):
+                if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
+                    self._ledger.note(BATCH, f"{name} as loaded", digest_tensor(value))
+
+    def _note_setting(self, name: str, text: str) -> None:
+        self._ledger.note("before the loader starts", name, text=text)
+
+    def _mark_around(self, callback: pl.Callback) -> None:
+        for hook in _HOOKS:
+            if _has_hook(callback, hook):
+                setattr(callback, hook, self._marked(getattr(callback, hook), f"{type(callback).__qualname__}.{hook}"))
+                self._undo.append(partial(callback.__dict__.pop, hook, None))
+
+    def _marked(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._ledger.mark(f"before {name}")
+            result = call(*args, **kwargs)
+            self._ledger.mark(f"after {name}")
+            return result
+
+        return marked
+
+
+def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether a tensor holds one value only, as biases and scales do at the start; the first 4,096 are read."""
+    if not holds_data(tensor) or has_parts(tensor) or tensor.numel() < 2:
+        return tensor.numel() == 1
+    head = tensor.detach().flatten()[:4096]
+    return bool((head == head[0]).all())
+
+
+def _has_hook(callback: pl.Callback, hook: str) -> bool:
+    return getattr(type(callback), hook, None) is not getattr(pl.Callback, hook)
+
+
+def _whole_numbers(index: Any) -> list[int] | None:
+    """Return what a sampler said as a list of numbers; None where it is something else."""
+    values = index if isinstance(index, list | tuple) else [index]
+    try:
+        return [int(value) for value in values]
+    except (TypeError, ValueError):
+        return None  # names, slices, pairs: then only what was loaded tells batches apart
+
+
+def _digest(numbers: Sequence[int]) -> int:
+    return digest_bytes(repr(numbers).encode())
+
+
+def _texts(tree: Any, name: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the text in a batch as JSON: (path, list of texts), one alone as a list of one."""
+    if isinstance(tree, str | bytes):
+        yield name, json.dumps([_as_text(tree)])
+    elif depth == 20 or isinstance(tree, Tensor):
+        return
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _texts(value, f"{name}[{key!r}]", depth + 1)
+    elif isinstance(tree, list | tuple):
+        if tree and all(isinstance(value, str | bytes) for value in tree):
+            yield name, json.dumps([*map(_as_text, tree)])
+            return
+        for index, value in enumerate(tree):
+            yield from _texts(value, f"{name}[{index}]", depth + 1)
+
+
+def _as_text(value: str | bytes) -> str:
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

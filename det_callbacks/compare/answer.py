@@ -1,0 +1,96 @@
+"""The answer to why a step differs: its cause, what is to be said of it, and the evidence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from det_callbacks.compare.cause import judge
+from det_callbacks.compare.evidence import Evidence, LiveEvidence, RunEvidence, compare_windows, sketch_of
+from det_callbacks.compare.explain import explain_step
+from det_callbacks.compare.facts import Facts
+from det_callbacks.compare.loads import explain_loads
+from det_callbacks.compare.proof import evidence_lines
+from det_callbacks.compare.step import StepDifference
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.weight_loads import WeightLoad
+from det_callbacks.verdict import Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Why a step differs.
+
+    Attributes:
+        cause: as the verdict names it.
+        text: where it starts, with what, and why there; without its final stop.
+        advice: what can be done; likewise, "" where there is nothing to add.
+        evidence: what led to the cause, one line a finding.
+    """
+
+    cause: Cause
+    text: str
+    advice: str
+    evidence: tuple[str, ...]
+
+
+class EvidenceFinder:
+    """Finds the evidence of both runs for a step that differs.
+
+    Args:
+        reference: of the reference.
+        current: of the run that is compared.
+    """
+
+    def __init__(self, reference: RunEvidence, current: RunEvidence | LiveEvidence) -> None:
+        self._reference = reference
+        self._current = current
+
+    def find(self, difference: StepDifference) -> tuple[Evidence | None, str]:
+        """Return the evidence, None where a run has none, and what is to be said of that."""
+        place = (difference.rank, difference.segment, difference.step)
+        try:
+            ours, theirs = self._reference.window(*place), self._current.window(*place)
+            if ours is None or theirs is None:
+                return None, ""
+            sketch = sketch_of(theirs, difference.step)
+            has_other_data = any(item.is_source and item.divergence.phase == "data" for item in difference.findings)
+            found_at = self._reference.find_samples(*place, sketch) if sketch and has_other_data else None
+            return compare_windows(ours, theirs, difference.step, found_at=found_at), ""
+        except ReferenceFormatError as error:
+            return None, f"the evidence of generators and data could not be used: {error}"
+
+
+def answer(
+    facts: Facts,
+    *,
+    loads: tuple[Sequence[WeightLoad], Sequence[WeightLoad]],
+    show_rank: bool,
+    unread: str = "",
+) -> Answer:
+    """Return why a step differs.
+
+    Args:
+        facts: what is known of it.
+        loads: where the reference and the current run loaded weights.
+        show_rank: whether the text names the rank.
+        unread: why there is no evidence, "" where there is nothing to say.
+    """
+    difference = facts.difference
+    judgement = judge(facts)
+    text = explain_step(
+        difference,
+        show_rank=show_rank,
+        is_resumed=facts.is_resumed,
+        unrestored=facts.unrestored,
+        batch_of=facts.batch_of,
+    )
+    if judgement.cause in ("initial_weights", "checkpoint"):
+        text += explain_loads(*loads, segment=difference.segment, step=difference.step)
+    lines = evidence_lines(
+        difference, facts.evidence, facts.environment, is_first=facts.is_first, batch_of=facts.batch_of
+    )
+    return Answer(
+        cause=judgement.cause,
+        text=text,
+        advice=judgement.advice,
+        evidence=(*lines, unread) if unread else lines,
+    )

@@ -1,0 +1,352 @@
+"""From the evidence of two runs to what explains a difference: who drew from a generator, and which samples came."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import zip_longest
+
+from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
+from det_callbacks.trace.ledger import CONSTANTS, SEED
+from det_callbacks.trace.store import Run
+
+SKETCHED = 4
+"""Samples of a batch that are looked for in the reference: those with the smallest digests."""
+
+MIN_FOUND = 0.75
+"""Share of them that is enough: one may have been left out of a sketch."""
+
+_BATCH = "batch"
+_LOADER = "before the loader starts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What one run found from the last step that is known to be equal to the end of the one that differs.
+
+    Attributes:
+        rows: in order.
+        settings: of the loaders, as of the last time they were started: "num_workers of train_dataloader" -> "2".
+        hooks: "on_train_batch_end" -> the callbacks that have it.
+        num_constant: initial tensors that hold one value only, whatever the seed.
+    """
+
+    rows: tuple[Row, ...]
+    settings: Mapping[str, str]
+    hooks: Mapping[str, str]
+    num_constant: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorChange:
+    """How a generator came to another state than the reference's.
+
+    Attributes:
+        name: "torch.cpu", "train_dataloader.sampler.generator".
+        equal_at: (step, point) where both were last equal; None where they never were in this fit.
+        differs_at: (step, point) where they first differ.
+        points: what ran in between, each point of either run that lies there, from ``equal_at`` on.
+        only_reference: points there that only the reference has.
+        only_current: likewise.
+        seeds: of the reference and the current run, at the next point where they were noted; None where they were not.
+    """
+
+    name: str
+    equal_at: tuple[int, str] | None
+    differs_at: tuple[int, str]
+    points: tuple[str, ...] = ()
+    only_reference: tuple[str, ...] = ()
+    only_current: tuple[str, ...] = ()
+    seeds: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchChange:
+    """How the batch of a step came to be another than the reference's.
+
+    Attributes:
+        indices: what the samplers said: "same", "reordered" (the same samples in another order), "other", or None
+            where it cannot be told.
+        is_loaded_alike: whether what left the loaders was the same, and only what was made of it differs; None where
+            the training step got what left the loaders.
+        found_at: step of the reference whose batch holds samples of this one; None where none does, or none was looked
+            for.
+        was_searched: whether samples were looked for.
+        first_text: name in the batch, position and the two texts of the first that differs; None unless they were kept.
+        settings: of the loaders, that differ: name -> text in the reference and in the current run.
+    """
+
+    indices: str | None = None
+    is_loaded_alike: bool | None = None
+    found_at: int | None = None
+    was_searched: bool = False
+    first_text: tuple[str, int, str, str] | None = None
+    settings: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of a step that differs, besides its sites.
+
+    Attributes:
+        generators: those that differ at the end of the step or before, in the order in which they came to.
+        batch: of the step.
+        hooks: of the callbacks, in the current run.
+        num_constant: initial tensors that hold one value only, whatever the seed.
+    """
+
+    generators: tuple[GeneratorChange, ...]
+    batch: BatchChange
+    hooks: Mapping[str, str]
+    num_constant: int = 0
+
+
+class RunEvidence:
+    """Reads the evidence of a recorded run.
+
+    Args:
+        run: opened.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def window(self, rank: int, segment: int, step: int) -> Window | None:
+        """Return the evidence up to a step; None where the run has none of it.
+
+        Raises:
+            ReferenceFormatError: it is damaged.
+        """
+        earlier = [int(other) for other in self._run.rank(rank).steps(segment) if other < step]
+        rows = (row for row in self._rows(rank, segment, step) if row.step <= step)
+        return gather_window(rows, since=earlier[-1] if earlier else None)
+
+    def find_samples(self, rank: int, segment: int, step: int, wanted: Sequence[int]) -> int | None:
+        """Return the first step of the run with a batch that holds one of the samples, if most are somewhere in it.
+
+        Args:
+            rank: of the process.
+            segment: fit.
+            step: any step of the attempt that is looked through.
+            wanted: digests of samples.
+        """
+        steps: dict[int, int] = {}
+        for row in self._rows(rank, segment, step):
+            if row.point == _BATCH and row.value in wanted and row.name.startswith("sample "):
+                steps.setdefault(row.value, row.step)
+        return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
+
+    def _rows(self, rank: int, segment: int, step: int) -> Iterator[Row]:
+        stream = self._run.rank(rank).stream_of(segment, step)
+        return read_evidence(evidence_path(stream), run_id=self._run.run_id)
+
+
+class LiveEvidence:
+    """The evidence of a fit under way, from the last equal step on.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._rows: list[Row] = []
+        self._settings: dict[str, str] = {}
+        self._hooks: dict[str, str] = {}
+        self._is_first = True
+        self._found: tuple[int, int, Window] | None = None
+
+    def begin_segment(self) -> None:
+        """Start another fit."""
+        self._rows.clear()
+        self._settings.clear()
+        self._hooks.clear()
+        self._is_first = True
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add what was gathered up to the end of a step."""
+        if self._found is None:
+            self._rows.extend(rows)
+
+    def end_step(self, segment: int, step: int, *, differs: bool) -> tuple[Row, ...]:
+        """Note how a step compared; return the rows that belong to it where it is the first that differs."""
+        if self._found is not None:
+            return ()
+        known = gather_window(self._rows, since=None)
+        if known is None:
+            return ()
+        self._settings.update(known.settings)
+        self._hooks.update(known.hooks)
+        if differs:
+            self._found = (segment, step, replace(known, settings=dict(self._settings), hooks=dict(self._hooks)))
+            return tuple(self._rows)
+        self._rows = [*_from_batch_start(row for row in self._rows if row.step == step)]
+        return ()
+
+    def window(self, rank: int, segment: int, step: int) -> Window | None:
+        """Return the evidence up to a step that differs."""
+        if self._found is None or (rank, segment, step) != (self._rank, *self._found[:2]):
+            return None
+        return self._found[2]
+
+
+def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
+    """Return what rows up to a step say; None where there are none.
+
+    Args:
+        rows: from the start of the fit, or from the last equal step on.
+        since: step that is known to be equal; None takes all rows.
+    """
+    kept: list[Row] = []
+    settings: dict[str, str] = {}
+    hooks: dict[str, str] = {}
+    num_constant = 0
+    for row in rows:
+        if row.text and row.point == _LOADER:
+            settings[row.name] = row.text
+        elif row.text and row.name.startswith("callbacks of "):
+            hooks[row.name.removeprefix("callbacks of ")] = row.text
+        elif row.name == CONSTANTS:
+            num_constant = row.value
+        elif since is None or row.step >= since:
+            kept.append(row)
+    if since is not None:
+        last = [row for row in kept if row.step == since]
+        kept = [*_from_batch_start(last), *(row for row in kept if row.step > since)]
+    if not kept:
+        return None
+    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant)
+
+
+def compare_windows(reference: Window, current: Window, step: int, *, found_at: int | None = None) -> Evidence:
+    """Return what two windows of the same step tell.
+
+    Args:
+        reference: of the reference.
+        current: of the run that differs.
+        step: that differs.
+        found_at: step of the reference with the samples of this batch, see ``RunEvidence.find_samples``.
+    """
+    changes = [
+        change
+        for name in dict.fromkeys(row.name for row in current.rows if _is_generator(row))
+        if (change := _generator_change(reference, current, step, name)) is not None
+    ]
+    order = {(row.step, row.point): number for number, row in enumerate(current.rows)}
+    changes.sort(key=lambda change: order.get(change.differs_at, len(order)))
+    return Evidence(
+        generators=tuple(changes),
+        batch=_batch_change(reference, current, step, found_at),
+        hooks=current.hooks,
+        num_constant=min(reference.num_constant, current.num_constant),
+    )
+
+
+def sketch_of(window: Window, step: int) -> list[int]:
+    """Return the samples of the batch of a step that are looked for in the reference."""
+    names = {f"sample {number}" for number in range(SKETCHED)}
+    return [row.value for row in window.rows if row.step == step and row.point == _BATCH and row.name in names]
+
+
+def _from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
+    has_begun = False
+    for row in rows:
+        has_begun |= row.point == "batch start"
+        if has_begun and row.point != _BATCH:
+            yield row
+
+
+def _is_generator(row: Row) -> bool:
+    return row.point != _BATCH and not row.text and not row.name.startswith(SEED)
+
+
+def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
+    """Return how a generator came to differ by the end of the step; None where it did not."""
+    ours, theirs = (_states(window, step, name) for window in (reference, current))
+    if not ours or not theirs:
+        return None
+    matcher = SequenceMatcher(None, [point for _, point, _ in ours], [point for _, point, _ in theirs], autojunk=False)
+    pairs = [
+        (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
+    ]
+    first = next((index for index, (a, b) in enumerate(pairs) if ours[a][2] != theirs[b][2]), None)
+    if first is None:
+        return None
+    a, b = pairs[first]
+    from_a, from_b = pairs[first - 1] if first else (a, b)
+    middle = (ours[from_a + 1 : a], theirs[from_b + 1 : b])
+    only = [[point for _, point, _ in rows] for rows in middle]
+    points = [theirs[from_b][1], *only[1], *(point for point in only[0] if point not in only[1])] if first else []
+    return GeneratorChange(
+        name=name,
+        equal_at=theirs[from_b][:2] if first else None,
+        differs_at=theirs[b][:2],
+        points=tuple(points),
+        only_reference=tuple(point for point in only[0] if point not in only[1]),
+        only_current=tuple(point for point in only[1] if point not in only[0]),
+        seeds=_seeds(reference, current, theirs[b][:2], SEED + name),
+    )
+
+
+def _states(window: Window, step: int, name: str) -> list[tuple[int, str, int]]:
+    """Return (step, point, state) of a generator up to the end of a step."""
+    return [
+        (row.step, row.point, row.value)
+        for row in window.rows
+        if row.name == name and row.point != _BATCH and row.step <= step
+    ]
+
+
+def _seeds(reference: Window, current: Window, place: tuple[int, str], name: str) -> tuple[int, int] | None:
+    known = []
+    for window in (reference, current):
+        is_reached, seed = False, None
+        for row in window.rows:
+            is_reached |= (row.step, row.point) == place
+            if is_reached and row.name == name:
+                seed = row.value
+                break
+        known.append(seed)
+    return None if known[0] is None or known[1] is None else (known[0], known[1])
+
+
+def _batch_change(reference: Window, current: Window, step: int, found_at: int | None) -> BatchChange:
+    ours, theirs = (_batch_rows(window, step) for window in (reference, current))
+    names = [name for name in theirs if name.startswith("indices of ") and name in ours]
+    indices = None
+    if names:
+        is_sorted_alike = all(
+            _value(ours, f"sorted {name}") == _value(theirs, f"sorted {name}") is not None for name in names
+        )
+        is_alike = all(ours[name].value == theirs[name].value for name in names)
+        indices = "same" if is_alike else "reordered" if is_sorted_alike else "other"
+    loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
+    texts = [name for name in theirs if theirs[name].text and name in ours and ours[name].value != theirs[name].value]
+    return BatchChange(
+        indices=indices,
+        is_loaded_alike=all(ours[name].value == theirs[name].value for name in loaded) if loaded else None,
+        found_at=found_at,
+        was_searched=bool(sketch_of(current, step)),
+        first_text=_first_text(texts[0], ours[texts[0]].text, theirs[texts[0]].text) if texts else None,
+        settings={
+            name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
+            for name in {**reference.settings, **current.settings}
+            if reference.settings.get(name) != current.settings.get(name)
+        },
+    )
+
+
+def _batch_rows(window: Window, step: int) -> dict[str, Row]:
+    return {row.name: row for row in window.rows if row.step == step and row.point == _BATCH}
+
+
+def _value(rows: Mapping[str, Row], name: str) -> int | None:
+    return rows[name].value if name in rows else None
+
+
+def _first_text(name: str, ours: str, theirs: str) -> tuple[str, int, str, str]:
+    """Return the first item that differs of two lists as they are kept: name, position and both texts."""
+    left, right = ([str(item) for item in json.loads(text)] for text in (ours, theirs))
+    pairs = enumerate(zip_longest(left, right, fillvalue="nothing"))
+    position, items = next((position, items) for position, items in pairs if items[0] != items[1])
+    return name, position, *items

@@ -1,0 +1,138 @@
+"""The evidence of a process: what explains a difference, kept beside the steps and not compared with them.
+
+    rank-00000/attempt-000.evidence.arrows      Arrow IPC stream, zstd, one record batch for some steps
+
+A row is what was found at one point on the way to the end of a step: the state of a generator, the digest of a batch
+as it left the loader, a setting of the loader. Rows between two steps belong to the one that comes. Some 150 bytes a
+step; what was gathered since the last record batch is lost in a kill, and with it a part of an explanation only.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import pyarrow as pa
+
+from det_callbacks.digest import digest_bytes, format_digest
+from det_callbacks.trace.run_files import FORMAT_VERSION, damaged
+
+EVIDENCE_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("point", pa.string()),
+        ("name", pa.string()),
+        ("value", pa.uint64()),
+        ("text", pa.string()),
+    ]
+)
+
+STEPS_PER_BATCH = 64
+MAX_ROWS = 10_000
+"""Rows after which a record batch is written, however few steps they are of."""
+
+_DIGEST = b"digest"
+
+
+class Row(NamedTuple):
+    """One finding.
+
+    Attributes:
+        step: that it belongs to.
+        point: when, in the order of the run: "batch start", "before validation".
+        name: what: "torch.cpu", "batch[0] as loaded", "num_workers of train_dataloader".
+        value: 64 bits of it, mostly a digest.
+        text: of what is no number, "" where there is none.
+    """
+
+    step: int
+    point: str
+    name: str
+    value: int
+    text: str = ""
+
+
+def evidence_path(stream: Path) -> Path:
+    """Return where the evidence beside a stream of steps lies."""
+    return stream.with_name(f"{stream.name.removesuffix('.arrows')}.evidence.arrows")
+
+
+class EvidenceWriter:
+    """Writes the rows of one fit of one process, in the order in which they come.
+
+    Args:
+        path: of the file; it is made, or replaced.
+        run_id: of the run that it belongs to.
+    """
+
+    def __init__(self, path: Path, *, run_id: str) -> None:
+        self.path = path
+        self._rows: list[Row] = []
+        self._num_steps = 0
+        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        schema = EVIDENCE_SCHEMA.with_metadata({"format_version": str(FORMAT_VERSION), "run_id": run_id})
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._stream: pa.RecordBatchStreamWriter | None = pa.ipc.new_stream(self._file, schema, options=options)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add the rows of a step."""
+        self._rows.extend(rows)
+        self._num_steps += 1
+        if self._num_steps >= STEPS_PER_BATCH or len(self._rows) >= MAX_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is there."""
+        rows, self._rows, self._num_steps = self._rows, [], 0
+        if rows and self._stream is not None:
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            batch = pa.record_batch(columns, schema=EVIDENCE_SCHEMA)
+            metadata = {_DIGEST: format_digest(_digest_rows(rows)).encode()}
+            self._stream.write_batch(batch, custom_metadata=metadata)
+
+    def close(self) -> None:
+        """Write the rest and close the file; may be called more than once."""
+        self.flush()
+        stream, self._stream = self._stream, None
+        file, self._file = self._file, None
+        if stream is not None and file is not None:
+            stream.close()
+            file.close()
+
+
+def read_evidence(path: Path, *, run_id: str) -> Iterator[Row]:
+    """Yield the rows of a file in order, up to the last whole record batch; none where there is no file.
+
+    Raises:
+        ReferenceFormatError: it is damaged, or of another run or version.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        try:
+            stream = pa.ipc.open_stream(file)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise damaged(path, f"it does not begin as evidence does ({error})") from error
+        wanted = {"format_version": str(FORMAT_VERSION), "run_id": run_id}
+        found = {key.decode(): value.decode() for key, value in (stream.schema.metadata or {}).items()}
+        if found != wanted or not stream.schema.equals(EVIDENCE_SCHEMA):
+            raise damaged(path, f"it is of another run or version ({json.dumps(found)})")
+        while True:
+            try:
+                batch, metadata = stream.read_next_batch_with_custom_metadata()
+                columns = [column.to_pylist() for column in batch.columns]
+                digest = dict(metadata or {}).get(_DIGEST)
+            except StopIteration:
+                return
+            except (pa.ArrowException, OSError, ValueError):
+                if file.read(1):
+                    raise damaged(path, "a record batch in its middle cannot be read") from None
+                return  # a kill left it half written
+            rows = [Row(*values) for values in zip(*columns, strict=True)]
+            if any(None in row for row in rows) or digest != format_digest(_digest_rows(rows)).encode():
+                raise damaged(path, "a record batch is not what its digest says")
+            yield from rows
+
+
+def _digest_rows(rows: Sequence[Row]) -> int:
+    return digest_bytes(json.dumps(rows, separators=(",", ":")).encode())

@@ -1,0 +1,89 @@
+"""The ledger: what state every random generator was in at each point of a fit."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator
+
+from det_callbacks.digest import digest_bytes
+from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.generators import (
+    NUMPY,
+    PYTHON,
+    TORCH_CPU,
+    digest_generator,
+    digest_numpy_generator,
+    digest_python_generator,
+)
+
+SEED = "seed of "
+"""Begins the name of the row that holds the seed of a torch generator."""
+
+
+CONSTANTS = "constant initial tensors"
+"""Name of the row with the number of parameters and buffers that hold one value only, at the start of a fit."""
+
+
+class Ledger:
+    """Collects the evidence of the step under way; some 5 microseconds a point.
+
+    Attributes:
+        held: name -> further generator whose state is noted: torch's, NumPy's or Python's.
+    """
+
+    def __init__(self) -> None:
+        self.held: Mapping[str, Any] = {}
+        self._rows: list[tuple[str, str, int, str]] = []
+
+    def mark(self, point: str, *, with_seeds: bool = False) -> None:
+        """Note the states of all generators.
+
+        Args:
+            point: where the run is.
+            with_seeds: also note what torch's were seeded with.
+        """
+        add = self._rows.append
+        add((point, PYTHON, digest_python_generator(), ""))
+        add((point, NUMPY, digest_numpy_generator(), ""))
+        add((point, TORCH_CPU, digest_generator(torch.default_generator), ""))
+        if with_seeds:
+            add((point, SEED + TORCH_CPU, _bits(torch.initial_seed()), ""))
+        if torch.cuda.is_initialized():
+            for index, generator in enumerate(torch.cuda.default_generators):
+                add((point, f"torch.cuda:{index}", digest_generator(generator), ""))
+        for name, held in self.held.items():
+            add((point, name, _digest_held(held), ""))
+            if with_seeds and isinstance(held, Generator):
+                add((point, SEED + name, _bits(held.initial_seed()), ""))
+
+    def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
+        """Note something else at a point."""
+        self._rows.append((point, name, value, text))
+
+    def take(self, step: int) -> list[Row]:
+        """Return what was collected since the last time, as rows of a step."""
+        rows, self._rows = self._rows, []
+        return [Row(step, *row) for row in rows]
+
+
+def _digest_held(generator: Any) -> int:
+    if isinstance(generator, Generator):
+        return digest_generator(generator)
+    if isinstance(generator, random.Random):
+        return digest_bytes(repr(generator.getstate()).encode())
+    if isinstance(generator, np.random.RandomState):
+        return _digest_numpy(generator.get_state(legacy=False))
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return _digest_numpy(bits.state)
+
+
+def _digest_numpy(state: Any) -> int:
+    return digest_bytes(json.dumps(state, default=lambda array: array.tolist()).encode())
+
+
+def _bits(seed: int) -> int:
+    return seed & 0xFFFF_FFFF_FFFF_FFFF

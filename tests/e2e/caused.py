@@ -1,0 +1,192 @@
+"""Two trainings, a network for digits and one for characters, and the ways in which people make them differ."""
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from trainers import quiet_trainer
+
+from det_callbacks import DeterminismCallback
+from det_callbacks.verdict import Verdict
+
+BATCH = 16
+SAMPLES = 96
+STEPS = 9
+"""One epoch and a half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a training is made of; the fields are what can be got wrong."""
+
+    network: str = "digits"
+    seed: int | None = 0
+    is_seeded_late: bool = False
+    shuffle_seed: int | None = 1
+    listing: str = "sorted"
+    augment: str = "none"
+    num_workers: int = 0
+    draws_in_validation: bool = False
+    callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    dropout_seed: int | None = None
+    change_weight: str = ""
+    load_from: int | None = None
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    loss_scale: float = 1.0
+    activation: type[nn.Module] = nn.ReLU
+    trainer: dict[str, Any] = field(default_factory=dict)
+    level: str = "op"
+    ckpt_path: Path | None = None
+
+    def fit(self, mode: str, reference: Path, **arguments: Any) -> DeterminismCallback:
+        """Train once, with the callback in a mode."""
+        if self.seed is not None and not self.is_seeded_late:
+            pl.seed_everything(self.seed, verbose=False)
+        module = Module(self)
+        if self.is_seeded_late:
+            pl.seed_everything(self.seed, verbose=False)
+        if self.change_weight:
+            with torch.no_grad():
+                module.get_parameter(self.change_weight).add_(1e-3)
+        if self.load_from is not None:
+            pl.seed_everything(self.load_from, verbose=False)
+            other = Module(self)
+            pl.seed_everything(self.seed, verbose=False)
+            module.load_state_dict(other.state_dict())
+        arguments = {"level": self.level} if mode == "record" else {"on_divergence": "collect", **arguments}
+        callback = DeterminismCallback(reference, mode=mode, **arguments)
+        options = {"max_steps": STEPS, "max_epochs": None, "val_check_interval": 3, "num_sanity_val_steps": 0}
+        others = (make() for make in self.callbacks)
+        trainer = quiet_trainer(callback, *others, default_root_dir=reference.parent, **{**options, **self.trainer})
+        trainer.fit(module, *self.loaders(), ckpt_path=self.ckpt_path)
+        return callback
+
+    def record(self, reference: Path) -> Path:
+        """Record it."""
+        self.fit("record", reference)
+        return reference
+
+    def verify(self, reference: Path, **options: Any) -> Verdict:
+        """Compare it with a reference and return the verdict."""
+        try:
+            callback = self.fit("verify", reference, **options)
+        except Exception as error:
+            verdict: Verdict | None = getattr(error, "verdict", None)
+            if verdict is None:
+                raise
+            return verdict
+        assert callback.verdict is not None
+        return callback.verdict
+
+    def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
+        """The loaders of training and validation."""
+        data = Listed(self)
+        generator = None if self.shuffle_seed is None else torch.Generator().manual_seed(self.shuffle_seed)
+        train = DataLoader(data, BATCH, shuffle=True, generator=generator, num_workers=self.num_workers)
+        return train, DataLoader(Listed(replace(self, augment="none")), 2 * BATCH)
+
+
+class Listed(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that lie behind a listing, as files do behind the names in a folder."""
+
+    def __init__(self, training: Training) -> None:
+        self.inputs, self.labels = _DATA[training.network]()
+        self.names = [f"{number:03d}" for number in range(SAMPLES)]
+        if training.listing == "unsorted":
+            random.Random(5).shuffle(self.names)
+        self.augment = training.augment
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        number = int(self.names[index])
+        inputs = self.inputs[number]
+        if self.augment != "none" and inputs.is_floating_point():
+            worker = torch.utils.data.get_worker_info()
+            unseeded = None if self.augment == "seeded" or worker is None else torch.Generator()
+            if unseeded is not None:
+                unseeded.seed()
+            inputs = inputs + 0.1 * torch.rand(inputs.shape, generator=unseeded)
+        elif self.augment != "none":
+            inputs = inputs.clone()
+            inputs[random.SystemRandom().randrange(len(inputs)) if self.augment == "unseeded" else 0] = 1
+        return inputs, self.labels[number]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.training_of = argparse.Namespace(value=training)
+        self.net = _NETWORKS[training.network](training)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        training: Training = self.training_of.value
+        if training.dropout_seed is not None and batch_idx == 2:
+            torch.manual_seed(training.dropout_seed)
+        return cross_entropy(self.net(inputs).flatten(0, -2), labels.flatten()) * training.loss_scale
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+        if self.training_of.value.draws_in_validation:
+            torch.rand(3)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        training: Training = self.training_of.value
+        return torch.optim.AdamW(
+            self.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay
+        )
+
+
+def _digits_network(training: Training) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        training.activation(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(256, 10),
+    )
+
+
+class Characters(nn.Module):
+    """Predicts the next character of a text."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.act = training.activation()
+        self.head = nn.Linear(16, 128)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.act(self.encoder(self.embed(inputs))))
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    digits = load_digits()
+    return torch.tensor(digits.images[:SAMPLES], dtype=torch.float32)[:, None] / 16, torch.tensor(
+        digits.target[:SAMPLES]
+    )
+
+
+def _text() -> tuple[Tensor, Tensor]:
+    text = torch.tensor(list(Path(argparse.__file__).read_bytes()[: SAMPLES * 12 + 1])).clamp(max=127)
+    return text[:-1].view(SAMPLES, 12), text[1:].view(SAMPLES, 12)
+
+
+_DATA = {"digits": _digits, "text": _text}
+_NETWORKS: dict[str, Callable[[Training], nn.Module]] = {"digits": _digits_network, "text": Characters}
