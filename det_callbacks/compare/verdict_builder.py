@@ -1,7 +1,6 @@
 """Gathers the comparison of the steps of a run into one verdict."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -11,11 +10,12 @@ from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.rank_verdicts import Order, RankVerdict
 from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
-from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
+from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -50,20 +50,14 @@ class VerdictBuilder:
         self._may_receive: dict[int, bool] = {}
         self._whole: dict[tuple[int, int, str], WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
-        self._replayed: Mapping[str, Any] = {}
         self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
         self._unrestored: tuple[str, ...] = ()
         self._world_size = 0
         self._find_batch: FindBatch | None = None
         self._notes: list[str] = []
         self._refusals: list[str] = []
-        self._num_steps = self._num_sites = self._num_differing = 0
-        self._span: tuple[int, int] | None = None
-        self._ops_seen = self._ops_digested = 0
-        self._ops_skipped: Counter[str] = Counter()
-        self._opaque: set[str] = set()
+        self._tally = Tally()
 
     @property
     def has_divergence(self) -> bool:
@@ -94,7 +88,7 @@ class VerdictBuilder:
         difference = compare_steps(reference, current, limit=limit)
         self._count(rank, segment, current.record.step, current.program, difference.num_compared)
         if difference.num_differing:
-            self._num_differing += difference.num_differing
+            self._tally.num_differing += difference.num_differing
             self._num_described += len(difference.divergences)
             if rank not in self._first:
                 position = difference.findings[0].position
@@ -111,7 +105,7 @@ class VerdictBuilder:
         """Count steps of one program that are known to be equal; nothing is done for each of them."""
         if steps:
             self._count(rank, segment, steps[0], program, len(program) * len(steps), num_steps=len(steps))
-            self._include(steps[-1])
+            self._tally.include(steps[-1])
 
     def add_missing_step(self, rank: int, step: int, segment: int = 0) -> None:
         """Count a step that only the reference has."""
@@ -143,7 +137,7 @@ class VerdictBuilder:
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
-        self._replayed = replayed
+        self._tally.replayed = {name: dict(entry) for name, entry in replayed.items()}
 
     def note(self, text: str) -> None:
         """Add a sentence to the explanation: what was left out of the comparison, and why."""
@@ -158,7 +152,7 @@ class VerdictBuilder:
         """Return a builder that goes on from here without changing this one."""
         other = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, dict | set | list):
+            if isinstance(value, dict | set | list | Tally):
                 setattr(other, name, value.copy())
         return other
 
@@ -172,22 +166,13 @@ class VerdictBuilder:
         Raises:
             ValueError: both have steps of a rank.
         """
-        if self._ranks & part._ranks:
-            raise ValueError(f"both builders have steps of ranks {sorted(self._ranks & part._ranks)}")
+        if both := self._tally.ranks & part._tally.ranks:
+            raise ValueError(f"both builders have steps of ranks {sorted(both)}")
         self._num_described += part._num_described
         self._first.update(part._first)
         self._whole.update(part._whole)
         self._seen |= part._seen
-        self._ranks |= part._ranks
-        self._num_steps += part._num_steps
-        self._num_sites += part._num_sites
-        self._num_differing += part._num_differing
-        for step in part._span or ():
-            self._include(step)
-        self._ops_seen += part._ops_seen
-        self._ops_digested += part._ops_digested
-        self._ops_skipped.update(part._ops_skipped)
-        self._opaque |= part._opaque
+        self._tally.add(part._tally)
         self._trim()
 
     def _trim(self) -> None:
@@ -209,11 +194,11 @@ class VerdictBuilder:
         Raises:
             NothingComparedError: not a single site was compared.
         """
-        if not self._num_sites and not self.has_divergence and not self._refusals:
+        if not self._tally.num_sites and not self.has_divergence and not self._refusals:
             reference, current = self._names
             raise NothingComparedError(
                 f"Nothing was compared between the reference {reference} and {current}: "
-                + (f"{self._num_steps} steps held no site at all. " if self._num_steps else "no step was. ")
+                + (f"{self._tally.num_steps} steps held no site at all. " if self._tally.num_steps else "no step was. ")
                 + "That is no match. Check that both runs recorded steps, and with the same selection."
             )
         bits_differ = bool(self._first)
@@ -231,20 +216,8 @@ class VerdictBuilder:
             origins=self._origins(),
             cause=cause,
             explanation=self._explain(explanation, verdict),
-            counts=Counts(
-                steps_compared=self._num_steps,
-                sites_compared=self._num_sites,
-                sites_differing=self._num_differing,
-            ),
-            coverage=Coverage(
-                ranks=len(self._ranks),
-                steps=self._span,
-                ops_seen=self._ops_seen,
-                ops_digested=self._ops_digested,
-                ops_skipped=dict(sorted(self._ops_skipped.items())),
-                opaque_regions=tuple(sorted(self._opaque)),
-                replayed=self._replayed,
-            ),
+            counts=self._tally.counts(),
+            coverage=self._tally.coverage(),
             environment=self._environment,
         )
 
@@ -260,20 +233,10 @@ class VerdictBuilder:
         self, rank: int, segment: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1
     ) -> None:
         self._seen.add((rank, segment))
-        self._ranks.add(rank)
-        self._num_steps += num_steps
-        self._num_sites += num_sites
-        self._include(step)
-        self._ops_seen += program.ops_seen * num_steps
-        self._ops_digested += program.ops_digested * num_steps
-        self._ops_skipped.update({reason: count * num_steps for reason, count in program.ops_skipped.items()})
-        self._opaque.update(program.opaque_regions)
-
-    def _include(self, step: int) -> None:
-        self._span = (step, step) if self._span is None else (min(self._span[0], step), max(self._span[1], step))
+        self._tally.count(rank, step, program, num_sites, num_steps=num_steps)
 
     def _add_whole(self, rank: int, step: int, segment: int, kind: Literal["missing", "extra"]) -> None:
-        self._num_differing += 1
+        self._tally.num_differing += 1
         known = self._whole.get((rank, segment, kind))
         self._whole[rank, segment, kind] = (
             WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
@@ -285,13 +248,13 @@ class VerdictBuilder:
         """Return the first divergence, its cause and what is to be said of it."""
         by_steps = min(self._first.values(), key=lambda known: known[0], default=None)
         whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
-        show_rank = len(self._ranks | {steps.rank for steps in self._whole.values()}) > 1
+        show_rank = len(self._tally.ranks | {steps.rank for steps in self._whole.values()}) > 1
         if whole is not None and (by_steps is None or (whole.segment, whole.first, -1, whole.rank) < by_steps[0]):
             return (
                 whole.divergence(),
                 "structure",
                 explain_whole_steps(
-                    self._whole.values(), show_rank=show_rank, num_equal=None if self._first else self._num_steps
+                    self._whole.values(), show_rank=show_rank, num_equal=None if self._first else self._tally.num_steps
                 ),
             )
         if by_steps is None:
@@ -333,7 +296,7 @@ class VerdictBuilder:
 
     def _classify(self) -> Classification | None:
         """Return who started the difference; None unless all ranks were compared."""
-        if not self._world_size or self._ranks != set(range(self._world_size)):
+        if not self._world_size or self._tally.ranks != set(range(self._world_size)):
             return None
         known = (self._first.get(rank) for rank in range(self._world_size))
         return classify([None if first is None else first[1].among_ranks for first in known])
@@ -371,11 +334,11 @@ class VerdictBuilder:
         return " ".join(f"{part.rstrip('.')}." for part in parts if part)
 
     def _explain_match(self) -> str:
-        if not self._num_sites:
+        if not self._tally.num_sites:
             return ""
-        steps = f"{self._num_steps} step" + ("s" if self._num_steps != 1 else "")
-        ranks = f" of {len(self._ranks)} ranks" if len(self._ranks) > 1 else ""
-        return f"All {self._num_sites} sites of {steps}{ranks} agree, bit for bit"
+        steps = f"{self._tally.num_steps} step" + ("s" if self._tally.num_steps != 1 else "")
+        ranks = f" of {len(self._tally.ranks)} ranks" if len(self._tally.ranks) > 1 else ""
+        return f"All {self._tally.num_sites} sites of {steps}{ranks} agree, bit for bit"
 
 
 def _follows_exchange(difference: StepDifference) -> bool:
