@@ -9,12 +9,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpoints import CheckpointWatch
+from det_callbacks.callback.choices import trainer_choices
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.resuming import Resume, Resuming
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint import SaveContext
 from det_callbacks.checkpoint.sidecar import Sidecar
-from det_callbacks.environment import capture_environment, trainer_choices
+from det_callbacks.environment import capture_environment
 
 
 class Checkpointing:

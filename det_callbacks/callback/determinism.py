@@ -349,7 +349,9 @@ class DeterminismCallback(MarksPoints, AlertCallback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
-        self._together.fail(exception)
+        # a verdict is raised by all ranks together: none has to be told of it
+        if self.verdict is None or getattr(exception, "verdict", None) is not self.verdict:
+            self._together.fail(exception)
         was_fitting = self._is_fitting
         self._close_trace()
         self._end_alerts()

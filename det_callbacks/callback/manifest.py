@@ -5,7 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from det_callbacks.environment import capture_environment, trainer_choices
+from det_callbacks.callback.choices import trainer_choices
+from det_callbacks.environment import capture_environment
 from det_callbacks.settings import settings_in_force
 from det_callbacks.trace.selection import Selection
 

@@ -7,7 +7,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from det_callbacks.compare.agreement import Agreement
-from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
+from det_callbacks.compare.rank_findings import RankFindings
+from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -275,7 +276,7 @@ class Recording:
             "num_bytes": self._running().bytes_written,
             "num_agreed": 0 if agreement is None else agreement.num_steps,
             "has_diverged": self._has_diverged,
-            "found": agreement.of_rank().to_dict() if agreement is not None and is_comparison else None,
+            "found": agreement.findings().to_dict() if agreement is not None and is_comparison else None,
         }
 
     def _take_back(self, ended: Sequence[Mapping[str, Any]]) -> None:
@@ -284,7 +285,12 @@ class Recording:
         if self.peers.world_size == 1:
             verdict = self._agreement.verdict()
         else:
-            verdict = merge_verdicts([RankVerdict.from_dict(end["found"]) for end in ended if end["found"] is not None])
+            verdict = verdict_of_ranks(
+                [RankFindings.from_dict(end["found"]) for end in ended if end["found"] is not None],
+                world_size=self.peers.world_size,
+                reference=str(self.path),
+                current=str(self.path),
+            )
         self.verdict = verdict
         first = next(end for end in ended if end["has_diverged"])
         text = disagreement_text(

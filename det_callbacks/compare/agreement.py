@@ -8,7 +8,7 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
-from det_callbacks.compare.rank_verdicts import RankVerdict
+from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.trace.evidence import Row
@@ -50,6 +50,7 @@ class Agreement:
         self._is_begun = False
         self._view: StepView | None = None
         self._builder = VerdictBuilder(str(earlier.path), str(earlier.path))
+        self._builder.set_world_size(earlier.world_size)
         self._builder.set_batches(partial(find_batch, earlier))
         self._evidence = LiveEvidence(rank)
         self._builder.set_evidence(EvidenceFinder(RunEvidence(earlier), self._evidence))
@@ -102,9 +103,9 @@ class Agreement:
         self._evidence.end_step(self._segment, step, differs=differs)
         return differs
 
-    def of_rank(self) -> RankVerdict:
-        """Return what this rank found, with where it began; raise as ``verdict`` does."""
-        return self._builder.of_rank(self._rank, self.verdict())
+    def findings(self) -> RankFindings:
+        """Return what this rank found, for the others; raise as ``verdict`` does."""
+        return self._builder.findings(self._rank)
 
     def verdict(self) -> Verdict:
         """Return the verdict on the steps compared so far.

@@ -1,35 +1,17 @@
 """The answer to why a step differs: its cause, what is to be said of it, and the evidence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from det_callbacks.compare.cause import judge
 from det_callbacks.compare.evidence import Evidence, LiveEvidence, RunEvidence, compare_windows, sketch_of
 from det_callbacks.compare.explain import explain_step
 from det_callbacks.compare.facts import Facts
+from det_callbacks.compare.first_difference import Words
 from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.proof import evidence_lines
 from det_callbacks.compare.step import StepDifference
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.weight_loads import WeightLoad
-from det_callbacks.verdict import Cause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Why a step differs.
-
-    Attributes:
-        cause: as the verdict names it.
-        text: where it starts, with what, and why there; without its final stop.
-        advice: what can be done; likewise, "" where there is nothing to add.
-        evidence: what led to the cause, one line a finding.
-    """
-
-    cause: Cause
-    text: str
-    advice: str
-    evidence: tuple[str, ...]
 
 
 class EvidenceFinder:
@@ -65,7 +47,7 @@ def answer(
     loads: tuple[Sequence[WeightLoad], Sequence[WeightLoad]],
     show_rank: bool,
     unread: str = "",
-) -> Answer:
+) -> Words:
     """Return why a step differs.
 
     Args:
@@ -88,7 +70,7 @@ def answer(
     lines = evidence_lines(
         difference, facts.evidence, facts.environment, is_first=facts.is_first, batch_of=facts.batch_of
     )
-    return Answer(
+    return Words(
         cause=judgement.cause,
         text=text,
         advice=judgement.advice,

@@ -17,8 +17,11 @@ from det_callbacks.compare.align import Alignment
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import Site, StepView
 
-Side = Literal["origin", "receiver", "equal"]
+Side = Literal["origin", "receiver", "unknown", "equal"]
+Begins = Literal["own", "outside", "open", "none"]
 CallKey = tuple[str, str, int]
+MAX_MOMENTS = 4
+"""Steps since which ranks differ that a sentence names; the others are counted."""
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 
@@ -58,14 +61,19 @@ class RankDifference:
         rank: process.
         segment: fit of the run.
         step: first training batch that differs.
-        starts_here: something differs on this rank that nothing differing led to, and that no collective delivered.
+        begins: the surest of what differs there though nothing that was read differs, and no collective delivered it.
+            "own": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
+            "outside": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
+            the run's first difference that is the rank's own, and later it may follow from what another rank did.
+            "open": nobody recorded who wrote it, such as a gradient at a level below "op".
+            "none": a collective delivered all that differs.
         calls: the collectives that differ, in the order of the step.
     """
 
     rank: int
     segment: int
     step: int
-    starts_here: bool
+    begins: Begins
     calls: tuple[CollectiveCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,15 +97,17 @@ class Classification:
     """Who started a difference.
 
     Attributes:
-        sides: by rank: "origin" (it computed, or was given, something else), "receiver" (its own part agrees, a
-            collective delivered the difference) or "equal".
-        collective: the first call whose inputs agree on all ranks while its output differs: it is the origin itself.
-        through: the first call that brought the difference to a receiver, where ranks are the origin.
+        sides: by rank: "origin" (it computed, or was given, something else), "receiver" (its own part agrees, the
+            difference came from the other ranks), "unknown" (it may have been either) or "equal".
+        collective: the first call whose inputs agree on all ranks while its output differs: it is an origin itself.
+        through: the first call that brought the difference to a receiver.
+        since: by rank, segment and step of its first difference; None where nothing differs.
     """
 
     sides: tuple[Side, ...]
     collective: CollectiveCall | None = None
     through: CollectiveCall | None = None
+    since: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def origins(self) -> tuple[int, ...]:
@@ -106,8 +116,18 @@ class Classification:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """The ranks that a collective brought a difference."""
+        """The ranks that were brought a difference."""
         return tuple(rank for rank, side in enumerate(self.sides) if side == "receiver")
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """The ranks of which it cannot be told."""
+        return tuple(rank for rank, side in enumerate(self.sides) if side == "unknown")
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether a collective started it, and no rank can have."""
+        return self.collective is not None and not self.origins and not self.unknown
 
 
 def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
@@ -127,8 +147,8 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
         >>> got = CollectiveCall(
         ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=False, output_differs=True
         ... )
-        >>> zero = RankDifference(rank=0, segment=0, step=3, starts_here=False, calls=(got,))
-        >>> one = RankDifference(rank=1, segment=0, step=3, starts_here=True, calls=(sent,))
+        >>> zero = RankDifference(rank=0, segment=0, step=3, begins="none", calls=(got,))
+        >>> one = RankDifference(rank=1, segment=0, step=3, begins="own", calls=(sent,))
         >>> classify([zero, one]).sides
         ('receiver', 'origin')
     """
@@ -136,34 +156,73 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
         if known is not None and known.rank != place:
             raise ValueError(f"The entry of rank {place} is of rank {known.rank}: entries are ordered by rank.")
     differing = [known for known in per_rank if known is not None]
-    first = min(((known.segment, known.step) for known in differing), default=None)
-    earliest = [known for known in differing if (known.segment, known.step) == first]
+    first = min(map(_moment, differing), default=None)
+    earliest = [known for known in differing if _moment(known) == first]
     changed = {call.key for known in earliest for call in known.calls if call.input_differs}
-    delivered = [call for known in earliest for call in _delivered(known)]
-    sides: list[Side] = [
-        "equal" if known is None else "origin" if known.starts_here else "receiver" for known in per_rank
-    ]
+    sides = tuple("equal" if known is None else _side(known, earliest) for known in per_rank)
+    calls = [(known, call) for known in differing for call in _delivered(known)]
+    # what went in on all ranks is known of the first step that differs only
+    at_once = [(known, call) for known, call in calls if _moment(known) == first]
+    handed_on = [call for known, call in calls if _moment(known) != first or call.key in changed]
     return Classification(
-        sides=tuple(sides),
-        collective=next((call for call in delivered if call.key not in changed), None),
-        through=next((call for call in delivered if call.key in changed), None),
+        sides=sides,
+        collective=next((call for _, call in at_once if call.key not in changed), None),
+        through=next(iter(handed_on), None),
+        since=tuple(None if known is None else _moment(known) for known in per_rank),
     )
 
 
+def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
+    """Return who a rank that differs is, among the ranks that differ at the run's first differing step."""
+    is_early = any(known is other for other in earliest)
+    if known.begins == "own" or (known.begins == "outside" and is_early):
+        return "origin"
+    if known.begins == "none":
+        return "receiver"
+    if known.begins == "outside":
+        return "unknown"
+    if not is_early or any(other.begins in ("own", "outside") for other in earliest):
+        return "receiver"
+    # nobody else can have started it, or several may have
+    return "origin" if sum(other.begins == "open" for other in earliest) == 1 else "unknown"
+
+
 def explain(classification: Classification) -> str:
-    """Return a clause on where a difference started among the ranks, "" where there is nothing to add."""
-    call = classification.collective
-    if call is not None:
-        return (
-            f"what went into {show_call(call)} agrees on all ranks and what came out differs, so the collective itself "
-            "is the origin"
+    """Return a clause on where a difference started among the ranks, and since when which differ; "" for no ranks."""
+    texts = []
+    origins, receivers, unknown = classification.origins, classification.receivers, classification.unknown
+    if origins:
+        texts.append(f"it started on {_show(origins)}")
+    if classification.collective is not None:
+        texts.append(
+            f"what went into {show_call(classification.collective)} agrees on all ranks and what came out differs, so "
+            f"the collective itself is {'an origin too' if origins else 'the origin'}"
         )
-    call = classification.through
-    if call is None or not classification.receivers:
-        return ""
-    receivers, origins = _show(classification.receivers), _show(classification.origins)
-    start = f"it started on {origins}; " if origins else ""
-    return f"{start}{receivers} put in what the reference did and received the difference through {show_call(call)}"
+    if receivers and classification.through is not None:
+        through = show_call(classification.through)
+        texts.append(f"{_show(receivers)} put in what the reference did and received the difference through {through}")
+    elif receivers and classification.collective is None:
+        texts.append(f"{_show(receivers)} received the difference")
+    if unknown:
+        texts.append(f"whether {_show(unknown)} started a difference or received it cannot be told")
+    if any(classification.since):
+        texts.append(_show_since(classification))
+    return "; ".join(texts)
+
+
+def _show_since(classification: Classification) -> str:
+    """Return how many ranks differ, and since which step."""
+    by_moment: dict[tuple[int, int], list[int]] = {}
+    for rank, moment in enumerate(classification.since):
+        if moment is not None:
+            by_moment.setdefault(moment, []).append(rank)
+    shown = [
+        f"{_show(ranks)} from step {step}{f' of fit {segment}' if segment else ''} on"
+        for (segment, step), ranks in sorted(by_moment.items())
+    ]
+    more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_MOMENTS else ""
+    num_differing = sum(map(len, by_moment.values()))
+    return f"{num_differing} of {len(classification.since)} ranks differ ({', '.join(shown[:MAX_MOMENTS])}{more})"
 
 
 def show_call(call: CollectiveCall) -> str:
@@ -241,6 +300,10 @@ def is_in_flight(reference: StepView, current: StepView, left: int, right: int) 
         view.layout.entries[position] for view, position in ((reference, left), (current, right)) if position >= 0
     ]
     return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
+
+
+def _moment(known: RankDifference) -> tuple[int, int]:
+    return known.segment, known.step
 
 
 def _delivered(known: RankDifference) -> Iterator[CollectiveCall]:

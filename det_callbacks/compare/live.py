@@ -13,7 +13,8 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.partial import empty_step, reached_part
-from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
+from det_callbacks.compare.rank_findings import RankFindings
+from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -74,7 +75,9 @@ class Verification:
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
         )
-        self._builder.set_weight_loads(reference.weight_loads(rank), ())
+        if peers.world_size > 1:
+            self._builder.set_world_size(peers.world_size)
+        self._builder.set_weight_loads(reference.weight_loads(rank), (), rank=rank)
         self._peers = peers
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
@@ -116,7 +119,9 @@ class Verification:
     def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
         """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
         self._writer.put_weight_loads(loads)
-        self._builder.set_weight_loads(self.reference.weight_loads(self.rank), self._writer.weight_loads)
+        self._builder.set_weight_loads(
+            self.reference.weight_loads(self.rank), self._writer.weight_loads, rank=self.rank
+        )
 
     def begin_segment(self, segment: int, *, is_resumed: bool = False) -> None:
         """Start a fit; the verdict on the fits before it no longer holds.
@@ -230,13 +235,19 @@ class Verification:
             NothingComparedError: no step was compared.
             RankError: on another rank.
         """
+        builder = self._builder_with(pending)
         if self._peers.world_size == 1:
-            verdict, self.differs_anywhere = self._judge(pending).verdict, self.has_divergence
+            verdict, self.differs_anywhere = builder.finish(), self.has_divergence
         else:
             told = self._peers.agree(
-                lambda: [self._judge(pending).to_dict(), self.has_divergence], task="the end of the fit"
+                lambda: [builder.findings(self.rank).to_dict(), self.has_divergence], task="the end of the fit"
             )
-            verdict = merge_verdicts([RankVerdict.from_dict(part) for part, _ in told])
+            verdict = verdict_of_ranks(
+                [RankFindings.from_dict(found) for found, _ in told],
+                world_size=self._peers.world_size,
+                reference=str(self.reference.path),
+                current=str(self.current),
+            )
             self.differs_anywhere = any(differs for _, differs in told)
         if not pending or self.differs_anywhere:
             self.write(verdict)
@@ -244,21 +255,22 @@ class Verification:
 
     def finish_alone(self) -> Verdict:
         """Write the verdict on the steps of this rank, where the others do not come to the end of the fit any more."""
-        verdict = self._judge(0).verdict
+        verdict = self._builder.finish()
         if self._peers.world_size == 1:
             self.write(verdict)
         else:
             write_verdict(self.current / rank_folder(self.rank) / VERDICT_FILE, verdict)
         return verdict
 
-    def _judge(self, pending: int) -> RankVerdict:
+    def _builder_with(self, pending: int) -> VerdictBuilder:
+        """Return the builder, in which so many last fits of the reference count as missing."""
         builder = self._builder
         if pending and self._steps == "all":
             builder = builder.copy()
             for segment in self._ranks.segments[-pending:]:
                 for step in self._ranks.steps(segment):
                     builder.add_missing_step(self.rank, int(step), segment)
-        return builder.of_rank(self.rank, builder.finish())
+        return builder
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""

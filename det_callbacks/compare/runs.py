@@ -91,9 +91,10 @@ def compare_runs(
         return builder.finish()
     _require_same_selection(ours.manifest, theirs.manifest, reference, current)
     builder.set_world_size(ours.world_size)
-    builder.set_weight_loads(
-        *(tuple(load for rank in run.ranks for load in run.weight_loads(rank)) for run in (ours, theirs))
-    )
+    for rank in ours.ranks:
+        builder.set_weight_loads(ours.weight_loads(rank), theirs.weight_loads(rank), rank=rank)
+    if theirs.keeps != "all" and theirs.is_complete:
+        builder.set_agreeing(theirs.ranks)  # a rank without a step of its own agreed
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
     if check_files is None:
         check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES

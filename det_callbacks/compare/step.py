@@ -8,6 +8,7 @@ from det_callbacks.compare.align import Alignment, align
 from det_callbacks.compare.arguments import ArgumentDifference
 from det_callbacks.compare.changes import Changes, find_changes
 from det_callbacks.compare.collectives import (
+    Begins,
     CallKey,
     RankDifference,
     call_key,
@@ -17,7 +18,7 @@ from det_callbacks.compare.collectives import (
     is_in_flight,
 )
 from det_callbacks.compare.origin import OriginFinder, is_source, num_leading_sites
-from det_callbacks.trace.program import StepView, TensorLayout
+from det_callbacks.trace.program import Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
 MAX_SOURCES = 10_000
@@ -162,7 +163,7 @@ class _Description:
         origins: list[Divergence] = []
         findings: list[Finding] = []
         restored: list[Finding] = []
-        delivered, starts_here = self._beginnings(limit)
+        delivered, begins = self._beginnings(limit)
         for row in self._changes.kinds:
             is_wanted = len(divergences) < limit
             if not is_wanted and len(origins) >= limit:
@@ -197,37 +198,61 @@ class _Description:
                 rank=self._current.rank,
                 segment=self._current.record.segment,
                 step=self._current.record.step,
-                starts_here=starts_here,
+                begins=begins,
                 calls=differing_calls(self._reference, self._current, self._alignment, self._changes.kinds),
             ),
             delivered=tuple(delivered),
         )
 
-    def _beginnings(self, limit: int) -> tuple[list[tuple[CallKey, Divergence]], bool]:
-        """Return what a collective delivered with nothing differing before it here, and whether anything else began."""
+    def _beginnings(self, limit: int) -> tuple[list[tuple[CallKey, Divergence]], Begins]:
+        """Return what a collective delivered with nothing differing before it here, and what else began."""
         delivered: list[tuple[CallKey, Divergence]] = []
-        starts_here = False
+        begins: set[Begins] = set()
         calls: dict[int, CallKey] = {}
+        is_passed_on = was_delivered = False
         for row in self._changes.kinds:
             left, right = self._places(row)
+            site = self._site(row)
+            # Python may pass a number on, and what a collective delivered: by skipping an op, or calling it otherwise
+            is_passed_on |= site.role == "value"
             if self._finder.has_differing_input(left, right):
                 continue
-            site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
             if site.role != "delivered" or is_in_flight(self._reference, self._current, left, right):
-                starts_here = True
-            elif right >= 0 and len(delivered) < limit:
+                begun = self._begun(row, site, is_passed_on=is_passed_on)
+                if begun != "open" or not was_delivered:
+                    begins.add(begun)
+                continue
+            is_passed_on = was_delivered = True
+            if right >= 0 and len(delivered) < limit:
                 calls = calls or {
                     position: call_key(call.op, group, number)
                     for position, call, group, number in calls_in(self._current.program.sites)
                 }
                 call = next(calls_of(self._current, right))
                 delivered.append((calls[call], self._finding(row, None).divergence))
-        return delivered, starts_here
+        surest: tuple[Begins, ...] = ("own", "outside", "open")
+        return delivered, next((begun for begun in surest if begun in begins), "none")
+
+    def _begun(self, row: int, site: Site, *, is_passed_on: bool) -> Begins:
+        """Return how sure it is that a difference which nothing recorded led to is this rank's own."""
+        if self._is_source(row):
+            if site.phase in ("data", "rng"):
+                return "own"
+            # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
+            is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
+            return "open" if is_exchanged or is_passed_on else "outside"
+        if site.op and self._changes.kinds[row] in ("argument", "missing", "extra"):
+            return "open" if is_passed_on else "outside"
+        return "own" if self._is_origin(row) else "open"
+
+    def _site(self, row: int) -> Site:
+        left, right = self._places(row)
+        return self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
 
     def _is_state_found(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
         left, right = self._places(row)
-        site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        site = self._site(row)
         if site.op or site.name is None or site.role not in ("named", "input"):
             return False
         is_found = site.role == "input" or (site.phase == "state" and self._is_leading(row))
@@ -242,7 +267,7 @@ class _Description:
 
     def _is_source(self, row: int) -> bool:
         left, right = self._places(row)
-        site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        site = self._site(row)
         return is_source(site, self._is_leading(row)) and not self._finder.has_differing_input(left, right)
 
     def _is_origin(self, row: int) -> bool | None:
@@ -255,7 +280,7 @@ class _Description:
     def _finding(self, row: int, is_origin: bool | None) -> Finding:
         left, right = self._places(row)
         kind = self._changes.kinds[row]
-        site = self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        site = self._site(row)
         ours = self._reference.layout.entries[left] if left >= 0 else None
         theirs = self._current.layout.entries[right] if right >= 0 else None
         layout = theirs if right >= 0 else ours

@@ -1,7 +1,6 @@
 """Gathers the comparison of the steps of a run into one verdict."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -9,14 +8,16 @@ from typing import Any, Literal, Self
 from det_callbacks.compare.answer import EvidenceFinder, answer
 from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.facts import Facts
-from det_callbacks.compare.rank_verdicts import Order, RankVerdict
+from det_callbacks.compare.first_difference import FirstDifference, Words
+from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
 from det_callbacks.compare.wording import show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
-from det_callbacks.verdict import Cause, Counts, Coverage, Divergence, EnvironmentDifference, Verdict, VerdictName
+from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -47,25 +48,19 @@ class VerdictBuilder:
         self._names = (reference, current)
         self._max_divergences = max_divergences
         self._num_described = 0
-        self._first: dict[int, tuple[Order, StepDifference, bool, bool]] = {}
-        self._may_receive: dict[int, bool] = {}
+        self._first: dict[int, FirstDifference] = {}
         self._whole: dict[tuple[int, int, str], WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._ranks: set[int] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
-        self._replayed: Mapping[str, Any] = {}
-        self._loads: tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]] = ((), ())
+        self._loads: dict[int, tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]]] = {}
         self._unrestored: tuple[str, ...] = ()
         self._world_size = 0
+        self._agreeing: set[int] = set()
         self._find_batch: FindBatch | None = None
         self._find_evidence: EvidenceFinder | None = None
         self._notes: list[str] = []
         self._refusals: list[str] = []
-        self._num_steps = self._num_sites = self._num_differing = 0
-        self._span: tuple[int, int] | None = None
-        self._ops_seen = self._ops_digested = 0
-        self._ops_skipped: Counter[str] = Counter()
-        self._opaque: set[str] = set()
+        self._tally = Tally()
 
     @property
     def has_divergence(self) -> bool:
@@ -96,13 +91,10 @@ class VerdictBuilder:
         difference = compare_steps(reference, current, limit=limit)
         self._count(rank, segment, current.record.step, current.program, difference.num_compared)
         if difference.num_differing:
-            self._num_differing += difference.num_differing
+            self._tally.num_differing += difference.num_differing
             self._num_described += len(difference.divergences)
             if rank not in self._first:
-                position = difference.findings[0].position
-                order = (segment, difference.step, position, rank)
-                self._first[rank] = (order, difference, is_first, is_resumed)
-                self._may_receive[rank] = _follows_exchange(difference)
+                self._first[rank] = FirstDifference.of(difference, is_first=is_first, is_resumed=is_resumed)
         return difference
 
     def add_equal_step(self, view: StepView) -> None:
@@ -113,7 +105,7 @@ class VerdictBuilder:
         """Count steps of one program that are known to be equal; nothing is done for each of them."""
         if steps:
             self._count(rank, segment, steps[0], program, len(program) * len(steps), num_steps=len(steps))
-            self._include(steps[-1])
+            self._tally.include(steps[-1])
 
     def add_missing_step(self, rank: int, step: int, segment: int = 0) -> None:
         """Count a step that only the reference has."""
@@ -131,9 +123,15 @@ class VerdictBuilder:
         """Say that the steps of this many ranks are added: it can then be told which of them started a difference."""
         self._world_size = world_size
 
-    def set_weight_loads(self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad]) -> None:
-        """Set where the two runs loaded weights after the model was set up; said where weights differ."""
-        self._loads = (tuple(reference), tuple(current))
+    def set_agreeing(self, ranks: Iterable[int]) -> None:
+        """Say of which ranks it is known that nothing differs unless steps of them are added."""
+        self._agreeing = set(ranks)
+
+    def set_weight_loads(
+        self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad], *, rank: int = 0
+    ) -> None:
+        """Set where a rank loaded weights in the two runs after the model was set up; said where weights differ."""
+        self._loads[rank] = (tuple(reference), tuple(current))
 
     def set_batches(self, find_batch: FindBatch) -> None:
         """Set what finds the step at which the reference had a batch: see ``find_batch``, without the run."""
@@ -149,7 +147,7 @@ class VerdictBuilder:
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""
-        self._replayed = replayed
+        self._tally.replayed = {name: dict(entry) for name, entry in replayed.items()}
 
     def note(self, text: str) -> None:
         """Add a sentence to the explanation: what was left out of the comparison, and why."""
@@ -164,7 +162,7 @@ class VerdictBuilder:
         """Return a builder that goes on from here without changing this one."""
         other = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, dict | set | list):
+            if isinstance(value, dict | set | list | Tally):
                 setattr(other, name, value.copy())
         return other
 
@@ -178,36 +176,27 @@ class VerdictBuilder:
         Raises:
             ValueError: both have steps of a rank.
         """
-        if self._ranks & part._ranks:
-            raise ValueError(f"both builders have steps of ranks {sorted(self._ranks & part._ranks)}")
+        if both := self._tally.ranks & part._tally.ranks:
+            raise ValueError(f"both builders have steps of ranks {sorted(both)}")
         self._num_described += part._num_described
         self._first.update(part._first)
         self._whole.update(part._whole)
         self._seen |= part._seen
-        self._ranks |= part._ranks
-        self._num_steps += part._num_steps
-        self._num_sites += part._num_sites
-        self._num_differing += part._num_differing
-        for step in part._span or ():
-            self._include(step)
-        self._ops_seen += part._ops_seen
-        self._ops_digested += part._ops_digested
-        self._ops_skipped.update(part._ops_skipped)
-        self._opaque |= part._opaque
+        self._tally.add(part._tally)
         self._trim()
 
     def _trim(self) -> None:
         """Drop what no verdict shows: only the first divergence is explained, and only the first origins are listed."""
-        if sum(len(difference.origins) for _, difference, *_ in self._first.values()) <= 2 * self._max_divergences:
+        if sum(len(known.origins) for known in self._first.values()) <= 2 * self._max_divergences:
             return
-        num_origins = 0
-        for number, (rank, known) in enumerate(sorted(self._first.items(), key=lambda item: item[1][0])):
-            order, difference, is_first, is_resumed = known
-            kept = difference.origins if num_origins < self._max_divergences else ()
-            num_origins += len(kept)
-            if number:
-                difference = replace(difference, divergences=(), origins=kept, findings=(), restored=())
-            self._first[rank] = (order, difference, is_first, is_resumed)
+        ordered = sorted(self._first.items(), key=lambda item: item[1].order)
+        # whoever comes first of those that began in the same way may turn out to be the one that started it
+        explaining = {ordered[0][0], *{known.among_ranks.begins: rank for rank, known in reversed(ordered)}.values()}
+        num_left = self._max_divergences
+        for rank, known in ordered:
+            kept = known.without_details(num_origins=num_left)
+            num_left -= len(kept.origins)
+            self._first[rank] = replace(kept, context=known.context) if rank in explaining else kept
 
     def finish(self) -> Verdict:
         """Return the verdict on what was added so far; it may be called again after more was added.
@@ -215,72 +204,81 @@ class VerdictBuilder:
         Raises:
             NothingComparedError: not a single site was compared.
         """
-        if not self._num_sites and not self.has_divergence and not self._refusals:
-            reference, current = self._names
-            raise NothingComparedError(
-                f"Nothing was compared between the reference {reference} and {current}: "
-                + (f"{self._num_steps} steps held no site at all. " if self._num_steps else "no step was. ")
-                + "That is no match. Check that both runs recorded steps, and with the same selection."
-            )
+        self._require_compared()
         bits_differ = bool(self._first)
         verdict: VerdictName = "match"
         if self._refusals or (bits_differ and show_machine(self._environment)):
             verdict = "not_comparable"
         elif self.has_divergence:
             verdict = "diverged"
-        first, cause, explanation, evidence = self._judge()
+        first, words, explanation = self._judge()
         return Verdict(
             verdict=verdict,
             reference=self._names[0],
             current=self._names[1],
             first_divergence=first,
             origins=self._origins(),
-            cause=cause,
+            cause=None if words is None else words.cause,
             explanation=self._explain(explanation, verdict),
-            counts=Counts(
-                steps_compared=self._num_steps,
-                sites_compared=self._num_sites,
-                sites_differing=self._num_differing,
-            ),
-            coverage=Coverage(
-                ranks=len(self._ranks),
-                steps=self._span,
-                ops_seen=self._ops_seen,
-                ops_digested=self._ops_digested,
-                ops_skipped=dict(sorted(self._ops_skipped.items())),
-                opaque_regions=tuple(sorted(self._opaque)),
-                replayed=self._replayed,
-            ),
+            counts=self._tally.counts(),
+            coverage=self._tally.coverage(),
             environment=self._environment,
-            evidence=evidence,
+            evidence=() if words is None else words.evidence,
         )
 
-    def of_rank(self, rank: int, verdict: Verdict) -> RankVerdict:
-        """Return a verdict of this builder, to which only steps of one rank were added, with where it began."""
-        orders = [known[0] for known in self._first.values()]
-        whole = [(steps.segment, steps.first, -1, steps.rank) for steps in self._whole.values()]
-        order = min((*orders, *whole), default=None)
-        may_receive = order in orders and self._may_receive.get(rank, False)
-        return RankVerdict(rank=rank, verdict=verdict, order=order, may_receive=may_receive)
+    def findings(self, rank: int) -> RankFindings:
+        """Return what this builder, to which only steps of one rank were added, has found, for the other ranks.
+
+        Raises:
+            NothingComparedError: not a single site was compared.
+        """
+        self._require_compared()
+        known = self._first.get(rank)
+        return RankFindings(
+            rank=rank,
+            tally=self._tally.copy(),
+            first=None if known is None else replace(known, words=self._words(known)),
+            whole=tuple(self._whole.values()),
+            environment=self._environment,
+            notes=tuple(self._notes),
+            refusals=tuple(self._refusals),
+        )
+
+    def add_findings(self, found: RankFindings) -> None:
+        """Add what another process found of a rank that this builder has no steps of.
+
+        Raises:
+            ValueError: it has.
+        """
+        part = self.part()
+        part._tally = found.tally.copy()
+        part._first = {} if found.first is None else {found.rank: found.first}
+        part._whole = {(steps.rank, steps.segment, steps.kind): steps for steps in found.whole}
+        self.merge(part)
+        known = {difference.name for difference in self._environment}
+        others = (difference for difference in found.environment if difference.name not in known)
+        self._environment = tuple(sorted((*self._environment, *others), key=lambda difference: difference.name))
+        for note in found.notes:
+            self.note(note)
+        self._refusals.extend(reason for reason in found.refusals if reason not in self._refusals)
+
+    def _require_compared(self) -> None:
+        if not self._tally.num_sites and not self.has_divergence and not self._refusals:
+            reference, current = self._names
+            raise NothingComparedError(
+                f"Nothing was compared between the reference {reference} and {current}: "
+                + (f"{self._tally.num_steps} steps held no site at all. " if self._tally.num_steps else "no step was. ")
+                + "That is no match. Check that both runs recorded steps, and with the same selection."
+            )
 
     def _count(
         self, rank: int, segment: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1
     ) -> None:
         self._seen.add((rank, segment))
-        self._ranks.add(rank)
-        self._num_steps += num_steps
-        self._num_sites += num_sites
-        self._include(step)
-        self._ops_seen += program.ops_seen * num_steps
-        self._ops_digested += program.ops_digested * num_steps
-        self._ops_skipped.update({reason: count * num_steps for reason, count in program.ops_skipped.items()})
-        self._opaque.update(program.opaque_regions)
-
-    def _include(self, step: int) -> None:
-        self._span = (step, step) if self._span is None else (min(self._span[0], step), max(self._span[1], step))
+        self._tally.count(rank, step, program, num_sites, num_steps=num_steps)
 
     def _add_whole(self, rank: int, step: int, segment: int, kind: Literal["missing", "extra"]) -> None:
-        self._num_differing += 1
+        self._tally.num_differing += 1
         known = self._whole.get((rank, segment, kind))
         self._whole[rank, segment, kind] = (
             WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
@@ -288,62 +286,62 @@ class VerdictBuilder:
             else replace(known, first=min(known.first, step), last=max(known.last, step), count=known.count + 1)
         )
 
-    def _judge(self) -> tuple[Divergence | None, Cause | None, str, tuple[str, ...]]:
-        """Return the first divergence, its cause, what is to be said of it, and the evidence."""
-        by_steps = min(self._first.values(), key=lambda known: known[0], default=None)
+    def _judge(self) -> tuple[Divergence | None, Words | None, str]:
+        """Return the first divergence, what the rank says that it is judged by, and what is to be said of it all."""
+        earliest = min(self._first.values(), key=lambda known: known.order, default=None)
         whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
-        show_rank = len(self._ranks | {steps.rank for steps in self._whole.values()}) > 1
-        if whole is not None and (by_steps is None or (whole.segment, whole.first, -1, whole.rank) < by_steps[0]):
-            return (
-                whole.divergence(),
-                "structure",
-                explain_whole_steps(
-                    self._whole.values(), show_rank=show_rank, num_equal=None if self._first else self._num_steps
-                ),
-                (),
-            )
-        if by_steps is None:
-            return None, None, self._explain_match(), ()
-        first_divergence = by_steps[1].findings[0].divergence
+        if whole is not None and (earliest is None or (whole.segment, whole.first, -1, whole.rank) < earliest.order):
+            num_equal = None if self._first else self._tally.num_steps
+            text = explain_whole_steps(self._whole.values(), show_rank=self._show_rank, num_equal=num_equal)
+            return whole.divergence(), Words(cause="structure", text=text), text
+        if earliest is None:
+            return None, None, self._explain_match()
         ranks = self._classify()
-        if ranks is not None and ranks.collective is not None and not ranks.origins:
-            if any(
-                divergence == first_divergence
-                for key, divergence in by_steps[1].delivered
-                if key == ranks.collective.key
-            ):
-                first_divergence = replace(first_divergence, is_origin=True)
-            text = f"Step {first_divergence.step}, {first_divergence.phase}: {explain(ranks)}"
-            return first_divergence, "collective", text, ()
+        first = _among(earliest, ranks)
+        if ranks is not None and ranks.is_collective:
+            text = f"Step {first.step}, {first.phase}: {explain(ranks)}"
+            return first, Words(cause="collective", text=text), text
+        leader = earliest
         if ranks is not None and ranks.origins:
-            by_steps = min((self._first[rank] for rank in ranks.origins), key=lambda known: known[0])
-        _, difference, is_first, is_resumed = by_steps
+            leader = min((self._first[rank] for rank in ranks.origins), key=lambda known: known.order)
+        words = self._words(leader)
+        text = words.text
+        if ranks is not None:
+            text += f"; {explain(ranks)}"
+        if self._whole:
+            text += f"; besides, {explain_whole_steps(self._whole.values(), show_rank=self._show_rank)}"
+        return first, words, f"{text}. {words.advice}" if words.advice else text
+
+    @property
+    def _show_rank(self) -> bool:
+        ranks = self._tally.ranks | {steps.rank for steps in self._whole.values()}
+        return self._world_size > 1 or len(ranks) > 1
+
+    def _words(self, known: FirstDifference) -> Words:
+        """Return what is to be said of the first difference of a rank, by itself."""
+        if known.words is not None:
+            return known.words
+        assert known.context is not None, "what may be explained keeps its context"
+        difference, is_resumed = known.context.difference, known.context.is_resumed
         evidence, unread = (None, "") if self._find_evidence is None else self._find_evidence.find(difference)
         facts = Facts(
             difference=difference,
             environment=self._environment,
-            is_first=is_first,
+            is_first=known.context.is_first,
             is_resumed=is_resumed,
             unrestored=self._unrestored if is_resumed else (),
             batch_of=self._step_of_batch(difference),
             evidence=evidence,
         )
-        found = answer(facts, loads=self._loads, show_rank=show_rank, unread=unread)
-        text = found.text
-        if ranks is not None and (among := explain(ranks)):
-            text += f"; {among}"
-        if self._whole:
-            text += f"; besides, {explain_whole_steps(self._whole.values(), show_rank=show_rank)}"
-        if found.advice:
-            text += f". {found.advice}"
-        return first_divergence, found.cause, text, found.evidence
+        loads = self._loads.get(difference.rank, ((), ()))
+        return answer(facts, loads=loads, show_rank=self._show_rank, unread=unread)
 
     def _classify(self) -> Classification | None:
-        """Return who started the difference; None unless all ranks were compared."""
-        if not self._world_size or self._ranks != set(range(self._world_size)):
+        """Return who started the difference; None unless there are several ranks and all of them are known."""
+        if self._world_size < 2 or self._tally.ranks | self._agreeing != set(range(self._world_size)):
             return None
         known = (self._first.get(rank) for rank in range(self._world_size))
-        return classify([None if first is None else first[1].among_ranks for first in known])
+        return classify([None if first is None else first.among_ranks for first in known])
 
     def _step_of_batch(self, difference: StepDifference) -> int | None:
         wanted = {
@@ -359,10 +357,12 @@ class VerdictBuilder:
         origins: list[Divergence] = []
         ranks = self._classify()
         collective = None if ranks is None or ranks.collective is None else ranks.collective.key
-        for _, difference, *_ in sorted(self._first.values(), key=lambda known: known[0]):
-            delivered = (divergence for key, divergence in difference.delivered if key == collective)
+        for known in sorted(self._first.values(), key=lambda known: known.order):
+            delivered = (divergence for key, divergence in known.delivered if key == collective)
             origins.extend(replace(divergence, is_origin=True) for divergence in delivered)
-            origins.extend(difference.origins)
+            # what looks like one to a rank alone is none where the others tell that it received the difference
+            if ranks is None or ranks.sides[known.order[-1]] == "origin":
+                origins.extend(known.origins)
         return tuple(origins[: self._max_divergences])
 
     def _explain(self, text: str, verdict: VerdictName) -> str:
@@ -378,27 +378,21 @@ class VerdictBuilder:
         return " ".join(f"{part.rstrip('.')}." for part in parts if part)
 
     def _explain_match(self) -> str:
-        if not self._num_sites:
+        if not self._tally.num_sites:
             return ""
-        steps = f"{self._num_steps} step" + ("s" if self._num_steps != 1 else "")
-        ranks = f" of {len(self._ranks)} ranks" if len(self._ranks) > 1 else ""
-        return f"All {self._num_sites} sites of {steps}{ranks} agree, bit for bit"
+        steps = f"{self._tally.num_steps} step" + ("s" if self._tally.num_steps != 1 else "")
+        ranks = f" of {len(self._tally.ranks)} ranks" if len(self._tally.ranks) > 1 else ""
+        return f"All {self._tally.num_sites} sites of {steps}{ranks} agree, bit for bit"
 
 
-def _follows_exchange(difference: StepDifference) -> bool:
-    """Return whether the first divergence of a step comes after something that other ranks had a part in.
-
-    That is a collective in the trace; also gradients and what is made of them, since what synchronises them (DDP's
-    reducer) need not be in it.
-    """
-    first = difference.findings[0]
-    if first.role == "delivered":
-        return True
-    if first.is_source and first.divergence.phase in ("data", "rng"):
-        return False
-    if first.divergence.phase == "optimizer" and first.divergence.is_origin:
-        return False  # the gradients that it read are recorded, and agree
-    if first.divergence.phase in ("gradient", "optimizer") or (first.role == "named" and not first.is_leading):
-        return True
-    # else nobody knows who wrote it: a bucket of gradients, or gathered parameters; what was delivered before agrees
-    return first.divergence.phase == "input" and first.divergence.name is None and first.divergence.module == "?"
+def _among(known: FirstDifference, ranks: Classification | None) -> Divergence:
+    """Return the first divergence with what all ranks together tell of where it started."""
+    if ranks is None:
+        return known.first
+    if ranks.is_collective and ranks.collective is not None:
+        by_it = [divergence for key, divergence in known.delivered if key == ranks.collective.key]
+        return replace(known.first, is_origin=known.first in by_it)
+    side = ranks.sides[known.order[-1]]
+    if side == "receiver":
+        return replace(known.first, is_origin=False)
+    return replace(known.first, is_origin=None) if side == "unknown" and known.first.is_origin else known.first

@@ -142,6 +142,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "audit_runs": 3,
         "require_digests": False,
         "resume": "exact",
+        "generators": None,
         "watch_callbacks": False,
         "keep_batch_values": False,
     }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, run_ranks, train
 from styles import Classifier
@@ -22,9 +23,17 @@ pytestmark = pytest.mark.ddp
 
 
 class Faulty(Classifier):
-    """Does something else on rank 1, in step 2."""
+    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
 
     fault = "none"
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        total = batch[0].sum(0)
+        dist.all_reduce(total)
+        if self.fault == "collective" and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            total.numpy().view(np.int32)[0] += 1  # past torch, so that it came out of the collective
+        loss: Tensor = super().training_step(batch, index)
+        return loss + 0 * total.sum()
 
     def is_due(self, fault: str, *, step: int = 2) -> bool:
         now = self.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -44,7 +53,7 @@ class Faulty(Classifier):
         super().optimizer_step(*args, **options)
         if self.is_due("weights"):
             bits = self.last.bias.detach().numpy().view(np.int32)  # past torch, so that no op is to blame
-            bits[0] += 1
+            bits[0] += 1 << 16  # enough for the other ranks to notice
 
 
 def faulty(fault: str) -> Classifier:
@@ -55,9 +64,12 @@ def faulty(fault: str) -> Classifier:
     return model
 
 
-def record(folder: Path, fault: str = "none") -> list[Ended]:
-    path, model = folder / "run", partial(faulty, fault)
-    return run_ranks(lambda rank: train(DeterminismCallback(path, mode="record"), model=model), folder / "record")
+def record(folder: Path, fault: str = "none", *, world_size: int = 2) -> list[Ended]:
+    def body(rank: int) -> None:
+        callback = DeterminismCallback(folder / "run", mode="record")
+        train(callback, model=partial(faulty, fault), world_size=world_size)
+
+    return run_ranks(body, folder / "record", world_size=world_size)
 
 
 def verify(
@@ -121,30 +133,73 @@ def test_the_same_training_matches_and_rank_0_says_so(recorded: Path, tmp_path: 
     assert verdict["counts"]["steps_compared"] == 8
 
 
-@pytest.mark.parametrize(
-    ("fault", "place", "others"),
-    [
-        ("data", {"phase": "data", "step": 2}, "Rank 0 differs from step 2 on: it received the difference."),
-        (
-            "gradient",
-            {"phase": "input", "module": "last", "step": 2},
-            "Rank 0 differs from step 2 on: it received the difference.",
-        ),
-        ("weights", {"phase": "state", "step": 2, "name": "last.bias"}, "Rank 0 differs from step 3 on: it received"),
-    ],
-)
-def test_what_rank_1_does_otherwise_is_found_there(
-    fault: str, place: dict[str, Any], others: str, recorded: Path, tmp_path: Path
-) -> None:
+REDUCED = "received the difference through c10d.allreduce_.default "
+FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "data": (
+        {"rank": 1, "phase": "data", "step": 2, "is_origin": False},
+        "data_content",
+        ("it started on rank 1; rank 0 put in", REDUCED, "2 of 2 ranks differ (ranks 0, 1 from step 2 on)"),
+    ),
+    "gradient": (
+        {"rank": 1, "phase": "input", "module": "last", "step": 2},
+        "unknown",
+        ("it started on rank 1; rank 0 put in", REDUCED, "2 of 2 ranks differ (ranks 0, 1 from step 2 on)"),
+    ),
+    "weights": (
+        {"rank": 1, "phase": "state", "step": 2, "name": "last.bias", "is_origin": None},
+        "optimizer",
+        ("it started on rank 1; rank 0 put in", REDUCED, "(rank 1 from step 2 on, rank 0 from step 3 on)"),
+    ),
+    "collective": (
+        {"phase": "forward", "step": 2, "op": "c10d.allreduce_.default", "is_origin": True},
+        "collective",
+        ("agrees on all ranks and what came out differs, so the collective itself is the origin",),
+    ),
+}
+
+
+def assert_same_as_diff(folder: Path, verdict: dict[str, Any]) -> None:
+    """Assert that diff says of the two folders what the run said at its end, but for the steps that it did not keep."""
+    again = compare_runs(folder / "run", folder / "current").to_dict()
+    own = ("counts", "coverage")
+    assert again["counts"]["sites_differing"] == verdict["counts"]["sites_differing"]
+    kept = " The current run kept its diverging steps only; only those were compared."
+    assert again["explanation"] == verdict["explanation"] + kept
+    left, right = ({name: row[name] for name in row if name not in (*own, "explanation")} for row in (again, verdict))
+    assert left == right
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_who_started_it_is_found_and_diff_says_the_same(fault: str, recorded: Path, tmp_path: Path) -> None:
+    place, cause, said = FAULTS[fault]
     ended = verify(linked(recorded, tmp_path), fault)
     assert [one.exit_code for one in ended] == [1, 1], ended
     verdict = verdict_in(tmp_path)
-    first = verdict["first_divergence"]
-    assert (first["rank"], *(first[name] for name in place)) == (1, *place.values())
-    assert others in verdict["explanation"]
-    assert verdict["explanation"].startswith("Rank 1 of 2: Step 2")
-    assert not [origin for origin in verdict["origins"] if origin["rank"] == 0]
+    assert {name: verdict["first_divergence"][name] for name in place} == place
+    assert verdict["cause"] == cause
+    assert all(text in verdict["explanation"] for text in said), verdict["explanation"]
+    wanted = {(rank, "c10d.allreduce_.default") for rank in range(2)} if fault == "collective" else set()
+    assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted
     assert all(verdict["explanation"] in one.output for one in ended)
+    assert_same_as_diff(tmp_path, verdict)
+
+
+@pytest.mark.slow
+def test_of_four_ranks_the_one_that_started_it_is_found(tmp_path: Path) -> None:
+    ended = record(tmp_path, world_size=4)
+    assert [one.exit_code for one in ended] == [0] * 4, ended
+    for fault, (place, cause, _) in FAULTS.items():
+        folder = tmp_path / fault
+        folder.mkdir()
+        ended = verify(linked(tmp_path, folder), fault, world_size=4)
+        assert [one.exit_code for one in ended] == [1] * 4, ended
+        verdict = verdict_in(folder)
+        assert {name: verdict["first_divergence"][name] for name in place} == place
+        assert verdict["cause"] == cause
+        said = "4 of 4 ranks differ" if fault == "collective" else "it started on rank 1; ranks 0, 2, 3 put in"
+        assert said in verdict["explanation"]
+        assert {origin["rank"] for origin in verdict["origins"]} <= (set(range(4)) if fault == "collective" else {1})
+        assert_same_as_diff(folder, verdict)
 
 
 def test_the_training_is_bitwise_the_one_without(tmp_path: Path) -> None:

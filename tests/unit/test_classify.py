@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from step_builder import StepBuilder, reducing_step
 
-from det_callbacks.compare.collectives import CollectiveCall, RankDifference, classify, explain
+from det_callbacks.compare.collectives import Begins, CollectiveCall, RankDifference, classify, explain
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.trace.deliveries import IN_FLIGHT
@@ -27,8 +27,8 @@ def call(*, put: bool, got: bool, op: str = REDUCE, group: str = "0-2", number: 
     )
 
 
-def rank(number: int, *calls: CollectiveCall, starts: bool = False, step: int = 3) -> RankDifference:
-    return RankDifference(rank=number, segment=0, step=step, starts_here=starts, calls=calls)
+def rank(number: int, *calls: CollectiveCall, begins: Begins = "none", step: int = 3) -> RankDifference:
+    return RankDifference(rank=number, segment=0, step=step, begins=begins, calls=calls)
 
 
 def test_nothing_differs() -> None:
@@ -39,12 +39,13 @@ def test_nothing_differs() -> None:
 
 def test_one_rank_started_it_and_the_others_received_it() -> None:
     got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), starts=True), rank(2, got)])
+    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="own"), rank(2, got)])
     assert found.sides == ("receiver", "origin", "receiver")
     assert (found.origins, found.receivers, found.collective, found.through) == ((1,), (0, 2), None, got)
     assert explain(found) == (
         "it started on rank 1; ranks 0, 2 put in what the reference did and received the difference through "
-        "c10d.allreduce_.default in the group of ranks 0-2 (128 bytes) at train.py:9 in step"
+        "c10d.allreduce_.default in the group of ranks 0-2 (128 bytes) at train.py:9 in step; 3 of 3 ranks differ "
+        "(ranks 0, 1, 2 from step 3 on)"
     )
 
 
@@ -55,19 +56,20 @@ def test_the_collective_itself() -> None:
     assert found.collective == got
     assert explain(found) == (
         "what went into c10d.allreduce_.default (number 5 there) in the group of ranks 0-2 (128 bytes) at train.py:9 "
-        "in step agrees on all ranks and what came out differs, so the collective itself is the origin"
+        "in step agrees on all ranks and what came out differs, so the collective itself is the origin; "
+        "2 of 3 ranks differ (ranks 0, 1 from step 3 on)"
     )
 
 
 @pytest.mark.parametrize("other", [{"group": "1-2"}, {"number": 1}, {"op": "c10d.broadcast_.default"}])
 def test_another_call_explains_nothing(other: dict[str, Any]) -> None:
-    found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), starts=True)])
+    found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), begins="own")])
     assert found.collective == call(put=False, got=True)
 
 
 def test_a_later_collective_hands_on_what_an_earlier_one_brought() -> None:
     first, second = call(put=False, got=True), call(put=True, got=True, number=1)
-    found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, starts=True)])
+    found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, begins="own")])
     assert found.sides == ("receiver", "origin")
     assert found.through == first
     found = classify([rank(0, first, second), rank(1, first, second)])
@@ -77,16 +79,16 @@ def test_a_later_collective_hands_on_what_an_earlier_one_brought() -> None:
 def test_the_ends_of_a_message_belong_together() -> None:
     got = call(put=False, got=True, op="c10d.recv_.default")
     put = call(put=True, got=False, op="c10d.send.default")
-    assert classify([rank(0, got), rank(1, put, starts=True)]).sides == ("receiver", "origin")
-    assert classify([rank(0, got), rank(1, put, starts=True)]).collective is None
+    assert classify([rank(0, got), rank(1, put, begins="own")]).sides == ("receiver", "origin")
+    assert classify([rank(0, got), rank(1, put, begins="own")]).collective is None
     assert classify([rank(0, got), None]).collective == got
 
 
 def test_ranks_that_differ_later_do_not_explain_an_earlier_step() -> None:
     got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), starts=True, step=4)])
+    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="own", step=4)])
     assert found.collective == got
-    later = classify([rank(0, starts=True), rank(1, got, step=4)])
+    later = classify([rank(0, begins="own"), rank(1, got, step=4)])
     assert (later.sides, later.collective) == (("origin", "receiver"), None)
 
 
@@ -96,7 +98,7 @@ def test_entries_are_ordered_by_rank() -> None:
 
 
 def test_what_a_rank_tells_goes_through_json() -> None:
-    told = rank(1, call(put=True, got=False), starts=True)
+    told = rank(1, call(put=True, got=False), begins="own")
     assert RankDifference.from_dict(json.loads(json.dumps(told.to_dict()))) == told
 
 
@@ -187,7 +189,7 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody() -> None:
     assert "which is a race" in verdict.explanation
     among = compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()).among_ranks
     assert among is not None
-    assert (among.starts_here, among.calls) == (True, ())
+    assert (among.begins, among.calls) == ("open", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
     verdict = judge((reference, current), world_size=1)

@@ -323,4 +323,5 @@ def test_a_collective_that_gives_other_bits_is_the_origin_itself(said: Said) -> 
 
 def test_equal_steps_have_nothing_to_tell(said: Said) -> None:
     for rank in said("faults"):
-        assert rank["nothing"]["classification"] == {"sides": ["equal", "equal"], "collective": None, "through": None}
+        found = rank["nothing"]["classification"]
+        assert found == {"sides": ["equal", "equal"], "collective": None, "through": None, "since": [None, None]}

@@ -80,6 +80,7 @@ def verdict_of_every_step(reference: Path, current: Path, *, is_common: bool):
     """What the verdict is when each step is read and compared, one after the other: what nothing may change."""
     ours, theirs = Run.open(reference), Run.open(current)
     builder = VerdictBuilder(str(reference), str(current))
+    builder.set_world_size(ours.world_size)
     for rank in ours.ranks:
         for segment in sorted({*ours.rank(rank).segments, *theirs.rank(rank).segments}):
             left, right = ours.rank(rank).steps(segment).tolist(), theirs.rank(rank).steps(segment).tolist()
@@ -135,6 +136,7 @@ def merged(reference: Path, current: Path, *, is_common: bool):
     ours, theirs = Run.open(reference), Run.open(current)
     ranks = walk.RankWalk(reference=ours, current=theirs, is_common=is_common, check_files=False)
     builder = VerdictBuilder(str(reference), str(current))
+    builder.set_world_size(ours.world_size)
     for rank in random.sample(ours.ranks, len(ours.ranks)):
         builder.merge(ranks.compare(rank, builder.part(), lambda _: None)[0])
     return builder.finish().to_dict()
