@@ -12,18 +12,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
+from det_callbacks.callback.alerts import AlertCallback
 from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.spawned import InheritedSettings
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
-from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
+from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
@@ -164,6 +165,7 @@ class DeterminismCallback(AlertCallback):
         self.choices: dict[str, Any] = {}
         self._checkpointing: Checkpointing | None = None
         self._together = Together()
+        self._inherited = InheritedSettings()
         self._loads = LoadWatch()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
@@ -201,9 +203,7 @@ class DeterminismCallback(AlertCallback):
         check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
         check_processes(self.mode, trainer.world_size)
         if self.settings is not None:
-            require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
-            if self.settings.seed is not None:
-                require_seeded_before(pl_module)
+            self._inherited.require(self.settings, pl_module)
 
     def _new_run(self) -> Recording | Verifying | Auditing:
         if self.mode == "audit":

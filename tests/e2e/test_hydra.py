@@ -1,14 +1,11 @@
 """The Hydra job callback in applications that hydra.main runs in this process, without a training."""
 
-import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,55 +14,13 @@ import hydra
 import numpy as np
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra_apps import CONFIG, VERIFY, RunApp, finish_a_fit
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
-
-RunApp = Callable[..., int]
-
-CONFIG = """
-seed: 1
-callbacks: {}
-hydra:
-  searchpath: ['pkg://det_callbacks.conf']
-  output_subdir: null
-  run: {dir: out}
-  sweep: {dir: outs}
-"""
-
-
-@pytest.fixture
-def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunApp]:
-    """Run a task function as ``hydra.main`` does and return the exit status of the process it would have ended."""
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-
-    def run(task: Callable[[DictConfig], None], *arguments: str) -> int:
-        quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *quiet])
-        GlobalHydra.instance().clear()
-        try:
-            hydra.main(version_base="1.3", config_path=str(tmp_path / "conf"), config_name="config")(task)()
-        except SystemExit as leaving:
-            return int(leaving.code or 0)
-        finally:
-            GlobalHydra.instance().clear()
-        return 0
-
-    with warnings.catch_warnings():
-        yield run
-
-
-VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
-
-
-def finish_a_fit() -> None:
-    fits_of_process._num_ended += 1
 
 
 def process_state() -> dict[str, Any]:
@@ -210,88 +165,6 @@ def test_a_job_without_a_fit_is_not_verified(
     assert told.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in told
     assert run_app(task, *VERIFY, "seed=1") == 0
-
-
-SPAWNING = """
-    import sys
-
-    import hydra
-    import lightning.pytorch as pl
-
-    sys.path[:0] = {paths!r}
-    from styles import Classifier, Samples
-    from torch.utils.data import DataLoader
-    from trainers import quiet_trainer
-
-
-    @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-    def main(config):
-        callbacks = [hydra.utils.instantiate(config.callbacks.determinism)] if config.seed == 1 else []
-        trainer = quiet_trainer(*callbacks, devices=2, strategy="ddp_spawn")
-        trainer.fit(Classifier(), DataLoader(Samples(), batch_size=8))
-
-
-    if __name__ == "__main__":
-        main()
-"""
-
-
-def forked(task: Callable[[], None]) -> int:
-    """Run a task in a child, as a strategy does, and return how it ended."""
-    child = multiprocessing.get_context("fork").Process(target=task)
-    child.start()
-    child.join()
-    return int(child.exitcode or 0)
-
-
-@pytest.mark.parametrize("multirun", [False, True])
-def test_a_fit_in_a_process_that_the_job_starts_counts(
-    multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def task(config: DictConfig) -> None:
-        assert forked(fits_of_process.note_ended if config.seed == 1 else time.thread_time) == 0
-
-    assert run_app(task, *VERIFY, "seed=1") == 0
-    assert run_app(task, *(("--multirun", "seed=1,2") if multirun else ("seed=2",)), *VERIFY) == 2
-    assert capsys.readouterr().err.count("no DeterminismCallback ran a fit in this job") == 1
-    assert fits_of_process.FITS_FILE not in os.environ
-    # the job has ended, and this one nobody asks for
-    assert forked(fits_of_process.note_ended) == 0
-
-
-def test_the_file_that_fits_are_counted_in_is_gone_after_the_job(run_app: RunApp) -> None:
-    files = []
-
-    def task(config: DictConfig) -> None:
-        files.append(Path(os.environ[fits_of_process.FITS_FILE]))
-        assert files[0].read_bytes() == b""
-        fits_of_process.note_ended()
-        assert files[0].read_bytes() == b"1"
-
-    assert run_app(task, "--multirun", *VERIFY, "seed=1,2") == 0
-    assert files == files[:1] * 2
-    assert not files[0].exists()
-
-
-@pytest.mark.slow
-@pytest.mark.ddp
-@pytest.mark.parametrize(("seed", "status"), [(1, 0), (2, 2)])
-def test_an_application_that_spawns_its_ranks(seed: int, status: int, tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
-    paths = [str(folder) for folder in Path(__file__).parents[:2]]
-    (tmp_path / "train.py").write_text(textwrap.dedent(SPAWNING).format(paths=paths))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "train.py", "+determinism=record", *VERIFY[1:], f"seed={seed}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    assert ("no DeterminismCallback ran a fit" in done.stderr) is (status == 2)
-    assert (tmp_path / "refs" / "run1" / "run.json").exists() is (status == 0)
 
 
 @pytest.mark.parametrize("multirun", [False, True])
