@@ -6,6 +6,7 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 import atexit
 import hashlib
 import os
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -24,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import DeterminismCallback, runs_finished, take_unfinished
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
-from det_callbacks.report import end_process, print_error
+from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, RankError, SettingsError
+from det_callbacks.report import end_process, print_error, status_of
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
@@ -83,6 +84,7 @@ class DeterminismJobCallback(Callback):
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._runs_before: int | None = None
+        self._fits_file: Path | None = None
 
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
@@ -93,15 +95,19 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            runs_before = self._runs_before
+            has_run = self._has_run()
             self._close()
             error = job_return._return_value  # the property raises it (Hydra 1.3.8)
             if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
                 error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
             if job_return.status == JobStatus.FAILED:
+                status = status_of(error)
+                if status is not None:
+                    # a collective of the training may have noticed first that another process ended
+                    error = RankError(f"Another process ended, and this one with it: {error}", -1, status)
                 if isinstance(error, DetCallbacksError):
                     _fail(job_return, error)
-            elif runs_before is not None and runs_finished() == runs_before:
+            elif not has_run:
                 _fail(job_return, _nothing_ran(_mode(config)))
             if (unfinished := take_unfinished()) is not None and job_return.status != JobStatus.FAILED:
                 _fail(job_return, unfinished)
@@ -120,9 +126,25 @@ class DeterminismJobCallback(Callback):
         settings = config.determinism.settings
         self._undo.enter_context(enforce_determinism(_LEAVE_ALL if settings is None else settings))
         self._runs_before = runs_finished()
+        # a strategy may start the processes that train, such as ddp_spawn; they inherit the variable
+        if self._fits_file is None:
+            file, name = tempfile.mkstemp(prefix="det_callbacks-fits-")
+            os.close(file)
+            self._fits_file = Path(name)
+        else:
+            self._fits_file.touch(mode=0o600, exist_ok=False)  # each job of a sweep sees the same variables
+        self._undo.callback(self._fits_file.unlink, missing_ok=True)
+        os.environ[FITS_FILE] = str(self._fits_file)
         mode = config.determinism.mode
         atexit.register(self._refuse_to_leave_unverified, mode)
         self._undo.callback(atexit.unregister, self._refuse_to_leave_unverified)
+
+    def _has_run(self) -> bool:
+        """Return whether a fit ended in this job, or in a process that it started; True where nobody asks."""
+        if self._runs_before is None or self._fits_file is None:
+            return True
+        is_elsewhere = self._fits_file.exists() and self._fits_file.stat().st_size > 0
+        return runs_finished() > self._runs_before or is_elsewhere
 
     def _close(self) -> None:
         self._runs_before = None
@@ -130,7 +152,7 @@ class DeterminismJobCallback(Callback):
 
     def _refuse_to_leave_unverified(self, mode: str) -> None:
         """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""
-        if runs_finished() == self._runs_before:
+        if not self._has_run():
             _print_error(_nothing_ran(mode))
             end_process(NothingComparedError.exit_code)
 

@@ -1,7 +1,7 @@
 """DeterminismCallback: when Lightning calls us."""
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.fits import runs_finished, take_unfinished
+from det_callbacks.callback.fits import FITS_FILE, runs_finished, take_unfinished
 from det_callbacks.callback.proof import prove_resume
 
-__all__ = ["DeterminismCallback", "prove_resume", "runs_finished", "take_unfinished"]
+__all__ = ["FITS_FILE", "DeterminismCallback", "prove_resume", "runs_finished", "take_unfinished"]

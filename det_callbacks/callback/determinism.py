@@ -13,14 +13,15 @@ from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback
-from det_callbacks.callback.arguments import check_arguments, check_audit, check_replay
+from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.beginning import check_fit, new_run
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.manifest import manifest_of
+from det_callbacks.callback.manifest import manifest_of, root_of
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.run_kinds import new_run
+from det_callbacks.callback.spawned import InheritedSettings
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import MarksPoints, Tracing
 from det_callbacks.callback.verifying import Verifying
@@ -179,6 +180,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         self.choices: dict[str, Any] = {}
         self._checkpointing: Checkpointing | None = None
         self._together = Together()
+        self._inherited = InheritedSettings()
         self._loads = LoadWatch()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
@@ -204,14 +206,19 @@ class DeterminismCallback(MarksPoints, AlertCallback):
             self._begin_alerts(self.settings, pl_module)
             return
         self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
-        alike = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
-        self._together.do(lambda: check_fit(self, trainer, pl_module, alike=alike), task="checking the settings")
+        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: _root(trainer))
+            self.selection = run.check_reference(self.selection, root=lambda: root_of(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
+
+    def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
+        check_processes(self.mode, trainer.world_size)
+        if self.settings is not None:
+            self._inherited.require(self.settings, pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,7 +248,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
-            run.begin_fit(manifest, self.selection, root=_root(trainer), is_resumed=is_resumed)
+            run.begin_fit(manifest, self.selection, root=root_of(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
         evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
@@ -383,8 +390,3 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         self._loads.close()
         if self._checkpointing is not None:
             self._checkpointing.end_fit()
-
-
-def _root(trainer: pl.Trainer) -> Path:
-    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
-    return Path(trainer.log_dir or trainer.default_root_dir)

@@ -11,12 +11,13 @@ from torch import Tensor
 from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import DetCallbacksError, RankError
 from det_callbacks.ranks import Ended, RankGroup, Watch, require_same, start_facts
-from det_callbacks.report import end_process, ended_text, print_line
+from det_callbacks.report import end_process, ended_text, print_line, set_status_of
 
 GRACE_SECONDS = 10.0
 """In which a process may end by itself when another one has: most collectives raise when a connection closes."""
 
 _NEWS_SECONDS = 2.0
+"""In which the news of another process's end comes after a collective that it broke; they travel by other ways."""
 
 Value = TypeVar("Value")
 
@@ -135,8 +136,12 @@ class Together:
         if ended is None:
             exit_code = error.exit_code if isinstance(error, DetCallbacksError) else 1
             watch.tell(f"{type(error).__name__}: {error}", exit_code)
-        elif not (isinstance(error, RankError) and error.rank == ended.rank):
+            return
+        if not (isinstance(error, RankError) and error.rank == ended.rank):
             print_line(self._text(ended))
+        if is_consequence:
+            # of all processes the same, whether a collective of the training or one of ours noticed first
+            set_status_of(error, ended.exit_code)
 
     def end(self) -> None:
         """Give the group back; may be called more than once."""

@@ -19,7 +19,7 @@ from det_callbacks.report.closing import (
 )
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
-from det_callbacks.report.leaving import end_process, print_error, print_line
+from det_callbacks.report.leaving import end_process, print_error, print_line, set_status_of, status_of
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
@@ -58,6 +58,8 @@ __all__ = [
     "render_step",
     "render_verdict",
     "run_to_dict",
+    "set_status_of",
+    "status_of",
     "step_to_dict",
     "unfinished_save_line",
     "unfinished_text",

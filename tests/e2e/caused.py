@@ -53,6 +53,8 @@ class Training:
         """Train once, with the callback in a mode."""
         if self.seed is not None and not self.is_seeded_late:
             pl.seed_everything(self.seed, verbose=False)
+        if self.is_seeded_late:
+            torch.seed()
         module = Module(self)
         if self.is_seeded_late:
             pl.seed_everything(self.seed, verbose=False)
@@ -71,6 +73,13 @@ class Training:
         trainer = quiet_trainer(callback, *others, default_root_dir=reference.parent, **{**options, **self.trainer})
         trainer.fit(module, *self.loaders(), ckpt_path=self.ckpt_path)
         return callback
+
+    def plain_fit(self, folder: Path) -> pl.Trainer:
+        """Train without the callback, and return the Trainer."""
+        pl.seed_everything(self.seed or 0, verbose=False)
+        trainer = quiet_trainer(default_root_dir=folder, **{"max_epochs": None, **self.trainer})
+        trainer.fit(Module(self), *self.loaders())
+        return trainer
 
     def record(self, reference: Path) -> Path:
         """Record it."""

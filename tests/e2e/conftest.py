@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from faults import Deep, Training
 from fits import record
+from hydra_apps import run_app
+
+__all__ = ["run_app"]
 
 
 @pytest.fixture(scope="session")

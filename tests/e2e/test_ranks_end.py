@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from styles import Classifier, Samples
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import DeterminismCallback, SettingsError
 from det_callbacks.trace.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -35,6 +38,8 @@ class EndAt(pl.Callback):
             return
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "refuse":
+            raise SettingsError("one of ours")
         if self.how.startswith("raise"):
             raise ValueError("the user's own")
         if self.how == "runtime":
@@ -57,6 +62,7 @@ def end_one(how: str, folder: Path, *, rank: int = 1) -> list[Ended]:
     [
         ("kill", -signal.SIGKILL, "rank 1 of 2 is gone, at step 1: it ended without a word: killed, most likely"),
         ("raise", 1, "rank 1 of 2 ended at step 1: ValueError: the user's own"),
+        ("refuse", 2, "rank 1 of 2 ended at step 1: SettingsError: one of ours"),
         ("runtime", 1, "rank 1 of 2 ended at step 1: RuntimeError: looks like a collective's"),
         ("interrupt", 1, "rank 1 of 2 ended at step 1: KeyboardInterrupt"),
     ],
@@ -64,7 +70,7 @@ def end_one(how: str, folder: Path, *, rank: int = 1) -> list[Ended]:
 def test_the_others_end_and_say_why(how: str, exit_code: int, said: str, tmp_path: Path) -> None:
     other, one = end_one(how, tmp_path)
     assert one.exit_code == exit_code, one.output
-    assert other.exit_code in (1, 2), other.output
+    assert other.exit_code == (2 if how == "kill" else exit_code), other.output
     assert said in other.output
     assert other.output.count("Look at what rank 1 printed") == 1
     run = Run.open(tmp_path / "run")
@@ -75,9 +81,47 @@ def test_the_others_end_and_say_why(how: str, exit_code: int, said: str, tmp_pat
 def test_without_rank_0_the_others_end_too(tmp_path: Path) -> None:
     one, other = end_one("kill", tmp_path, rank=0)
     assert one.exit_code == -signal.SIGKILL
-    assert other.exit_code in (1, 2), other.output
+    assert other.exit_code == 2, other.output
     assert "rank 0 of 2 is gone, at a step that is not known: it ended without a word" in other.output
     assert not Run.open(tmp_path / "run").is_complete
+
+
+KILLED = f"""
+import os, signal, sys
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
+from processes import train
+from det_callbacks import DeterminismCallback
+from test_ranks_end import EndAt
+train(DeterminismCallback(sys.argv[1], mode="record"), EndAt("kill", 1))
+"""
+
+
+@pytest.mark.slow
+def test_the_status_of_a_program_is_that_of_the_message(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / "run")],
+            env=os.environ
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
+            | {"LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        output, _ = started[0].communicate(timeout=150)
+        assert started[1].wait(timeout=60) == -signal.SIGKILL
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert started[0].returncode == 2, output  # not 1, as of another uncaught error
+    assert "rank 1 of 2 is gone, at step 1" in output
 
 
 @pytest.mark.slow
@@ -106,6 +150,6 @@ def test_a_rank_with_fewer_batches_ends_all(tmp_path: Path) -> None:
     assert one.exit_code == 2, one.output
     assert "Rank 1 of 2 did not hear from all others within 30 seconds" in one.output
     assert "in the end of the fit" in one.output
-    assert other.exit_code in (1, 2), other.output
+    assert other.exit_code == 2, other.output
     assert "rank 1 of 2 ended at step 3: RankError" in other.output
     assert not Run.open(tmp_path / "run").is_complete
