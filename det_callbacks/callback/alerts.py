@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from det_callbacks.settings import DeterminismSettings, settings_in_force
+from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.alert_watch import AlertWatch
 from det_callbacks.trace.alerts import Alerts
 
@@ -69,6 +69,13 @@ class AlertCallback(Callback):
     @override
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_watch()
+
+
+def require_settings(settings: DeterminismSettings, pl_module: pl.LightningModule) -> None:
+    """Raise ``SettingsError`` when settings are not in force, or the module's parameters are older than the seed."""
+    require_in_force(settings, suspects=conflicts_of_trainer(settings))
+    if settings.seed is not None:
+        require_seeded_before(pl_module)
 
 
 def conflicts_of_trainer(settings: DeterminismSettings) -> Mapping[str, str]:

@@ -1,0 +1,48 @@
+"""What a fit is to a callback, by its mode: a recording, a verification or an audit."""
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.verifying import Verifying
+from det_callbacks.replay import ReplayChoice
+from det_callbacks.trace.peers import Peers
+
+
+class RunArguments(Protocol):
+    """The arguments of a callback that decide its run."""
+
+    reference: Path | None
+    mode: Literal["record", "verify", "audit", "disabled"]
+    current: Path | None
+    steps: Literal["all", "common"]
+    on_divergence: Literal["raise", "collect", "warn"]
+    overwrite: bool
+    replay: ReplayChoice
+    audit: Literal["ops", "step"]
+    audit_steps: tuple[int, ...]
+    audit_runs: int
+
+
+def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Auditing:
+    """Return a run that has not begun; not for mode "disabled"."""
+    if arguments.mode == "audit":
+        return Auditing(
+            arguments.current,
+            kind=arguments.audit,
+            steps=arguments.audit_steps,
+            num_runs=arguments.audit_runs,
+            on_divergence=arguments.on_divergence,
+        )
+    assert arguments.reference is not None
+    if arguments.mode == "record":
+        return Recording(arguments.reference, peers=peers, overwrite=arguments.overwrite, replay=arguments.replay)
+    return Verifying(
+        arguments.reference,
+        arguments.current,
+        peers=peers,
+        steps=arguments.steps,
+        on_divergence=arguments.on_divergence,
+        replay=arguments.replay.patterns,
+    )
