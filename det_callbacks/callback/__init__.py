@@ -1,7 +1,8 @@
-"""DeterminismCallback: when Lightning calls us."""
+"""DeterminismCallback and ReplicaAuditCallback: when Lightning calls us."""
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.fits import runs_finished, take_unfinished
 from det_callbacks.callback.proof import prove_resume
+from det_callbacks.callback.replica_audit import ReplicaAuditCallback
 
-__all__ = ["DeterminismCallback", "prove_resume", "runs_finished", "take_unfinished"]
+__all__ = ["DeterminismCallback", "ReplicaAuditCallback", "prove_resume", "runs_finished", "take_unfinished"]

@@ -23,6 +23,7 @@ def check_arguments(
     steps: object,
     on_divergence: object,
     sync_every_n_steps: object,
+    audit_replicas_every_n_steps: object,
     overwrite: object,
     audit: object,
     audit_steps: object,
@@ -42,6 +43,11 @@ def check_arguments(
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
     if not _is_int(sync_every_n_steps) or sync_every_n_steps < 1:  # type: ignore[operator]  # an int
         raise SelectionError(f"sync_every_n_steps must be a whole number from 1 on; got {sync_every_n_steps!r}.")
+    if not _is_int(audit_replicas_every_n_steps) or audit_replicas_every_n_steps < 0:  # type: ignore[operator]  # an int
+        raise SelectionError(
+            "audit_replicas_every_n_steps must be a whole number, 0 for no audit of the replicas; got "
+            f"{audit_replicas_every_n_steps!r}."
+        )
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
     if not isinstance(require_digests, bool):
@@ -51,6 +57,13 @@ def check_arguments(
         raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
     if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
         raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
+
+
+def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None:
+    """Raise ``SelectionError`` that names the first argument of a ReplicaAuditCallback that is not allowed."""
+    _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+    if not _is_int(every_n_steps) or every_n_steps < 1:  # type: ignore[operator]  # an int
+        raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {every_n_steps!r}.")
 
 
 def check_replay(selection: Selection) -> None:

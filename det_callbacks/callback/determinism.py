@@ -19,10 +19,12 @@ from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.manifest import manifest_of, root_of
 from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.replicas import Replicas
 from det_callbacks.callback.run_kinds import new_run
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
+from det_callbacks.ranks import ReplicaReport
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
@@ -55,6 +57,8 @@ class DeterminismCallback(AlertCallback):
             "warn" goes on and ends with a warning.
         sync_every_n_steps: several processes: after every n-th step they ask each other whether one differs, and stop
             together if so; one collective of a few bytes.
+        audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
+            ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there.
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
@@ -72,6 +76,7 @@ class DeterminismCallback(AlertCallback):
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
             end of a fit, in other cases, and while the reference holds more fits than have run and nothing differs.
+        replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
         audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
@@ -82,6 +87,7 @@ class DeterminismCallback(AlertCallback):
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
         ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
+        ReplicaError: ranks that have to hold the same parameters, buffers or optimizer state do not.
         AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
         CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
         CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
@@ -109,6 +115,7 @@ class DeterminismCallback(AlertCallback):
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
         sync_every_n_steps: int = 10,
+        audit_replicas_every_n_steps: int = 0,
         overwrite: bool = False,
         replay: Sequence[str] | str | Path = (),
         replay_budget_mib: float = BUDGET_MIB,
@@ -127,6 +134,7 @@ class DeterminismCallback(AlertCallback):
             steps=steps,
             on_divergence=on_divergence,
             sync_every_n_steps=sync_every_n_steps,
+            audit_replicas_every_n_steps=audit_replicas_every_n_steps,
             overwrite=overwrite,
             audit=audit,
             audit_steps=audit_steps,
@@ -149,6 +157,7 @@ class DeterminismCallback(AlertCallback):
         self.settings = settings
         self.on_divergence = on_divergence
         self.sync_every_n_steps = sync_every_n_steps
+        self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
         self.overwrite = overwrite
         self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
         if self.replay.patterns and mode == "record":
@@ -165,6 +174,7 @@ class DeterminismCallback(AlertCallback):
         self.choices: dict[str, Any] = {}
         self._checkpointing: Checkpointing | None = None
         self._together = Together()
+        self._replicas = Replicas(audit_replicas_every_n_steps, on_divergence=on_divergence)
         self._loads = LoadWatch()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
@@ -176,6 +186,11 @@ class DeterminismCallback(AlertCallback):
         # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
         fresh = vars(DeterminismCallback(None, mode="disabled"))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
+
+    @property
+    def replica_report(self) -> ReplicaReport | None:
+        """The report of the last audit of the replicas; None before the first."""
+        return self._replicas.report
 
     # before training
 
@@ -244,6 +259,8 @@ class DeterminismCallback(AlertCallback):
             self._run.attach(trainer)
         if self._trace is not None:
             self._trace.attach(trainer)
+        if self._run is not None:
+            self._replicas.begin(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -292,8 +309,12 @@ class DeterminismCallback(AlertCallback):
         if self._trace is None:
             return
         differs = self._trace.end_step(self._step, trainer.current_epoch, outputs)
-        if self._together.stops_after(self._step, differs=differs, may_stop=self._trace.may_stop):
-            self._end_fit(is_resumed=True, is_early=True)
+        error = self._replicas.after_step(self._step)
+        may_stop = self._trace.may_stop
+        if self._together.stops_after(self._step, differs=differs, may_stop=may_stop, is_last=error is not None):
+            self._end_fit(is_resumed=True, is_early=True)  # raises what differs from the reference, which says more
+        if error is not None:
+            raise error
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -312,7 +333,12 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        error = self._replicas.end()
+        if error is not None and isinstance(self._run, Recording):
+            raise error  # before the run is complete: it is no reference
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
+        if error is not None:
+            raise error
 
     def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
@@ -343,6 +369,7 @@ class DeterminismCallback(AlertCallback):
             self._run.stop(type(exception).__name__)
             if not isinstance(self._run, Auditing):
                 self.verdict = self._run.verdict
+        self._replicas.close()
         self._together.end()
 
     @override
@@ -352,6 +379,7 @@ class DeterminismCallback(AlertCallback):
         self._end_alerts()
         if self._checkpointing is not None:
             self._checkpointing.end_stage()
+        self._replicas.close()
         self._together.end()
 
     def _close_trace(self) -> None:

@@ -95,7 +95,7 @@ class Together:
                 row.pop("weights", None)
         require_same(told)
 
-    def stops_after(self, step: int, *, differs: bool, may_stop: bool) -> bool:
+    def stops_after(self, step: int, *, differs: bool, may_stop: bool, is_last: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.
 
         Several ranks ask each other after every n-th step: one collective of a few bytes.
@@ -104,6 +104,7 @@ class Together:
             step: that ended.
             differs: whether it did here.
             may_stop: whether a difference stops anything; the same on all ranks.
+            is_last: all ranks stop after this step anyway, and want to know whether for this reason.
 
         Raises:
             RankError: a rank is at another step, or does not come.
@@ -112,7 +113,7 @@ class Together:
             return differs
         if differs and self._differs_since is None:
             self._differs_since = step
-        if not may_stop or (step + 1) % self._sync_every_n_steps:
+        if not may_stop or ((step + 1) % self._sync_every_n_steps and not is_last):
             return False
         since = 0 if self._differs_since is None else self._differs_since + 1
         rows = self._talking("a sync").gather_numbers([step, since], task="the sync after every n-th step")

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -91,7 +91,7 @@ def replicated_state(
     module: nn.Module,
     optimizers: Iterable[Optimizer] = (),
     *,
-    world_size: int,
+    everybody: Sequence[int],
     ddp_ignores: Collection[str] = (),
     has_own_buffers: bool = False,
     ignore: Iterable[str] = (),
@@ -105,12 +105,12 @@ def replicated_state(
     Args:
         module: whose parameters and buffers.
         optimizers: whose state.
-        world_size: number of ranks.
+        everybody: the ranks that have a replica each of what is not sharded.
         ddp_ignores: names that DDP does not synchronise.
         has_own_buffers: buffers are each rank's own (DDP with ``broadcast_buffers=False``).
         ignore: fnmatch patterns over names; the state of a parameter goes with it.
     """
-    everybody = tuple(range(world_size))
+    everyone = tuple(sorted(everybody))
     patterns = tuple(ignore)
     tensors: dict[str, ReplicaTensor] = {}
     left_out: Counter[str] = Counter()
@@ -137,18 +137,18 @@ def replicated_state(
     parameters = walker.parameters()
     for name, parameter in parameters:
         names[id(parameter)] = name
-        reason = add((name, parameter), "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everybody))
+        reason = add((name, parameter), "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everyone))
         if reason is not None:
             reasons[id(parameter)] = reason
     num_parameters = len(tensors)
     for name, buffer in walker.state()[len(parameters) :]:
-        add((name, buffer), "ignored by DDP" if name in ddp_ignores else own(name) or holders_of(buffer, everybody))
+        add((name, buffer), "ignored by DDP" if name in ddp_ignores else own(name) or holders_of(buffer, everyone))
     for optimizer in optimizers:
         is_divided = _is_divided(optimizer)
         for parameter, entry in states_of_parameters([optimizer], names):
             holder: tuple[int, ...] | LeftOut | None = "sharded state" if is_divided else reasons.get(id(parameter))
             like = entry[1] if isinstance(entry[1], DTensor) else parameter
-            add(entry, holder or holders_of(like, everybody))
+            add(entry, holder or holders_of(like, everyone))
     return ReplicatedState(tensors=tuple(tensors.values()), left_out=dict(left_out), num_parameters=num_parameters)
 
 

@@ -62,11 +62,11 @@ def seeded() -> Network:
 def plant(group: RankGroup, rank: int, place: str) -> Any:
     network, audit = seeded(), ReplicaAudit(group)
     network.norm.running_mean += rank  # by design
-    state = replicated_state(network, [network.optimizer], world_size=group.world_size)
+    state = replicated_state(network, [network.optimizer], everybody=range(group.world_size))
     reports = [audit.compare(state, step=4)]
     if rank == group.world_size - 1:
         add_one_ulp(PLANT[place](network))
-    state = replicated_state(network, [network.optimizer], world_size=group.world_size)
+    state = replicated_state(network, [network.optimizer], everybody=range(group.world_size))
     reports += [audit.compare(state, step=5), audit.compare(state, step=6)]
     return reports, format_digest(digest_tensor(PLANT[place](seeded())))
 
@@ -96,7 +96,7 @@ def audit_many(group: RankGroup, rank: int) -> Any:
     for number in range(1000):
         module.register_parameter(f"p{number}", nn.Parameter(torch.full((3,), float(number))))
     audit = ReplicaAudit(group)
-    state = replicated_state(module, world_size=group.world_size)
+    state = replicated_state(module, everybody=range(group.world_size))
     reports = [audit.compare(state, step=step) for step in range(3)]
     return [(report.num_compared, report.num_bytes, report.equal) for report in reports], group.num_exchanges
 
@@ -128,7 +128,7 @@ def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
     optimizer = torch.optim.SGD([module.hybrid, module.sharded], momentum=0.9)
     for parameter, name in ((module.hybrid, "hybrid"), (module.sharded, "sharded")):
         optimizer.state[parameter] = {"step": torch.tensor(1.0 + (planted.get(f"step of {name}") == rank))}
-    state = replicated_state(module, [optimizer], world_size=4)
+    state = replicated_state(module, [optimizer], everybody=range(4))
     holders = {one.name: one.holders for one in state.tensors}
     return ReplicaAudit(group).compare(state, step=0), holders
 
@@ -173,7 +173,7 @@ def disagree(group: RankGroup, rank: int) -> Any:
     if rank == 1:
         module.register_parameter("adapter", nn.Parameter(torch.ones(1)))
         module.bias = None
-    return ReplicaAudit(group).compare(replicated_state(module, world_size=2), step=0).differences
+    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0).differences
 
 
 def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
@@ -186,25 +186,25 @@ def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
 def with_other_dtype(group: RankGroup, rank: int) -> Any:
     module = nn.Module()
     module.register_buffer("zero", torch.zeros(4, 1 + rank, dtype=(torch.float32, torch.float16)[rank]))
-    return ReplicaAudit(group).compare(replicated_state(module, world_size=2), step=0).differences
+    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0).differences
 
 
 def fully_sharded(group: RankGroup, rank: int) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     module = nn.Module()
     module.weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
-    return ReplicaAudit(group).compare(replicated_state(module, world_size=2), step=0)
+    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0)
 
 
 def at_other_steps(group: RankGroup, rank: int) -> Any:
-    return ReplicaAudit(group).compare(replicated_state(nn.Linear(1, 1), world_size=2), step=rank)
+    return ReplicaAudit(group).compare(replicated_state(nn.Linear(1, 1), everybody=range(2)), step=rank)
 
 
 def without_storage(group: RankGroup, rank: int) -> Any:
     module = nn.Linear(2, 2)
     if rank:
         module.weight.untyped_storage().resize_(0)
-    return ReplicaAudit(group).compare(replicated_state(module, world_size=2), step=0)
+    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0)
 
 
 def test_the_same_bits_of_another_type_are_a_difference(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_what_is_left_out_is_counted() -> None:
     state = replicated_state(
         network,
         [network.optimizer],
-        world_size=2,
+        everybody=range(2),
         ddp_ignores={"body.bias"},
         has_own_buffers=True,
         ignore=["head.*"],
@@ -246,9 +246,9 @@ def test_what_is_left_out_is_counted() -> None:
     assert state.num_parameters == 3
     assert state.left_out == {"ignored by DDP": 4, "ignored": 8, "running statistic": 2, "own buffer": 2}
     synchronised = nn.SyncBatchNorm(2)
-    assert len(replicated_state(synchronised, world_size=2).tensors) == 5
-    assert replicated_state(synchronised, world_size=1).left_out == {"sharded": 5}
-    assert replicated_state(nn.Linear(2, 2, device="meta"), world_size=2).left_out == {"no data": 2}
+    assert len(replicated_state(synchronised, everybody=range(2)).tensors) == 5
+    assert replicated_state(synchronised, everybody=range(1)).left_out == {"sharded": 5}
+    assert replicated_state(nn.Linear(2, 2, device="meta"), everybody=range(2)).left_out == {"no data": 2}
 
 
 def test_state_of_two_optimizers_has_two_names() -> None:
@@ -256,7 +256,7 @@ def test_state_of_two_optimizers_has_two_names() -> None:
     optimizers = [torch.optim.Adam(module.parameters()) for _ in range(2)]
     for optimizer in optimizers:
         optimizer.state[module.weight] = {"step": 1}
-    names = [one.name for one in replicated_state(module, optimizers, world_size=2).tensors]
+    names = [one.name for one in replicated_state(module, optimizers, everybody=range(2)).tensors]
     assert names == ["weight", "step of weight", "step of weight (2)"]
 
 
