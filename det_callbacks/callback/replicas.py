@@ -41,7 +41,7 @@ class Replicas:
         self._trainer: pl.Trainer | None = None
         self._group: RankGroup | None = None
         self._audit: ReplicaAudit | None = None
-        self._num_audits = 0
+        self._num_audits = self._num_bytes = 0
         self._found: dict[str, tuple[ReplicaDifference, ...]] = {}
 
     @property
@@ -74,7 +74,7 @@ class Replicas:
                 "dimension), or compare runs with DeterminismCallback."
             )
         self._audit = ReplicaAudit(self._group)
-        self._num_audits, self._found = 0, {}
+        self._num_audits, self._num_bytes, self._found = 0, 0, {}
         if (error := self._compare()) is not None:
             raise error
 
@@ -112,6 +112,7 @@ class Replicas:
         report = self._audit.compare(self._state(), step=self._trainer.fit_loop.epoch_loop.total_batch_idx)
         self.report = report
         self._num_audits += 1
+        self._num_bytes += report.num_bytes
         new: dict[str, tuple[ReplicaDifference, ...]] = {}
         for found in report.differences:
             if found.name not in self._found:
@@ -130,8 +131,8 @@ class Replicas:
     def _say(self, report: ReplicaReport) -> None:
         """Print the closing line, on one rank."""
         if self._group is not None and self._group.rank == 0:
-            num_bytes = self._group.num_bytes
-            print_closing_line(replicas_line(report, num_audits=self._num_audits, num_bytes=num_bytes))
+            line = replicas_line(report, num_audits=self._num_audits, num_bytes=self._num_bytes)
+            print_closing_line(line)
 
     def _state(self) -> ReplicatedState:
         """Return what has to be equal, as the strategy has it."""
