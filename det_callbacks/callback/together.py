@@ -126,7 +126,10 @@ class Together:
         return any(row[1] for row in rows)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process; or say which of them ended before, where that is the reason."""
+        """Tell the others what ends this process; or say which of them ended before, where that is the reason.
+
+        An error that all ranks raise together is its own reason, whoever is first.
+        """
         watch = self._watch
         if watch is None:
             return
@@ -136,7 +139,7 @@ class Together:
         if ended is None:
             exit_code = error.exit_code if isinstance(error, DetCallbacksError) else 1
             watch.tell(f"{type(error).__name__}: {error}", exit_code)
-        elif not (isinstance(error, RankError) and error.rank == ended.rank):
+        elif is_consequence and not (isinstance(error, RankError) and error.rank == ended.rank):
             print_line(self._text(ended))
 
     def end(self) -> None:

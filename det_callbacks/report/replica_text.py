@@ -11,14 +11,14 @@ MAX_NAMED = 10
 _MAX_RANKS = 8
 
 _LEFT_OUT = {
-    "sharded": "sharded, with no other rank that holds the same",
+    "sharded": "shards that no other rank holds",
     "partial sum": "partial sums",
-    "running statistic": "running statistics, of each rank's own batches",
-    "own buffer": "buffers that DDP leaves to each rank (broadcast_buffers=False)",
-    "ignored by DDP": "that DDP was told to ignore",
-    "ignored": "that the audit was told to ignore",
+    "running statistic": "running statistics of each rank's own batches",
+    "own buffer": "buffers of each rank's own, by broadcast_buffers=False",
+    "ignored by DDP": "what DDP was told to ignore",
+    "ignored": "what the audit was told to ignore",
     "sharded state": "optimizer state that ZeroRedundancyOptimizer divides",
-    "no data": "without data",
+    "no data": "tensors without data",
 }
 
 
@@ -97,6 +97,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _left_out(left_out: Mapping[str, int]) -> str:
     if not left_out:
         return ""
-    return "; not compared: " + ", ".join(
-        f"{number} {_LEFT_OUT[reason]}" for reason, number in sorted(left_out.items())
-    )
+    parts = [f"{_LEFT_OUT[reason]} ({number})" for reason, number in sorted(left_out.items())]
+    return f"; not compared: {'; '.join(parts)}"

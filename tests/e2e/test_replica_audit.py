@@ -78,7 +78,7 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     # before the first step, after steps 1 and 3, and at the end; six parameters with three tensors of state each
     line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; 64 bytes sent by"
     assert ended[0].output.count(line) == 1
-    assert "not compared: 2 running statistics, of each rank's own batches" in ended[0].output
+    assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
     assert "replicas" not in ended[1].output
     assert all("16 bytes" in one.output for one in ended)
     for rank in range(2):

@@ -285,7 +285,7 @@ def test_the_text_says_who_and_since_when() -> None:
     one, other = "0000000000000001", "0000000000000002"
     assert f"  net.w: {other} on rank 1, and {one} on ranks 0, 2, 3\n" in text
     assert f"  net.w, after step 4: {one} on rank 0, {other} on rank 1; neither is a majority\n" in text
-    left_out = "not compared: 1 running statistics, of each rank's own batches, 2 sharded, with no other rank"
+    left_out = "not compared: running statistics of each rank's own batches (1); shards that no other rank holds (2)"
     assert left_out in text
     line = replicas_line(report(), num_audits=3, num_bytes=48)
     assert line.startswith("det_callbacks: replicas agree: 3 audits of 5 tensors on 4 ranks, the last after step 7; 48")
