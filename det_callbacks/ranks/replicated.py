@@ -144,9 +144,9 @@ def replicated_state(
     for name, buffer in walker.state()[len(parameters) :]:
         add((name, buffer), "ignored by DDP" if name in ddp_ignores else own(name) or holders_of(buffer, everyone))
     for optimizer in optimizers:
-        is_divided = _is_divided(optimizer)
-        for parameter, entry in states_of_parameters([optimizer], names):
-            holder: tuple[int, ...] | LeftOut | None = "sharded state" if is_divided else reasons.get(id(parameter))
+        divided = _divided(optimizer)
+        for parameter, entry in states_of_parameters([divided or optimizer], names):
+            holder: tuple[int, ...] | LeftOut | None = "sharded state" if divided else reasons.get(id(parameter))
             like = entry[1] if isinstance(entry[1], DTensor) else parameter
             add(entry, holder or holders_of(like, everyone))
     return ReplicatedState(tensors=tuple(tensors.values()), left_out=dict(left_out), num_parameters=num_parameters)
@@ -165,7 +165,13 @@ def _own_buffers(module: nn.Module, has_own_buffers: bool) -> Callable[[str], Le
     return reason
 
 
-def _is_divided(optimizer: Optimizer) -> bool:
-    """Return whether each rank has another part of the state; importing the class warns of what torch deprecates."""
+def _divided(optimizer: Optimizer) -> Optimizer | None:
+    """Return what holds this rank's part of a state that is divided among the ranks; None where it is whole.
+
+    Importing the class would warn of what torch 2.13 deprecates; without it there is no such optimizer.
+    """
     optim = sys.modules.get("torch.distributed.optim")
-    return optim is not None and isinstance(optimizer, optim.ZeroRedundancyOptimizer)
+    if optim is None or not isinstance(optimizer, optim.ZeroRedundancyOptimizer):
+        return None
+    part: Optimizer = optimizer.optim
+    return part

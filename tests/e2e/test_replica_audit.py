@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processes import Ended, run_ranks, train
 from styles import Classifier
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.fsdp import fully_shard
 from trainers import LIGHTNING_ADVICE
 
@@ -27,6 +28,7 @@ from det_callbacks import (
     SelectionError,
     SettingsError,
 )
+from det_callbacks.callback import runs_finished
 from det_callbacks.trace.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -67,10 +69,12 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     audit = ReplicaAuditCallback(2)
 
     def body(rank: int) -> None:
+        num_fits = runs_finished()
         for name, others in (("with", [audit]), ("without", [])):
             _, module = train(None, *others, model=Drifting)
             torch.save([module.state_dict(), torch.get_rng_state()], tmp_path / f"{name}-{rank}.pt")
         assert audit.replica_report is not None
+        assert runs_finished() == num_fits + 1  # to a Hydra job, something was compared
         print(f"{audit.replica_report.num_bytes} bytes")
 
     ended = run_ranks(body, tmp_path)
@@ -103,6 +107,7 @@ def test_all_ranks_stop_at_the_step_and_name_the_tensor(fault: str, name: str, t
     assert ended[0].output.count("det_callbacks: replicas differ: 4 audits") == 1
 
 
+@pytest.mark.slow
 def test_of_three_the_one_that_differs_is_named(tmp_path: Path) -> None:
     ended = fit(tmp_path, ReplicaAuditCallback(1), fault="weights", world_size=3, batches=3)
     assert [one.exit_code for one in ended] == [1, 1, 1], ended
@@ -136,6 +141,60 @@ def test_a_tensor_is_named_once_and_the_training_goes_on(on_divergence: Any, tmp
         assert "ReplicaError: The replicas of this training differ after step 3" in said
         assert "  last.bias, after step 1: " in said
     assert "DivergenceWarning" not in ended[1].output
+
+
+class OwnScale(Drifting):
+    _ddp_params_and_buffers_to_ignore = ("scale",)
+
+
+class Divided(Drifting):
+    """Each rank keeps the state of a part of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns when it is imported
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "strategy", "ignore", "said"),
+    [
+        (
+            Drifting,
+            "buffer",
+            {"broadcast_buffers": False},
+            [],
+            "buffers of each rank's own, by broadcast_buffers=False (2)",
+        ),
+        (OwnScale, "buffer", {}, [], "what DDP was told to ignore (1)"),
+        (Drifting, "buffer", {}, ["sc*"], "what the audit was told to ignore (1)"),
+        pytest.param(
+            *(Divided, "none", {}, [], "optimizer state that ZeroRedundancyOptimizer divides ("), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_differs_by_design_is_no_difference(
+    model: Any, fault: str, strategy: Any, ignore: list[str], said: str, tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        train(
+            None, ReplicaAuditCallback(1, ignore=ignore), model=partial(model, fault), strategy=DDPStrategy(**strategy)
+        )
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    assert said in ended[0].output
+
+
+@pytest.mark.slow
+def test_replicas_that_are_averaged_now_and_then_are_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
+        train(None, ReplicaAuditCallback(1), strategy=DDPStrategy(ddp_comm_state=state, model_averaging_period=2))
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [2, 2], ended
+    assert all("differ by design between two averagings" in one.output for one in ended)
 
 
 def test_replicas_that_differ_from_the_start(tmp_path: Path) -> None:
@@ -178,6 +237,7 @@ def test_the_verdict_comes_first_where_the_reference_knows_better(tmp_path: Path
     ended = run_ranks(partial(body, "weights"), tmp_path / "verify")
     assert [one.exit_code for one in ended] == [1, 1], ended
     assert "DivergenceError" in ended[1].output
+    assert not any("ends too" in one.output for one in ended)  # nobody waited for anybody: all raised the same
     assert "replicas differ: 4 audits" in ended[0].output
     first = json.loads((tmp_path / "current" / "verdict.json").read_text())["first_divergence"]
     assert (first["rank"], first["step"], first["name"]) == (1, 2, "last.bias")
