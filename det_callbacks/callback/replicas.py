@@ -42,6 +42,7 @@ class Replicas:
         self._group: RankGroup | None = None
         self._audit: ReplicaAudit | None = None
         self._num_audits = self._num_bytes = 0
+        self._first: ReplicaReport | None = None  # that found a difference
         self._found: dict[str, tuple[ReplicaDifference, ...]] = {}
 
     @property
@@ -74,7 +75,7 @@ class Replicas:
                 "dimension), or compare runs with DeterminismCallback."
             )
         self._audit = ReplicaAudit(self._group)
-        self._num_audits, self._num_bytes, self._found = 0, 0, {}
+        self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
         if (error := self._compare()) is not None:
             raise error
 
@@ -93,9 +94,9 @@ class Replicas:
         assert report is not None
         if error is None:
             self._say(report)
-        if self._on_divergence == "collect" and self._found:
+        if self._on_divergence == "collect" and self._first is not None:
             differences = tuple(found for one in self._found.values() for found in one)
-            self.report = replace(report, differences=differences)
+            self.report = replace(self._first, differences=differences)
             error = ReplicaError(replicas_text(self.report), self.report)
         self.close()
         return error
@@ -113,6 +114,8 @@ class Replicas:
         self.report = report
         self._num_audits += 1
         self._num_bytes += report.num_bytes
+        if not report.equal:
+            self._first = self._first or report
         new: dict[str, tuple[ReplicaDifference, ...]] = {}
         for found in report.differences:
             if found.name not in self._found:
@@ -131,7 +134,9 @@ class Replicas:
     def _say(self, report: ReplicaReport) -> None:
         """Print the closing line, on one rank."""
         if self._group is not None and self._group.rank == 0:
-            line = replicas_line(report, num_audits=self._num_audits, num_bytes=self._num_bytes)
+            line = replicas_line(
+                report, num_audits=self._num_audits, num_bytes=self._num_bytes, has_differed=self._first is not None
+            )
             print_closing_line(line)
 
     def _state(self) -> ReplicatedState:

@@ -120,27 +120,32 @@ def test_a_tensor_is_named_once_and_the_training_goes_on(on_divergence: Any, tmp
     audit = ReplicaAuditCallback(1, on_divergence)
 
     def body(rank: int) -> None:
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", DivergenceWarning)
-                train(None, audit, model=partial(Drifting, "weights", 1))
-            print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\n")
-        finally:
-            print(f"reached step {audit.replica_report.step if audit.replica_report else None}")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DivergenceWarning)
+            train(None, audit, model=partial(Drifting, "weights", 1))
+        print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\n")
 
     ended = run_ranks(body, tmp_path)
     assert [one.exit_code for one in ended] == [int(on_divergence == "collect")] * 2, ended
-    for one in ended:
-        assert "reached step 3" in one.output
-    # the weights differ first, then, by their gradients, the rest of the state
+    assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in ended[0].output
     said = ended[0].output
     assert said.count("  last.bias") == 1
     if on_divergence == "warn":
         assert "DivergenceWarning: The replicas of this training differ after step 1: 1 tensor on 2 ranks" in said
     else:
-        assert "ReplicaError: The replicas of this training differ after step 3" in said
-        assert "  last.bias, after step 1: " in said
+        assert "ReplicaError: The replicas of this training differ after step 1: " in said
+        assert "They last agreed after step 0." in said
     assert "DivergenceWarning" not in ended[1].output
+
+
+@pytest.mark.parametrize("on_divergence", ["collect", "warn"])
+def test_what_agrees_again_has_differed(on_divergence: Any, tmp_path: Path) -> None:
+    # DDP broadcasts the buffers of rank 0 before each forward pass
+    ended = fit(tmp_path, ReplicaAuditCallback(1, on_divergence), fault="buffer")
+    assert [one.exit_code for one in ended] == [int(on_divergence == "collect")] * 2, ended
+    assert "det_callbacks: replicas agree again: 6 audits" in ended[0].output
+    if on_divergence == "collect":
+        assert "differ after step 2: 1 tensor on 2 ranks. They last agreed after step 1." in ended[1].output
 
 
 class OwnScale(Drifting):

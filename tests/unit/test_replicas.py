@@ -287,7 +287,7 @@ def test_the_text_says_who_and_since_when() -> None:
     assert f"  net.w, after step 4: {one} on rank 0, {other} on rank 1; neither is a majority\n" in text
     left_out = "not compared: running statistics of each rank's own batches (1); shards that no other rank holds (2)"
     assert left_out in text
-    line = replicas_line(report(), num_audits=3, num_bytes=48)
+    line = replicas_line(report(), num_audits=3, num_bytes=48, has_differed=False)
     assert line.startswith("det_callbacks: replicas agree: 3 audits of 5 tensors on 4 ranks, the last after step 7; 48")
     assert left_out in line
     assert "  and 2 more differences\n" in replicas_text(report(*[difference((0,), (1,))] * 12))
