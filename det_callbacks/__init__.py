@@ -1,7 +1,7 @@
 """Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
 from det_callbacks.audit import AuditFinding, AuditReport
-from det_callbacks.callback import DeterminismCallback, prove_resume
+from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
 from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.digest import StateDigest, digest_state, digest_tensor
@@ -26,6 +26,7 @@ from det_callbacks.errors import (
     ReferenceFormatError,
     ReferenceNotFoundError,
     ReplayError,
+    ReplicaError,
     RunExistsError,
     SelectionError,
     SettingsError,
@@ -42,6 +43,7 @@ from det_callbacks.observe import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
+from det_callbacks.ranks import ReplicaDifference, ReplicaReport
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
@@ -80,6 +82,10 @@ __all__ = [
     "ReferenceFormatError",
     "ReferenceNotFoundError",
     "ReplayError",
+    "ReplicaAuditCallback",
+    "ReplicaDifference",
+    "ReplicaError",
+    "ReplicaReport",
     "RunExistsError",
     "SelectionError",
     "SettingsError",

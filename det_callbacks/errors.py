@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditReport
     from det_callbacks.equivalence import OpMismatch
+    from det_callbacks.ranks import ReplicaReport
     from det_callbacks.verdict import Verdict
 
 
@@ -109,6 +110,24 @@ class AuditError(DetCallbacksError):
     exit_code = 1
 
     def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
+        super().__init__(message, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ReplicaError(DetCallbacksError):
+    """Ranks that have to hold the same parameters, buffers or optimizer state do not.
+
+    Args:
+        message: the text shown to the user.
+        report: what differs, on which ranks, and since when.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, report: "ReplicaReport | None" = None) -> None:
         super().__init__(message, report)
         self.report = report
 

@@ -1,6 +1,7 @@
 """Determinism in a Hydra application: settings before the model is built, exit codes, nothing left for the next job.
 
-The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determinism=verify``) use both names below.
+The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determinism=verify``) use both names below;
+``+determinism=replicas`` uses the job callback.
 """
 
 import atexit
@@ -72,10 +73,10 @@ class DeterminismJobCallback(Callback):
 
     The status is 1 diverged, 2 could not do it, 3 not comparable; without this Hydra makes each of them 1. In a
     multirun all jobs run, and the status is that of the first that failed. A job in which no
-    :class:`DeterminismCallback` ran a fit fails with 2, since it must not look verified. So does one whose settings
-    cannot be applied: it does not start, nor do the jobs after it. After each job generators, flags, threads,
-    environment variables and warning filters go back; not where a task leaves by KeyboardInterrupt or SystemExit, after
-    which Hydra calls nobody and the process ends.
+    :class:`DeterminismCallback` (or ``ReplicaAuditCallback``) ran a fit fails with 2, since it must not look verified.
+    So does one whose settings cannot be applied: it does not start, nor do the jobs after it. After each job
+    generators, flags, threads, environment variables and warning filters go back; not where a task leaves by
+    KeyboardInterrupt or SystemExit, after which Hydra calls nobody and the process ends.
 
     ``HYDRA_FULL_ERROR=1`` adds the traceback to the message. Launchers that run jobs in other processes report the
     status as they do for any failed job.
@@ -197,10 +198,11 @@ def _mode(config: DictConfig) -> str:
 
 
 def _nothing_ran(mode: str) -> NothingComparedError:
+    name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
     return NothingComparedError(
-        f"determinism.mode={mode}, but no DeterminismCallback ran a fit in this job, so nothing was recorded or "
-        "compared. The configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass "
-        "them to the Trainer, and call trainer.fit."
+        f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
+        "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to the "
+        "Trainer, and call trainer.fit."
     )
 
 

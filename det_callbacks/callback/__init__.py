@@ -1,7 +1,15 @@
-"""DeterminismCallback: when Lightning calls us."""
+"""DeterminismCallback and ReplicaAuditCallback: when Lightning calls us."""
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.fits import FITS_FILE, runs_finished, take_unfinished
 from det_callbacks.callback.proof import prove_resume
+from det_callbacks.callback.replica_audit import ReplicaAuditCallback
 
-__all__ = ["FITS_FILE", "DeterminismCallback", "prove_resume", "runs_finished", "take_unfinished"]
+__all__ = [
+    "FITS_FILE",
+    "DeterminismCallback",
+    "ReplicaAuditCallback",
+    "prove_resume",
+    "runs_finished",
+    "take_unfinished",
+]

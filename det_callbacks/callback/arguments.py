@@ -24,6 +24,7 @@ def check_arguments(
     steps: object,
     on_divergence: object,
     sync_every_n_steps: object,
+    audit_replicas_every_n_steps: object,
     overwrite: object,
     audit: object,
     audit_steps: object,
@@ -46,6 +47,11 @@ def check_arguments(
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
     if not _is_int(sync_every_n_steps) or sync_every_n_steps < 1:  # type: ignore[operator]  # an int
         raise SelectionError(f"sync_every_n_steps must be a whole number from 1 on; got {sync_every_n_steps!r}.")
+    if not _is_int(audit_replicas_every_n_steps) or audit_replicas_every_n_steps < 0:  # type: ignore[operator]  # an int
+        raise SelectionError(
+            "audit_replicas_every_n_steps must be a whole number, 0 for no audit of the replicas; got "
+            f"{audit_replicas_every_n_steps!r}."
+        )
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
     if not isinstance(require_digests, bool):
@@ -72,6 +78,13 @@ def _check_generators(generators: object) -> None:
                 f"generators: {name!r} must be a generator of torch, NumPy or Python's random; got "
                 f"{type(generator).__name__}."
             )
+
+
+def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None:
+    """Raise ``SelectionError`` that names the first argument of a ReplicaAuditCallback that is not allowed."""
+    _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+    if not _is_int(every_n_steps) or every_n_steps < 1:  # type: ignore[operator]  # an int
+        raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {every_n_steps!r}.")
 
 
 def check_replay(selection: Selection) -> None:

@@ -1,9 +1,7 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -11,28 +9,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.audit import AuditReport
-from det_callbacks.callback.alerts import AlertCallback
-from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
+from det_callbacks.callback.arguments import check_alone, check_processes
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.manifest import manifest_of, root_of
+from det_callbacks.callback.options import CallbackOptions
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.run_kinds import new_run
-from det_callbacks.callback.spawned import InheritedSettings
-from det_callbacks.callback.together import Together
-from det_callbacks.callback.tracing import MarksPoints, Tracing
+from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
-from det_callbacks.settings import DeterminismSettings
-from det_callbacks.trace.selection import PHASES, Selection, as_names
-from det_callbacks.trace.weight_loads import LoadWatch
-from det_callbacks.verdict import Verdict
+from det_callbacks.ranks import ReplicaReport
 
 
-class DeterminismCallback(MarksPoints, AlertCallback):
+class DeterminismCallback(CallbackOptions):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
@@ -57,6 +48,8 @@ class DeterminismCallback(MarksPoints, AlertCallback):
             "warn" goes on and ends with a warning.
         sync_every_n_steps: several processes: after every n-th step they ask each other whether one differs, and stop
             together if so; one collective of a few bytes.
+        audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
+            ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there.
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
@@ -78,6 +71,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
             end of a fit, in other cases, and while the reference holds more fits than have run and nothing differs.
+        replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
         audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
@@ -88,6 +82,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
         ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
+        ReplicaError: ranks that have to hold the same parameters, buffers or optimizer state do not.
         AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
         CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
         CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
@@ -101,97 +96,10 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        reference: str | Path | None,
-        *,
-        mode: Literal["record", "verify", "audit", "disabled"] = "verify",
-        current: str | Path | None = None,
-        modules: Sequence[str] = ("*",),
-        level: Literal["op", "module", "state"] = "op",
-        phases: Sequence[str] = PHASES,
-        every_n_steps: int = 1,
-        steps: Literal["all", "common"] = "all",
-        settings: DeterminismSettings | Mapping[str, Any] | None = None,
-        on_divergence: Literal["raise", "collect", "warn"] = "raise",
-        sync_every_n_steps: int = 10,
-        overwrite: bool = False,
-        replay: Sequence[str] | str | Path = (),
-        replay_budget_mib: float = BUDGET_MIB,
-        replay_total_mib: float = TOTAL_MIB,
-        audit: Literal["ops", "step"] = "ops",
-        audit_steps: Sequence[int] = (0, 1, 2),
-        audit_runs: int = 2,
-        require_digests: bool = False,
-        resume: Literal["exact", "warn", "plain"] = "exact",
-        generators: Mapping[str, Any] | None = None,
-        watch_callbacks: bool = False,
-        keep_batch_values: bool = False,
-    ) -> None:
-        super().__init__()
-        check_arguments(
-            reference=reference,
-            mode=mode,
-            current=current,
-            steps=steps,
-            on_divergence=on_divergence,
-            sync_every_n_steps=sync_every_n_steps,
-            overwrite=overwrite,
-            audit=audit,
-            audit_steps=audit_steps,
-            audit_runs=audit_runs,
-            require_digests=require_digests,
-            resume=resume,
-            generators=generators,
-            watch_callbacks=watch_callbacks,
-            keep_batch_values=keep_batch_values,
-        )
-        self.reference = None if reference is None else Path(reference)
-        self.mode = mode
-        self.current = None if current is None else Path(current)
-        self.selection = Selection(
-            level=level,
-            modules=as_names("modules", modules),
-            phases=as_names("phases", phases),
-            every_n_steps=every_n_steps,
-        )
-        self.steps = steps
-        if settings is not None and not isinstance(settings, DeterminismSettings):
-            settings = DeterminismSettings.from_mapping(settings)
-        self.settings = settings
-        self.on_divergence = on_divergence
-        self.sync_every_n_steps = sync_every_n_steps
-        self.overwrite = overwrite
-        self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
-        if self.replay.patterns and mode == "record":
-            check_replay(self.selection)
-        if mode == "audit":
-            check_audit(self.selection, self.replay)
-        self.audit = audit
-        self.audit_steps = tuple(audit_steps)
-        self.audit_runs = audit_runs
-        self.require_digests = require_digests
-        self.resume = resume
-        self.generators = dict(generators or {})
-        self.watch_callbacks = watch_callbacks
-        self.keep_batch_values = keep_batch_values
-        self.audit_report: AuditReport | None = None
-        self.verdict: Verdict | None = None
-        self.choices: dict[str, Any] = {}
-        self._checkpointing: Checkpointing | None = None
-        self._together = Together()
-        self._inherited = InheritedSettings()
-        self._loads = LoadWatch()
-        self._trace: Tracing | None = None
-        self._run: Recording | Verifying | Auditing | None = None
-        self._step = -1
-        self._is_fitting = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
-        # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
-        fresh = vars(DeterminismCallback(None, mode="disabled"))
-        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
+    @property
+    def replica_report(self) -> ReplicaReport | None:
+        """The report of the last audit of the replicas; None before the first."""
+        return self._replicas.report
 
     # before training
 
@@ -264,6 +172,8 @@ class DeterminismCallback(MarksPoints, AlertCallback):
             self._run.attach(trainer)
         if self._trace is not None:
             self._trace.attach(trainer)
+        if self._run is not None:
+            self._replicas.begin(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -313,8 +223,12 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         if self._trace is None:
             return
         differs = self._trace.end_step(self._step, trainer.current_epoch, outputs)
-        if self._together.stops_after(self._step, differs=differs, may_stop=self._trace.may_stop):
-            self._end_fit(is_resumed=True, is_early=True)
+        error = self._replicas.after_step(self._step)
+        may_stop = self._trace.may_stop
+        if self._together.stops_after(self._step, differs=differs, may_stop=may_stop, is_last=error is not None):
+            self._end_fit(is_resumed=True, is_early=True)  # raises what differs from the reference, which says more
+        if error is not None:
+            raise error
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -334,7 +248,12 @@ class DeterminismCallback(MarksPoints, AlertCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        error = self._replicas.end()
+        if error is not None and isinstance(self._run, Recording):
+            raise error  # before the run is complete: it is no reference
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
+        if error is not None:
+            raise error
 
     def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
@@ -367,6 +286,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
             self._run.stop(type(exception).__name__)
             if not isinstance(self._run, Auditing):
                 self.verdict = self._run.verdict
+        self._replicas.close()
         self._together.end()
 
     @override
@@ -376,6 +296,7 @@ class DeterminismCallback(MarksPoints, AlertCallback):
         self._end_alerts()
         if self._checkpointing is not None:
             self._checkpointing.end_stage()
+        self._replicas.close()
         self._together.end()
 
     def _close_trace(self) -> None:

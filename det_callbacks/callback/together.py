@@ -96,7 +96,7 @@ class Together:
                 row.pop("weights", None)
         require_same(told)
 
-    def stops_after(self, step: int, *, differs: bool, may_stop: bool) -> bool:
+    def stops_after(self, step: int, *, differs: bool, may_stop: bool, is_last: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.
 
         Several ranks ask each other after every n-th step: one collective of a few bytes.
@@ -105,6 +105,7 @@ class Together:
             step: that ended.
             differs: whether it did here.
             may_stop: whether a difference stops anything; the same on all ranks.
+            is_last: all ranks stop after this step anyway, and want to know whether for this reason.
 
         Raises:
             RankError: a rank is at another step, or does not come.
@@ -113,7 +114,7 @@ class Together:
             return differs
         if differs and self._differs_since is None:
             self._differs_since = step
-        if not may_stop or (step + 1) % self._sync_every_n_steps:
+        if not may_stop or ((step + 1) % self._sync_every_n_steps and not is_last):
             return False
         since = 0 if self._differs_since is None else self._differs_since + 1
         rows = self._talking("a sync").gather_numbers([step, since], task="the sync after every n-th step")
@@ -126,7 +127,10 @@ class Together:
         return any(row[1] for row in rows)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process; or say which of them ended before, where that is the reason."""
+        """Tell the others what ends this process; or say which of them ended before, where that is the reason.
+
+        An error that all ranks raise together is its own reason, whoever is first.
+        """
         watch = self._watch
         if watch is None:
             return
@@ -137,7 +141,7 @@ class Together:
             exit_code = error.exit_code if isinstance(error, DetCallbacksError) else 1
             watch.tell(f"{type(error).__name__}: {error}", exit_code)
             return
-        if not (isinstance(error, RankError) and error.rank == ended.rank):
+        if is_consequence and not (isinstance(error, RankError) and error.rank == ended.rank):
             print_line(self._text(ended))
         if is_consequence:
             # of all processes the same, whether a collective of the training or one of ours noticed first

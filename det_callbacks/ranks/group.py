@@ -66,6 +66,14 @@ class RankGroup:
         """Return the numbers (64 bits each, equally many, at most 6) that each rank gave, by rank; one collective."""
         return [list(numbers)] if self._group is None else self._meet(task, numbers)
 
+    def gather_words(self, words: Sequence[int], *, task: str) -> list[list[int]]:
+        """Return the words (64 bits each, equally many) that each rank gave, by rank; one collective of nothing else.
+
+        It does not say what the rank is at, so that a rank at another exchange of this group would not be understood:
+        for a group whose first exchange this always is.
+        """
+        return [list(words)] if self._group is None else self._gather_words(words, task)
+
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
 
@@ -118,9 +126,7 @@ class RankGroup:
         name = task.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
         words = [int.from_bytes(name[at : at + 8], "little") for at in range(0, _NAME_BYTES, 8)]
         values = [len(numbers), *numbers, *[0] * (_MAX_NUMBERS - len(numbers)), *words]
-        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in values]
-        parts = self._exchange(torch.tensor(signed, dtype=torch.int64), task)
-        rows = [[int(value) % (1 << 64) for value in part.tolist()] for part in parts]
+        rows = self._gather_words(values, task)
         for rank, row in enumerate(rows):
             if row[1 + _MAX_NUMBERS :] != words:
                 theirs = b"".join(word.to_bytes(8, "little") for word in row[1 + _MAX_NUMBERS :])
@@ -139,6 +145,11 @@ class RankGroup:
         self.rank, self.world_size = (self.rank, 1) if group is not None else (self.rank, self.world_size)
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def _gather_words(self, words: Sequence[int], task: str) -> list[list[int]]:
+        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in words]
+        parts = self._exchange(torch.tensor(signed, dtype=torch.int64), task)
+        return [[int(value) % (1 << 64) for value in part.tolist()] for part in parts]
 
     def _exchange(self, mine: torch.Tensor, task: str) -> list[torch.Tensor]:
         self.num_exchanges += 1

@@ -24,6 +24,7 @@ from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
 from det_callbacks.report.rank_text import ended_text
+from det_callbacks.report.replica_text import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
 from det_callbacks.report.verdict_text import disagreement_text, render_verdict, verdict_lines
@@ -41,6 +42,7 @@ __all__ = [
     "mismatch_text",
     "missing_files_line",
     "missing_sidecar_line",
+    "no_replicas_line",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
@@ -57,6 +59,8 @@ __all__ = [
     "render_run",
     "render_step",
     "render_verdict",
+    "replicas_line",
+    "replicas_text",
     "run_to_dict",
     "set_status_of",
     "status_of",

@@ -290,7 +290,14 @@ class StateWalker:
 
 def optimizer_state(optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]) -> list[Entry]:
     """Return the tensors and numbers of the optimizers' states: ("exp_avg of net.head.weight", tensor)."""
-    entries: list[Entry] = []
+    return [entry for _, entry in states_of_parameters(optimizers, parameter_names)]
+
+
+def states_of_parameters(
+    optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]
+) -> list[tuple[Tensor, Entry]]:
+    """Return what ``optimizer_state`` does, each with the parameter that it belongs to."""
+    entries: list[tuple[Tensor, Entry]] = []
     for index, optimizer in enumerate(optimizers):
         known = optimizer.state
         for group_index, group in enumerate(optimizer.param_groups):
@@ -301,10 +308,12 @@ def optimizer_state(optimizers: Iterable[Optimizer], parameter_names: Mapping[in
                 owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
                 for key, value in state.items():
                     if isinstance(value, Tensor | bool | int | float):
-                        entries.append((f"{key} of {owner}", value))
+                        entries.append((parameter, (f"{key} of {owner}", value)))
                     elif value is not None:
                         entries.extend(
-                            (f"{path} of {owner}", item) for path, item in flatten(value, str(key)) if path != key
+                            (parameter, (f"{path} of {owner}", item))
+                            for path, item in flatten(value, str(key))
+                            if path != key
                         )
     return entries
 

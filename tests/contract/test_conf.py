@@ -10,11 +10,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from det_callbacks import conf
-from det_callbacks.callback import DeterminismCallback
+from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback
 from det_callbacks.settings import DeterminismSettings
 
 CONF = Path(conf.__file__).parent
-PRESETS = ("record", "verify", "audit", "disabled")
+PRESETS = ("record", "verify", "audit", "replicas", "disabled")
 PARAMETERS = inspect.signature(DeterminismCallback).parameters
 
 
@@ -108,6 +108,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "determinism.current=here",
         "determinism.replay=['backward/net.*:aten.index_add_.*']",
         "determinism.replay_budget_mib=1.5",
+        "determinism.audit_replicas_every_n_steps=50",
         "determinism.audit=step",
         "determinism.audit_steps=[5]",
         "determinism.audit_runs=3",
@@ -133,6 +134,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "steps": "common",
         "on_divergence": "collect",
         "sync_every_n_steps": 10,
+        "audit_replicas_every_n_steps": 50,
         "overwrite": True,
         "replay": ["backward/net.*:aten.index_add_.*"],
         "replay_budget_mib": 1.5,
@@ -146,6 +148,20 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "watch_callbacks": False,
         "keep_batch_values": False,
     }
+
+
+def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
+    config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
+    assert list(config.callbacks) == ["stopping", "determinism"]
+    assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
+    node = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
+    assert isinstance(node, dict)
+    assert node.pop("_target_") == "det_callbacks.ReplicaAuditCallback"
+    assert node.pop("_convert_") == "all"
+    parameters = inspect.signature(ReplicaAuditCallback).parameters
+    assert list(node) == list(parameters)
+    assert node == {"every_n_steps": 100, "on_divergence": "warn", "ignore": []}
+    assert parameters["every_n_steps"].default == 100
 
 
 def test_disabled_adds_nothing_and_takes_the_same_options(user_conf: Path) -> None:

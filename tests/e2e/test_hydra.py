@@ -19,6 +19,7 @@ from hydra_apps import CONFIG, VERIFY, RunApp, finish_a_fit
 from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
+from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
 
@@ -165,6 +166,22 @@ def test_a_job_without_a_fit_is_not_verified(
     assert told.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in told
     assert run_app(task, *VERIFY, "seed=1") == 0
+
+
+def test_an_audit_of_replicas_has_to_run(run_app: RunApp, capsys: pytest.CaptureFixture[str]) -> None:
+    built: list[object] = []
+
+    def task(config: DictConfig) -> None:
+        built.append(hydra.utils.instantiate(config.callbacks.determinism))
+        if config.seed == 1:
+            finish_a_fit()
+
+    assert run_app(task, "+determinism=replicas", "seed=2") == 2
+    assert "determinism.mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in capsys.readouterr().err
+    assert run_app(task, "+determinism=replicas", 'callbacks.determinism.ignore=["a.*"]') == 0
+    callback = built[-1]
+    assert isinstance(callback, ReplicaAuditCallback)
+    assert (callback.every_n_steps, callback.ignore) == (100, ("a.*",))
 
 
 @pytest.mark.parametrize("multirun", [False, True])

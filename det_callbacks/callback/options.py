@@ -1,0 +1,122 @@
+"""What a DeterminismCallback was asked for, before anything is open."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from det_callbacks.audit import AuditReport
+from det_callbacks.callback.alerts import AlertCallback
+from det_callbacks.callback.arguments import check_arguments, check_audit, check_replay
+from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.recording import Recording
+from det_callbacks.callback.replicas import Replicas
+from det_callbacks.callback.spawned import InheritedSettings
+from det_callbacks.callback.together import Together
+from det_callbacks.callback.tracing import MarksPoints, Tracing
+from det_callbacks.callback.verifying import Verifying
+from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
+from det_callbacks.settings import DeterminismSettings
+from det_callbacks.trace.selection import PHASES, Selection, as_names
+from det_callbacks.trace.weight_loads import LoadWatch
+from det_callbacks.verdict import Verdict
+
+
+class CallbackOptions(MarksPoints, AlertCallback):
+    """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
+
+    def __init__(
+        self,
+        reference: str | Path | None,
+        *,
+        mode: Literal["record", "verify", "audit", "disabled"] = "verify",
+        current: str | Path | None = None,
+        modules: Sequence[str] = ("*",),
+        level: Literal["op", "module", "state"] = "op",
+        phases: Sequence[str] = PHASES,
+        every_n_steps: int = 1,
+        steps: Literal["all", "common"] = "all",
+        settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        on_divergence: Literal["raise", "collect", "warn"] = "raise",
+        sync_every_n_steps: int = 10,
+        audit_replicas_every_n_steps: int = 0,
+        overwrite: bool = False,
+        replay: Sequence[str] | str | Path = (),
+        replay_budget_mib: float = BUDGET_MIB,
+        replay_total_mib: float = TOTAL_MIB,
+        audit: Literal["ops", "step"] = "ops",
+        audit_steps: Sequence[int] = (0, 1, 2),
+        audit_runs: int = 2,
+        require_digests: bool = False,
+        resume: Literal["exact", "warn", "plain"] = "exact",
+        generators: Mapping[str, Any] | None = None,
+        watch_callbacks: bool = False,
+        keep_batch_values: bool = False,
+    ) -> None:
+        super().__init__()
+        check_arguments(
+            reference=reference,
+            mode=mode,
+            current=current,
+            steps=steps,
+            on_divergence=on_divergence,
+            sync_every_n_steps=sync_every_n_steps,
+            audit_replicas_every_n_steps=audit_replicas_every_n_steps,
+            overwrite=overwrite,
+            audit=audit,
+            audit_steps=audit_steps,
+            audit_runs=audit_runs,
+            require_digests=require_digests,
+            resume=resume,
+            generators=generators,
+            watch_callbacks=watch_callbacks,
+            keep_batch_values=keep_batch_values,
+        )
+        self.reference = None if reference is None else Path(reference)
+        self.mode = mode
+        self.current = None if current is None else Path(current)
+        self.selection = Selection(
+            level=level,
+            modules=as_names("modules", modules),
+            phases=as_names("phases", phases),
+            every_n_steps=every_n_steps,
+        )
+        self.steps = steps
+        if settings is not None and not isinstance(settings, DeterminismSettings):
+            settings = DeterminismSettings.from_mapping(settings)
+        self.settings = settings
+        self.on_divergence = on_divergence
+        self.sync_every_n_steps = sync_every_n_steps
+        self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
+        self.overwrite = overwrite
+        self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
+        if self.replay.patterns and mode == "record":
+            check_replay(self.selection)
+        if mode == "audit":
+            check_audit(self.selection, self.replay)
+        self.audit = audit
+        self.audit_steps = tuple(audit_steps)
+        self.audit_runs = audit_runs
+        self.require_digests = require_digests
+        self.resume = resume
+        self.generators = dict(generators or {})
+        self.watch_callbacks = watch_callbacks
+        self.keep_batch_values = keep_batch_values
+        self.audit_report: AuditReport | None = None
+        self.verdict: Verdict | None = None
+        self.choices: dict[str, Any] = {}
+        self._checkpointing: Checkpointing | None = None
+        self._together = Together()
+        self._inherited = InheritedSettings()
+        self._replicas = Replicas(audit_replicas_every_n_steps, on_divergence=on_divergence)
+        self._loads = LoadWatch()
+        self._trace: Tracing | None = None
+        self._run: Recording | Verifying | Auditing | None = None
+        self._step = -1
+        self._is_fitting = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
+        # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
+        fresh = vars(type(self)(None, mode="disabled"))
+        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}

@@ -1,0 +1,102 @@
+"""What an audit of the replicas found, in words."""
+
+from collections.abc import Mapping, Sequence
+
+from det_callbacks.ranks import ReplicaDifference, ReplicaReport, ReplicaValue
+from det_callbacks.report.closing import count, size
+
+MAX_NAMED = 10
+"""Tensors that a message names; the others are counted."""
+
+_MAX_RANKS = 8
+
+_LEFT_OUT = {
+    "sharded": "shards that no other rank holds",
+    "partial sum": "partial sums",
+    "running statistic": "running statistics of each rank's own batches",
+    "own buffer": "buffers of each rank's own, by broadcast_buffers=False",
+    "ignored by DDP": "what DDP was told to ignore",
+    "ignored": "what the audit was told to ignore",
+    "sharded state": "optimizer state that ZeroRedundancyOptimizer divides",
+    "no data": "tensors without data",
+}
+
+
+def replicas_text(report: ReplicaReport) -> str:
+    """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
+    differences = report.differences
+    num_names = len({found.name for found in differences})
+    lines = [
+        f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
+        f"{report.world_size} ranks. {_agreement(report)}",
+        "",
+        *(f"  {_difference(found, report.step)}" for found in differences[:MAX_NAMED]),
+    ]
+    if len(differences) > MAX_NAMED:
+        lines.append(f"  and {count(len(differences) - MAX_NAMED, 'more difference')}")
+    lines += [
+        "",
+        f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
+        "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after every "
+        "step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...]).",
+    ]
+    return "\n".join(lines)
+
+
+def replicas_line(report: ReplicaReport, *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
+    """Return the closing line of a fit whose replicas were compared.
+
+    Args:
+        report: of the last audit.
+        num_audits: in the fit.
+        num_bytes: that this rank sent in all of them.
+        has_differed: whether any of them found a difference.
+    """
+    verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
+    return (
+        f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "
+        f"{report.world_size} ranks, the last {_when(report.step)}; {size(num_bytes)} sent by each rank"
+        f"{_left_out(report.left_out)}"
+    )
+
+
+def no_replicas_line() -> str:
+    """Return what is said where replicas were to be compared and one process trains."""
+    return "det_callbacks: one process has no replicas: nothing to compare"
+
+
+def _when(step: int) -> str:
+    return "before the first step" if step < 0 else f"after step {step}"
+
+
+def _agreement(report: ReplicaReport) -> str:
+    if report.last_agreement is None:
+        return "It is the first time that they were compared."
+    return f"They last agreed {_when(report.last_agreement)}."
+
+
+def _difference(found: ReplicaDifference, step: int) -> str:
+    first, *others = found.values
+    since = "" if found.step == step else f", {_when(found.step)}"
+    if not found.is_tie:
+        held = "; ".join(f"{_held(value)} on {_ranks(value.ranks)}" for value in others)
+        return f"{found.name}{since}: {held}, and {_held(first)} on {_ranks(first.ranks)}"
+    held = ", ".join(f"{_held(value)} on {_ranks(value.ranks)}" for value in found.values)
+    return f"{found.name}{since}: {held}; neither is a majority"
+
+
+def _held(value: ReplicaValue) -> str:
+    return "not there" if value.digest is None else value.digest
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+
+def _left_out(left_out: Mapping[str, int]) -> str:
+    if not left_out:
+        return ""
+    parts = [f"{_LEFT_OUT[reason]} ({number})" for reason, number in sorted(left_out.items())]
+    return f"; not compared: {'; '.join(parts)}"

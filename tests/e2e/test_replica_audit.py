@@ -1,0 +1,366 @@
+"""Trainings whose replicas are compared with each other, and drift apart on one rank."""
+
+import copy
+import json
+import pickle
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks_program
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from processes import Ended, run_ranks, train
+from styles import Classifier
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.fsdp import fully_shard
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import (
+    DeterminismCallback,
+    DivergenceWarning,
+    NothingComparedError,
+    ReplicaAuditCallback,
+    SelectionError,
+    SettingsError,
+)
+from det_callbacks.callback import runs_finished
+from det_callbacks.trace.store import Run
+
+pytestmark = pytest.mark.ddp
+
+
+class Drifting(Classifier):
+    """Adds one unit in the last place to something on the last rank, once a step is done."""
+
+    def __init__(self, fault: str = "none", step: int = 2) -> None:
+        super().__init__()
+        self.fault, self.fault_step = fault, step
+        self.register_buffer("scale", torch.ones(2))
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        is_last = self.global_rank == self.trainer.world_size - 1
+        if is_last and self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fault_step and self.fault != "none":
+            bits = self.place().detach().numpy().view(np.int32)
+            bits[0] += 1
+
+    def place(self) -> Tensor:
+        optimizer: Any = self.trainer.optimizers[0]
+        return {
+            "weights": self.last.bias,
+            "buffer": self.scale,
+            "state": optimizer.state[self.last.bias]["exp_avg"],
+        }[self.fault]
+
+
+def fit(folder: Path, audit: Any, *, fault: str = "none", world_size: int = 2, **options: Any) -> list[Ended]:
+    def body(rank: int) -> None:
+        train(None, audit, model=options.pop("model", partial(Drifting, fault)), world_size=world_size, **options)
+
+    return run_ranks(body, folder, world_size=world_size)
+
+
+def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_path: Path) -> None:
+    audit = ReplicaAuditCallback(2)
+
+    def body(rank: int) -> None:
+        num_fits = runs_finished()
+        for name, others in (("with", [audit]), ("without", [])):
+            _, module = train(None, *others, model=Drifting)
+            torch.save([module.state_dict(), torch.get_rng_state()], tmp_path / f"{name}-{rank}.pt")
+        assert audit.replica_report is not None
+        assert runs_finished() == num_fits + 1  # to a Hydra job, something was compared
+        print(f"{audit.replica_report.num_bytes} bytes")
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    # before the first step, after steps 1 and 3, and at the end; six parameters with three tensors of state each
+    line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; 64 bytes sent by"
+    assert ended[0].output.count(line) == 1
+    assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
+    assert "replicas" not in ended[1].output
+    assert all("16 bytes" in one.output for one in ended)
+    for rank in range(2):
+        with_it, without = (
+            torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without")
+        )
+        assert all(torch.equal(with_it[0][name], without[0][name]) for name in without[0])
+        assert torch.equal(with_it[1], without[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [("weights", "last.bias"), ("buffer", "scale"), ("state", "exp_avg of last.bias")]
+)
+def test_all_ranks_stop_at_the_step_and_name_the_tensor(fault: str, name: str, tmp_path: Path) -> None:
+    ended = fit(tmp_path, ReplicaAuditCallback(1), fault=fault)
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    for one in ended:
+        assert "ReplicaError: The replicas of this training differ after step 2: 1 tensor on 2 ranks." in one.output
+        assert "They last agreed after step 1." in one.output
+        assert f"  {name}: " in one.output
+        assert "neither is a majority" in one.output
+    assert ended[0].output.count("det_callbacks: replicas differ: 4 audits") == 1
+
+
+@pytest.mark.slow
+def test_of_three_the_one_that_differs_is_named(tmp_path: Path) -> None:
+    ended = fit(tmp_path, ReplicaAuditCallback(1), fault="weights", world_size=3, batches=3)
+    assert [one.exit_code for one in ended] == [1, 1, 1], ended
+    assert all("last.bias: " in one.output and " on rank 2, and " in one.output for one in ended)
+    assert all(" on ranks 0, 1\n" in one.output for one in ended)
+
+
+@pytest.mark.parametrize("on_divergence", ["collect", "warn"])
+def test_a_tensor_is_named_once_and_the_training_goes_on(on_divergence: Any, tmp_path: Path) -> None:
+    audit = ReplicaAuditCallback(1, on_divergence)
+
+    def body(rank: int) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DivergenceWarning)
+            train(None, audit, model=partial(Drifting, "weights", 1))
+        print(*(f"{one.category.__name__}: {one.message}" for one in caught), sep="\n")
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [int(on_divergence == "collect")] * 2, ended
+    assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in ended[0].output
+    said = ended[0].output
+    assert said.count("  last.bias") == 1
+    if on_divergence == "warn":
+        assert "DivergenceWarning: The replicas of this training differ after step 1: 1 tensor on 2 ranks" in said
+    else:
+        assert "ReplicaError: The replicas of this training differ after step 1: " in said
+        assert "They last agreed after step 0." in said
+    assert "DivergenceWarning" not in ended[1].output
+
+
+@pytest.mark.parametrize("on_divergence", ["collect", "warn"])
+def test_what_agrees_again_has_differed(on_divergence: Any, tmp_path: Path) -> None:
+    # DDP broadcasts the buffers of rank 0 before each forward pass
+    ended = fit(tmp_path, ReplicaAuditCallback(1, on_divergence), fault="buffer")
+    assert [one.exit_code for one in ended] == [int(on_divergence == "collect")] * 2, ended
+    assert "det_callbacks: replicas agree again: 6 audits" in ended[0].output
+    if on_divergence == "collect":
+        assert "differ after step 2: 1 tensor on 2 ranks. They last agreed after step 1." in ended[1].output
+
+
+class OwnScale(Drifting):
+    _ddp_params_and_buffers_to_ignore = ("scale",)
+
+
+class Divided(Drifting):
+    """Each rank keeps the state of a part of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns when it is imported
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "strategy", "ignore", "said"),
+    [
+        (
+            Drifting,
+            "buffer",
+            {"broadcast_buffers": False},
+            [],
+            "buffers of each rank's own, by broadcast_buffers=False (2)",
+        ),
+        (OwnScale, "buffer", {}, [], "what DDP was told to ignore (1)"),
+        (Drifting, "buffer", {}, ["sc*"], "what the audit was told to ignore (1)"),
+        pytest.param(
+            *(Divided, "none", {}, [], "optimizer state that ZeroRedundancyOptimizer divides ("), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_differs_by_design_is_no_difference(
+    model: Any, fault: str, strategy: Any, ignore: list[str], said: str, tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        train(
+            None, ReplicaAuditCallback(1, ignore=ignore), model=partial(model, fault), strategy=DDPStrategy(**strategy)
+        )
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    assert said in ended[0].output
+
+
+@pytest.mark.slow
+def test_replicas_that_are_averaged_now_and_then_are_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
+        train(None, ReplicaAuditCallback(1), strategy=DDPStrategy(ddp_comm_state=state, model_averaging_period=2))
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [2, 2], ended
+    assert all("differ by design between two averagings" in one.output for one in ended)
+
+
+def test_replicas_that_differ_from_the_start(tmp_path: Path) -> None:
+    class OwnWeights(Classifier):
+        def setup(self, stage: str) -> None:
+            torch.nn.init.constant_(self.last.bias, self.global_rank)
+
+    strategy = partial(DDPStrategy, init_sync=False)
+
+    def body(rank: int) -> None:
+        train(None, ReplicaAuditCallback(100), model=OwnWeights, strategy=strategy())
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    assert "differ before the first step: 1 tensor on 2 ranks. It is the first time" in ended[0].output
+
+
+def test_a_recording_of_drifting_replicas_is_no_reference(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=100)
+        train(callback, model=partial(Drifting, "weights"))
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    assert all("ReplicaError: The replicas of this training differ after step 3" in one.output for one in ended)
+    assert not Run.open(tmp_path / "run").is_complete
+
+
+def test_the_verdict_comes_first_where_the_reference_knows_better(tmp_path: Path) -> None:
+    def body(fault: str, rank: int) -> None:
+        mode: Any = "record" if fault == "none" else "verify"
+        callback = DeterminismCallback(
+            tmp_path / "run", mode=mode, current=tmp_path / "current", level="state", audit_replicas_every_n_steps=1
+        )
+        train(callback, model=partial(Drifting, fault))
+
+    ended = run_ranks(partial(body, "none"), tmp_path / "record")
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    assert "replicas agree: 6 audits" in ended[0].output
+    ended = run_ranks(partial(body, "weights"), tmp_path / "verify")
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    assert "DivergenceError" in ended[1].output
+    assert not any("ends too" in one.output for one in ended)  # nobody waited for anybody: all raised the same
+    assert "replicas differ: 4 audits" in ended[0].output
+    first = json.loads((tmp_path / "current" / "verdict.json").read_text())["first_divergence"]
+    assert (first["rank"], first["step"], first["name"]) == (1, 2, "last.bias")
+
+
+class Unwrapped(DDPStrategy):
+    """One that synchronises in a way of its own."""
+
+    def configure_ddp(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "kind", "text"),
+    [
+        (
+            lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            ranks_program.Sharded,
+            "NothingComparedError",
+            "Nothing can be compared: no parameter has a replica on another of the 2 ranks",
+        ),
+        (
+            lambda: Unwrapped(),
+            Classifier,
+            "SettingsError",
+            "Unwrapped does not say which ranks hold the same parameters",
+        ),
+    ],
+)
+def test_shards_have_no_replicas(strategy: Any, model: Any, kind: str, text: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        train(None, ReplicaAuditCallback(1), model=model, strategy=strategy())
+
+    ended = run_ranks(body, tmp_path)
+    assert [one.exit_code for one in ended] == [2, 2], ended
+    assert any(f"{kind}: {text}" in one.output for one in ended)
+    assert all(text in one.output for one in ended)
+
+
+class Hybrid(Classifier):
+    """Shards over one dimension of the mesh, with replicas over the other; rank 3 goes its own way after step 2."""
+
+    fault = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.drop = nn.Identity()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self, mesh=self.device_mesh)
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        if self.fault and self.global_rank == 3 and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            weight: Any = self.first.weight
+            weight.to_local().detach().numpy().view(np.int32)[0] += 1
+
+
+class Drifted(Hybrid):
+    fault = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "num_compared"),
+    [
+        (ranks_program.Sharded, 1 + 3),  # only the bias of the row-wise layer is on both ranks of tensor parallelism
+        (Hybrid, 4 + 12),
+        (Drifted, 4 + 12),
+    ],
+)
+def test_replicas_on_a_mesh(model: Any, num_compared: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+        train(None, ReplicaAuditCallback(1), model=model, strategy=strategy, world_size=4, batches=4)
+
+    ended = run_ranks(body, tmp_path, world_size=4)
+    if model is not Drifted:
+        assert [one.exit_code for one in ended] == [0] * 4, ended
+        assert f"of {num_compared} tensors on 4 ranks" in ended[0].output
+    else:
+        assert [one.exit_code for one in ended] == [1] * 4, ended
+        assert all("differ after step 2: 1 tensor on 4 ranks" in one.output for one in ended)
+        assert all("  first.weight: " in one.output for one in ended)
+        assert all(" on rank 1, " in one.output and " on rank 3; neither is" in one.output for one in ended)
+
+
+@LIGHTNING_ADVICE
+def test_one_process_has_no_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by Lightning's seed_everything
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(SettingsError, match="One process has no replicas"):
+        train(None, ReplicaAuditCallback(1), world_size=1, strategy="auto")
+    callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=1)
+    train(callback, world_size=1, strategy="auto")
+    assert capsys.readouterr().out.count("one process has no replicas: nothing to compare") == 1
+    assert callback.replica_report is None
+
+
+def test_copies_take_the_arguments_along() -> None:
+    audit = ReplicaAuditCallback(7, "collect", ignore=["codebook.*"])
+    for other in (copy.deepcopy(audit), pickle.loads(pickle.dumps(audit))):
+        assert vars(other).keys() == vars(audit).keys()
+        assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every_n_steps": 0}, {"every_n_steps": True}, {"on_divergence": "stop"}, {"ignore": "codebook"}]
+)
+def test_wrong_arguments_are_refused(arguments: Any) -> None:
+    with pytest.raises(SelectionError, match=next(iter(arguments))):
+        ReplicaAuditCallback(**arguments)
+
+
+def test_a_fit_without_steps_compared_nothing() -> None:
+    audit = ReplicaAuditCallback(1)
+    with pytest.raises(NothingComparedError, match="nothing to train"):
+        audit.teardown(None, None, "fit")  # type: ignore[arg-type]  # neither is looked at
