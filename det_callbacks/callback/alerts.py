@@ -71,8 +71,10 @@ class AlertCallback(Callback):
         self._close_watch()
 
 
-def require_settings(settings: DeterminismSettings, pl_module: pl.LightningModule) -> None:
-    """Raise ``SettingsError`` when settings are not in force, or the module's parameters are older than the seed."""
+def check_settings(settings: DeterminismSettings | None, pl_module: pl.LightningModule) -> None:
+    """Raise ``SettingsError`` when settings are not in force, or the module is older than their seed."""
+    if settings is None:
+        return
     require_in_force(settings, suspects=conflicts_of_trainer(settings))
     if settings.seed is not None:
         require_seeded_before(pl_module)

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.alerts import AlertCallback, require_settings
+from det_callbacks.callback.alerts import AlertCallback, check_settings
 from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.manifest import manifest_of, root_of
+from det_callbacks.callback.manifest import manifest_of, root_folder
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replicas import Replicas
 from det_callbacks.callback.run_kinds import new_run
@@ -209,15 +209,14 @@ class DeterminismCallback(AlertCallback):
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: root_of(trainer))
+            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
 
     def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
         check_processes(self.mode, trainer.world_size)
-        if self.settings is not None:
-            require_settings(self.settings, pl_module)
+        check_settings(self.settings, pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -247,7 +246,7 @@ class DeterminismCallback(AlertCallback):
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
-            run.begin_fit(manifest, self.selection, root=root_of(trainer), is_resumed=is_resumed)
+            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
         self._trace = Tracing(pl_module, run, selection=self.selection, alerts=self._alerts, is_resumed=is_resumed)
