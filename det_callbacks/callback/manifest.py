@@ -40,6 +40,6 @@ def manifest_of(
     }
 
 
-def root_of(trainer: pl.Trainer) -> Path:
+def root_folder(trainer: pl.Trainer) -> Path:
     """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
     return Path(trainer.log_dir or trainer.default_root_dir)
