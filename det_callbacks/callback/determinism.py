@@ -14,7 +14,7 @@ from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.manifest import manifest_of, root_of
+from det_callbacks.callback.manifest import manifest_of, root_folder
 from det_callbacks.callback.options import CallbackOptions
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.run_kinds import new_run
@@ -118,7 +118,7 @@ class DeterminismCallback(CallbackOptions):
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: root_of(trainer))
+            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
 
@@ -156,7 +156,7 @@ class DeterminismCallback(CallbackOptions):
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
-            run.begin_fit(manifest, self.selection, root=root_of(trainer), is_resumed=is_resumed)
+            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
         evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
