@@ -54,6 +54,10 @@ def render_verdict(verdict: Verdict, console: Console) -> None:
     _line(console, f"current    {verdict.current}")
     if verdict.cause is not None:
         _line(console, f"cause      {verdict.cause}")
+    if verdict.evidence:
+        _heading(console, "Evidence")
+        for line in verdict.evidence:
+            _line(console, f"  {line}")
     if verdict.first_divergence is not None:
         _heading(console, "First divergence")
         _render_divergence(verdict.first_divergence, console)

@@ -5,6 +5,7 @@
     layouts/<id>.parquet                        one row a site: dtype, shape and stride
     rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
+    rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``trace/evidence.py``)
     rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
     rank-00000/weight_loads.json                calls of load_state_dict after setup, where there were any
