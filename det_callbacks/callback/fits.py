@@ -6,10 +6,12 @@ verification waits; when the process, or the Hydra job, ends first, it ends as d
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 
 from det_callbacks.errors import DetCallbacksError, DivergenceWarning
 from det_callbacks.report import end_process, print_error
@@ -63,7 +65,11 @@ def wait(owner: object, waiting: Waiting) -> None:
     """Let the process end with an error unless the owner goes on."""
     global _registered_in
     if _registered_in != os.getpid():
-        atexit.register(_end_waiting)
+        if multiprocessing.parent_process() is None:
+            atexit.register(_end_waiting)
+        else:
+            # a process that multiprocessing forked runs no exit handlers but these (ddp_fork, ddp_notebook)
+            Finalize(None, _end_waiting, exitpriority=0)
         _registered_in = os.getpid()
     _waiting[id(owner)] = (owner, waiting)
 

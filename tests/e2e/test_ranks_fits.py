@@ -1,6 +1,7 @@
 """How fits of several processes end: together, whatever was found, and also one after the other."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from styles import Classifier, Samples
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.callback import take_unfinished
+from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare import compare_runs
 from det_callbacks.trace.store import Run
 
@@ -163,7 +165,7 @@ def test_all_ranks_go_on_to_the_end(on_divergence: str, exit_code: int, one_fit:
     assert [run.rank(rank).steps(0).tolist() for rank in (0, 1)] == [list(range(2, STEPS))] * 2
 
 
-@pytest.mark.parametrize(("every", "last"), [(2, 3), (3, 2), (5, 4)])
+@pytest.mark.parametrize(("every", "last"), [(2, 3), (5, 4)])
 def test_all_ranks_stop_at_the_same_sync(every: int, last: int, one_fit: Path, tmp_path: Path) -> None:
     ended = verify(link(one_fit, tmp_path), 0, sync_every_n_steps=every)
     assert [one.exit_code for one in ended] == [1, 1], ended
@@ -188,3 +190,14 @@ def test_all_ranks_stop_though_only_one_differs(one_fit: Path, tmp_path: Path) -
     assert [len(run.rank(rank).steps(0)) for rank in (0, 1)] == [0, 1]
     # also where the other one kept no step
     assert compare_runs(tmp_path / "run", tmp_path / "current").explanation.startswith(verdict["explanation"])
+
+
+def wait_for_another_fit() -> None:
+    wait(wait_for_another_fit, Waiting(error=DivergenceError("one fit of two"), is_fatal=True))
+
+
+def test_a_rank_that_a_strategy_forks_ends_as_diverged_where_a_fit_is_left() -> None:
+    child = multiprocessing.get_context("fork").Process(target=wait_for_another_fit)
+    child.start()
+    child.join()
+    assert child.exitcode == 1
