@@ -64,9 +64,9 @@ def faulty(fault: str) -> Classifier:
     return model
 
 
-def record(folder: Path, fault: str = "none", *, world_size: int = 2) -> list[Ended]:
+def record(folder: Path, fault: str = "none", *, world_size: int = 2, **arguments: Any) -> list[Ended]:
     def body(rank: int) -> None:
-        callback = DeterminismCallback(folder / "run", mode="record")
+        callback = DeterminismCallback(folder / "run", mode="record", **arguments)
         train(callback, model=partial(faulty, fault), world_size=world_size)
 
     return run_ranks(body, folder / "record", world_size=world_size)
@@ -199,6 +199,25 @@ def test_of_four_ranks_the_one_that_started_it_is_found(tmp_path: Path) -> None:
         said = "4 of 4 ranks differ" if fault == "collective" else "it started on rank 1; ranks 0, 2, 3 put in"
         assert said in verdict["explanation"]
         assert {origin["rank"] for origin in verdict["origins"]} <= (set(range(4)) if fault == "collective" else {1})
+        assert_same_as_diff(folder, verdict)
+
+
+def test_below_level_op_it_is_told_only_where_something_tells_it(tmp_path: Path) -> None:
+    ended = record(tmp_path, level="state")
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    said = {
+        "data": "it started on rank 1; rank 0 received the difference; 2 of 2",
+        "weights": "it started on rank 1; rank 0 received the difference; 2 of 2",
+        "gradient": "whether ranks 0, 1 started a difference or received it cannot be told; 2 of 2",
+    }
+    for fault, text in said.items():
+        folder = tmp_path / fault
+        folder.mkdir()
+        ended = verify(linked(tmp_path, folder), fault)
+        assert [one.exit_code for one in ended] == [1, 1], ended
+        verdict = verdict_in(folder)
+        assert text in verdict["explanation"]
+        assert verdict["origins"] == []
         assert_same_as_diff(folder, verdict)
 
 

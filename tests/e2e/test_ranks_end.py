@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, SettingsError
+from det_callbacks.ranks import RankGroup
 from det_callbacks.trace.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -153,3 +154,31 @@ def test_a_rank_with_fewer_batches_ends_all(tmp_path: Path) -> None:
     assert other.exit_code == 2, other.output
     assert "rank 1 of 2 ended at step 3: RankError" in other.output
     assert not Run.open(tmp_path / "run").is_complete
+
+
+@pytest.mark.slow
+def test_a_verification_with_fewer_batches_on_one_rank_is_no_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
+    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "timeout_seconds", 10.0)  # for the forked processes
+
+    def fit(callback: DeterminismCallback, model: Classifier) -> None:
+        pl.seed_everything(11)
+        trainer = quiet_trainer(callback, devices=2, strategy="ddp", use_distributed_sampler=False)
+        trainer.fit(model, None if isinstance(model, Unequal) else DataLoader(Samples(), batch_size=4))
+
+    ended = run_ranks(
+        lambda _: fit(DeterminismCallback(tmp_path / "run", mode="record"), Classifier()), tmp_path / "record"
+    )
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    other, one = run_ranks(
+        lambda _: fit(DeterminismCallback(tmp_path / "run", current=tmp_path / "current"), Unequal()),
+        tmp_path / "verify",
+    )
+    assert (other.exit_code, one.exit_code) == (2, 2), other.output + one.output
+    assert "Rank 1 of 2 did not hear from all others within 10 seconds" in one.output
+    assert "rank 1 of 2 ended at step 3: RankError" in other.output
+    assert "match" not in other.output + one.output
+    assert not (tmp_path / "current" / "verdict.json").exists()
+    assert not Run.open(tmp_path / "current").is_complete

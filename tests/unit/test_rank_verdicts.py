@@ -69,7 +69,7 @@ def told(found: RankFindings) -> RankFindings:
     return RankFindings.from_dict(json.loads(json.dumps(found.to_dict())))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ranks=RANKS, data=st.data())
 def test_the_verdict_is_that_of_one_process_that_sees_all_ranks(ranks: Any, data: st.DataObject) -> None:
     whole = VerdictBuilder(*NAMES)
