@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from det_callbacks.compare.cause import judge
-from det_callbacks.compare.evidence import Evidence, LiveEvidence, RunEvidence, compare_windows, sketch_of
+from det_callbacks.compare.evidence import Evidence, LiveEvidence, RunEvidence, compare_windows, other_samples
 from det_callbacks.compare.explain import explain_step
 from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.first_difference import Words
@@ -33,7 +33,7 @@ class EvidenceFinder:
             ours, theirs = self._reference.window(*place), self._current.window(*place)
             if ours is None or theirs is None:
                 return None, ""
-            sketch = sketch_of(theirs, difference.step)
+            sketch = other_samples(ours, theirs, difference.step)
             has_other_data = any(item.is_source and item.divergence.phase == "data" for item in difference.findings)
             found_at = self._reference.find_samples(*place, sketch) if sketch and has_other_data else None
             return compare_windows(ours, theirs, difference.step, found_at=found_at), ""

@@ -242,10 +242,13 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
     )
 
 
-def sketch_of(window: Window, step: int) -> list[int]:
-    """Return the samples of the batch of a step that are looked for in the reference."""
-    names = {f"sample {number}" for number in range(SKETCHED)}
-    return [row.value for row in window.rows if row.step == step and row.point == _BATCH and row.name in names]
+def other_samples(reference: Window, current: Window, step: int) -> list[int]:
+    """Return the samples of the batch of a step that are looked for in the reference: that it has not in that step."""
+    ours, theirs = (
+        [row.value for name, row in _batch_rows(window, step).items() if name.startswith("sample ")]
+        for window in (reference, current)
+    )
+    return [value for value in theirs if value not in ours][:SKETCHED]
 
 
 def _from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -326,7 +329,7 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
         indices=indices,
         is_loaded_alike=all(ours[name].value == theirs[name].value for name in loaded) if loaded else None,
         found_at=found_at,
-        was_searched=bool(sketch_of(current, step)),
+        was_searched=bool(other_samples(reference, current, step)),
         first_text=_first_text(texts[0], ours[texts[0]].text, theirs[texts[0]].text) if texts else None,
         settings={
             name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))

@@ -120,6 +120,7 @@ def read_evidence(path: Path, *, run_id: str) -> Iterator[Row]:
         while True:
             try:
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
+                batch.validate(full=True)
                 columns = [column.to_pylist() for column in batch.columns]
                 digest = dict(metadata or {}).get(_DIGEST)
             except StopIteration:

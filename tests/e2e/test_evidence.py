@@ -1,0 +1,189 @@
+"""The evidence that real trainings leave, and what a verdict makes of it."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from caused import Training
+from styles import Classifier, Samples
+from torch.utils.data import DataLoader, Dataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import DeterminismCallback
+from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
+from det_callbacks.trace.store import Run
+from det_callbacks.verdict import Verdict
+
+pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what ``seed_everything`` leaves in the environment."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
+class Named(Dataset[dict[str, Any]]):
+    """Samples with the names of their files."""
+
+    def __init__(self, other: int | None = None) -> None:
+        self.names = [f"image-{number}.png" for number in range(24)]
+        if other is not None:
+            self.names[other] = "elsewhere.png"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        name = self.names[index]
+        return {"inputs": torch.full((12,), float(sum(name.encode()) + 0.001 * index)), "labels": index % 3, "path": name}
+
+
+class OfNamed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch["inputs"], batch["labels"]), batch_idx)
+
+
+class Draws(pl.Callback):
+    def __init__(self, *, spends: bool = False) -> None:
+        self.generator = random.Random(0)
+        self.spends = spends
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.generator.random()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.spends and trainer.global_step == 2:
+            torch.rand(2)
+
+
+def rows_of(path: Path) -> list[Row]:
+    run = Run.open(path)
+    stream = run.rank(0).stream_of(0, int(run.rank(0).steps(0)[0]))
+    return list(read_evidence(evidence_path(stream), run_id=run.run_id))
+
+
+def fit(
+    mode: str,
+    reference: Path,
+    loader: DataLoader[Any],
+    *callbacks: pl.Callback,
+    model: type[pl.LightningModule] = Classifier,
+    max_epochs: int = 1,
+    **arguments: Any,
+) -> Verdict | None:
+    torch.manual_seed(0)
+    options = {"on_divergence": "warn"} if mode == "verify" else {}
+    callback = DeterminismCallback(reference, mode=mode, **options, **arguments)
+    quiet_trainer(callback, *callbacks, max_epochs=max_epochs, default_root_dir=reference.parent).fit(model(), loader)
+    return callback.verdict
+
+
+def loader_of(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, workers: dict[str, Any]) -> None:
+    fit(
+        "record",
+        tmp_path / "run",
+        loader_of(Named(), **workers),
+        model=OfNamed,
+        max_epochs=2,
+        keep_batch_values=True,
+    )
+    rows = rows_of(tmp_path / "run")
+    indices = {row.step: row.text for row in rows if row.name == "indices of train_dataloader"}
+    paths = {row.step: row.text for row in rows if row.name == "batch['path']"}
+    assert list(indices) == list(paths) == list(range(12))
+    for step, text in indices.items():
+        names = [f"image-{index.strip()}.png" for index in text.strip("[]").split(",")]
+        assert [name.strip(' "') for name in paths[step].strip("[]").split(",")] == names
+
+
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+def test_the_first_other_sample_is_named(tmp_path: Path) -> None:
+    fit("record", tmp_path / "run", loader_of(Named()), model=OfNamed, keep_batch_values=True)
+    verdict = fit("verify", tmp_path / "run", loader_of(Named(other=7)), model=OfNamed, keep_batch_values=True)
+    assert verdict is not None
+    assert verdict.cause == "data_content"
+    assert any("is image-7.png in the reference, elsewhere.png now" in line for line in verdict.evidence)
+
+
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+def test_a_registered_generator_and_the_callback_that_draws_from_it_are_named(tmp_path: Path) -> None:
+    def run(mode: str, *, draws: bool) -> Verdict | None:
+        callback = Draws(spends=draws)
+        return fit(
+            mode,
+            tmp_path / "run",
+            DataLoader(Samples(), 4),
+            callback,
+            generators={"mine": callback.generator},
+            watch_callbacks=True,
+        )
+
+    run("record", draws=False)
+    mine = [row.value for row in rows_of(tmp_path / "run") if row.name == "mine"]
+    assert len(set(mine)) == 2
+    points = {row.point for row in rows_of(tmp_path / "run")}
+    assert {"before Draws.on_train_batch_start", "after Draws.on_train_batch_start"} <= points
+    verdict = run("verify", draws=True)
+    assert verdict is not None
+    assert verdict.cause == "rng"
+    assert "Keep Draws.on_train_batch_end from drawing from torch.cpu" in verdict.explanation
+
+
+class Noisy(Classifier):
+    noise = 0.0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, labels = batch
+        return inputs + self.noise, labels
+
+
+class Noisier(Noisy):
+    noise = 0.5
+
+
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
+    fit("record", tmp_path / "run", DataLoader(Samples(), 4), model=Noisy)
+    verdict = fit("verify", tmp_path / "run", DataLoader(Samples(), 4), model=Noisier)
+    assert verdict is not None
+    assert verdict.cause == "data_content"
+    assert "on_after_batch_transfer" in verdict.explanation
+    assert "batch: what left the loader agrees" in verdict.evidence
+
+
+def test_nothing_is_left_on_loaders_samplers_and_callbacks(tmp_path: Path) -> None:
+    loader, callback = loader_of(Named()), Draws()
+    before = [dict(vars(thing)) for thing in (loader, loader.batch_sampler, callback)]
+    fit("record", tmp_path / "run", loader, callback, model=OfNamed, watch_callbacks=True)
+    for thing, known in zip((loader, loader.batch_sampler, callback), before, strict=True):
+        names = set(vars(thing)) - {"log", "log_dict"}  # Lightning's own
+        assert names == set(known)
+        assert type(thing).__qualname__ in ("DataLoader", "BatchSampler", "Draws")
+    assert type(loader.batch_sampler) is torch.utils.data.BatchSampler
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> None:
+    training = Training(level="state", trainer={"max_steps": 2})
+    reference = training.record(tmp_path / "run")
+    path = evidence_path(Run.open(reference).rank(0).stream_of(0, 0))
+    content = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-900] if damage == "cut" else content[:-700] + b"?" + content[-699:])
+    verdict = replace(training, shuffle_seed=2).verify(reference)
+    assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
+    assert any("could not be used" in line and str(path) in line for line in verdict.evidence) is (damage == "flip")

@@ -1,0 +1,143 @@
+"""Windows of evidence as a fit gathers them: what two of them tell."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from det_callbacks.compare.evidence import LiveEvidence, Window, compare_windows, gather_window
+from det_callbacks.compare.proof import show_change, what_ran
+from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.ledger import Ledger
+
+POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
+
+
+def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool = True) -> list[Row]:
+    """A fit whose generator is drawn from in each forward pass, and once more at one point."""
+    state, rows = 100, [Row(0, "fit start", "torch.cpu", 100), Row(0, "fit start", "seed of torch.cpu", 5)]
+    rows.append(Row(0, "fit start", "callbacks of on_train_batch_end", 0, "EMA, Plot"))
+    for step in range(steps):
+        for point in ("before validation", "after validation") if validates and step == 2 else ():
+            rows.append(Row(step, point, "torch.cpu", state))
+            state += 1000 * ((step, point) == drawn_at)
+        for point in POINTS:
+            rows.append(Row(step, point, "torch.cpu", state))
+            if point == "batch start":
+                rows.append(Row(step, point, "seed of torch.cpu", 5))
+            state += (point == "batch start") + 1000 * ((step, point) == drawn_at)
+    return rows
+
+
+def windows(ours: list[Row], theirs: list[Row], since: int | None, step: int) -> tuple[Window, Window]:
+    found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
+    assert found[0] is not None
+    assert found[1] is not None
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("drawn_at", "step", "equal_at", "differs_at", "ran"),
+    [
+        ((1, "batch end"), 2, (1, "batch end"), (2, "before validation"), "on_train_batch_end of EMA, Plot"),
+        ((2, "before validation"), 2, (2, "before validation"), (2, "after validation"), "validation"),
+        ((2, "after validation"), 2, (2, "after validation"), (2, "before a batch is drawn"), "something that no"),
+        ((1, "after backward"), 2, (1, "after backward"), (1, "batch end"), "the optimizer"),
+        ((0, "fit start"), 0, None, (0, "fit start"), ""),
+    ],
+)
+def test_who_drew_is_named(drawn_at, step, equal_at, differs_at, ran):
+    ours, theirs = fit(4), fit(4, drawn_at=drawn_at)
+    if drawn_at[1] == "fit start":
+        theirs = [row._replace(value=row.value + 1) if row.name == "torch.cpu" else row for row in theirs]
+    (change,) = compare_windows(*windows(ours, theirs, step - 1 if step else None, step), step).generators
+    assert (change.name, change.equal_at, change.differs_at) == ("torch.cpu", equal_at, differs_at)
+    assert change.seeds in ((5, 5), None)
+    evidence = compare_windows(*windows(ours, theirs, None, step), step)
+    if ran:
+        assert what_ran(change, evidence).startswith(ran)
+        assert f"in between ran: {ran}" in show_change(change, evidence)
+    else:
+        assert "seeded with 5 in both" in show_change(change, evidence)
+
+
+def test_a_validation_that_only_one_run_has_is_named():
+    ours, theirs = fit(4, validates=False), fit(4, drawn_at=(2, "before validation"))
+    evidence = compare_windows(*windows(ours, theirs, 1, 2), 2)
+    (change,) = evidence.generators
+    assert change.only_current == ("before validation", "after validation")
+    assert "only in the current run: before validation, after validation" in show_change(change, evidence)
+
+
+def test_equal_windows_tell_nothing():
+    evidence = compare_windows(*windows(fit(4), fit(4), 1, 2), 2)
+    assert evidence.generators == ()
+    assert evidence.batch.indices is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "indices"), [((1, 1), "same"), ((2, 1), "reordered"), ((2, 2), "other"), (None, None)]
+)
+def test_indices_tell_order_from_content(theirs, indices):
+    def batch(values):
+        names = ("indices of train_dataloader", "sorted indices of train_dataloader")
+        return [Row(0, "batch", name, value) for name, value in zip(names, values or (), strict=False)]
+
+    ours, others = (fit(1) + batch(values) for values in ((1, 1), theirs))
+    assert compare_windows(*windows(ours, others, None, 0), 0).batch.indices == indices
+
+
+def test_the_first_other_text_is_named():
+    ours, theirs = (
+        [*fit(1), Row(0, "batch", "batch['path']", value, text)]
+        for value, text in ((1, '["a.png", "b, c.png"]'), (2, '["a.png", "d.png"]'))
+    )
+    change = compare_windows(*windows(ours, theirs, None, 0), 0).batch
+    assert change.first_text == ("batch['path']", 1, "b, c.png", "d.png")
+
+
+def test_only_the_steps_since_the_last_equal_one_are_held():
+    live = LiveEvidence(0)
+    sizes = []
+    for step in range(50):
+        live.add(row for row in fit(50, validates=False) if row.step == step)
+        live.end_step(0, step, differs=step == 49)
+        sizes.append(len(live._rows))
+    assert set(sizes[:-1]) == {5}
+    assert sizes[-1] == 5 + 6
+    window = live.window(0, 0, 49)
+    assert window is not None
+    assert {row.step for row in window.rows} == {48, 49}
+    assert window.hooks == {"on_train_batch_end": "EMA, Plot"}
+    assert live.window(0, 0, 48) is None
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator().manual_seed(1),
+        random.Random(1),
+        np.random.default_rng(1),
+        np.random.RandomState(1),
+        np.random.PCG64(1),
+    ],
+    ids=lambda generator: type(generator).__name__,
+)
+def test_the_state_of_a_held_generator_is_noted(generator):
+    ledger = Ledger()
+    ledger.held = {"mine": generator}
+
+    def state() -> int:
+        ledger.mark("here")
+        return next(row.value for row in ledger.take(0) if row.name == "mine")
+
+    before = state()
+    assert state() == before
+    if isinstance(generator, torch.Generator):
+        torch.rand(1, generator=generator)
+    elif isinstance(generator, np.random.PCG64):
+        generator.random_raw()
+    else:
+        generator.random()
+    assert state() != before
