@@ -10,7 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpoints import CheckpointWatch
 from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.resuming import Resume, Resuming
+from det_callbacks.callback.restoring import Resume
+from det_callbacks.callback.resuming import Resuming
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint import SaveContext
 from det_callbacks.checkpoint.sidecar import Sidecar
@@ -95,4 +96,6 @@ class Checkpointing:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         saved = () if sidecar is None or sidecar.resume is None else tuple(sidecar.resume.files)
-        self.resuming.loaded(path, attachments, saved=saved, rank=trainer.global_rank, world_size=trainer.world_size)
+        self.resuming.restoring.loaded(
+            path, attachments, saved=saved, rank=trainer.global_rank, world_size=trainer.world_size
+        )

@@ -270,7 +270,7 @@ class DeterminismCallback(AlertCallback):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._checkpointing is not None:
-            self._checkpointing.resuming.begin_epoch()
+            self._checkpointing.resuming.restoring.begin_epoch()
 
     # a step
 

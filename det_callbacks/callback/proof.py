@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.resuming import Resume
+from det_callbacks.callback.restoring import Resume
 from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError

@@ -17,6 +17,16 @@ RESUME_VERSION = 1
 Moment = Literal["save", "draw"]
 
 
+def state_file(rank: int) -> str:
+    """Return the name of the file, beside a checkpoint, of a rank's generators and position."""
+    return f"rank-{rank:05d}.json"
+
+
+def gradients_file(rank: int) -> str:
+    """Return the name of the file, beside a checkpoint, of a rank's accumulated gradients."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
     """How the batches of an epoch were drawn so far.
