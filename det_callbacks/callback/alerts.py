@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from det_callbacks.settings import DeterminismSettings, settings_in_force
+from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before, settings_in_force
 from det_callbacks.trace.alert_watch import AlertWatch
 from det_callbacks.trace.alerts import Alerts
 
@@ -89,3 +89,12 @@ def conflicts_of_trainer(settings: DeterminismSettings) -> Mapping[str, str]:
         for name, argument in left.items()
         if getattr(settings, name) not in (None, in_force[name]) and (is_theirs or name != "cublas_workspace_config")
     }
+
+
+def check_settings(settings: DeterminismSettings | None, pl_module: pl.LightningModule) -> None:
+    """Raise ``SettingsError`` when settings are not in force, or the module is older than their seed."""
+    if settings is None:
+        return
+    require_in_force(settings, suspects=conflicts_of_trainer(settings))
+    if settings.seed is not None:
+        require_seeded_before(pl_module)

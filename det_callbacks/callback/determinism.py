@@ -12,18 +12,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.callback.alerts import AlertCallback, conflicts_of_trainer
+from det_callbacks.callback.alerts import AlertCallback, check_settings
 from det_callbacks.callback.arguments import check_alone, check_arguments, check_audit, check_processes, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.loops import after_loading, root_folder
 from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
-from det_callbacks.settings import DeterminismSettings, require_in_force, require_seeded_before
+from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
@@ -193,17 +194,14 @@ class DeterminismCallback(AlertCallback):
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or self._new_run()
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: _root(trainer))
+            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
 
     def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
         check_processes(self.mode, trainer.world_size)
-        if self.settings is not None:
-            require_in_force(self.settings, suspects=conflicts_of_trainer(self.settings))
-            if self.settings.seed is not None:
-                require_seeded_before(pl_module)
+        check_settings(self.settings, pl_module)
 
     def _new_run(self) -> Recording | Verifying | Auditing:
         if self.mode == "audit":
@@ -228,6 +226,9 @@ class DeterminismCallback(AlertCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        after_loading(trainer, partial(self._begin_fit, trainer, pl_module))
+
+    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = self._run
         if run is None:
             return
@@ -254,7 +255,7 @@ class DeterminismCallback(AlertCallback):
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
         else:
-            run.begin_fit(manifest, self.selection, root=_root(trainer), is_resumed=is_resumed)
+            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
         self._trace = Tracing(pl_module, run, selection=self.selection, alerts=self._alerts, is_resumed=is_resumed)
@@ -388,8 +389,3 @@ class DeterminismCallback(AlertCallback):
         self._loads.close()
         if self._checkpointing is not None:
             self._checkpointing.end_fit()
-
-
-def _root(trainer: pl.Trainer) -> Path:
-    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
-    return Path(trainer.log_dir or trainer.default_root_dir)

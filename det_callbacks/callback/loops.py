@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,3 +66,28 @@ def align_progress(trainer: pl.Trainer, state: ResumeState) -> None:
             progress.processed -= 1
             progress.completed = min(progress.completed, progress.processed)
         loop.restarting = True
+
+
+def after_loading(trainer: pl.Trainer, function: Callable[[], object]) -> None:
+    """Call a function when a checkpoint that a fit begins with was loaded, in ``on_fit_start`` or later.
+
+    Most strategies load before that hook. Those that shard load after it, and until then Lightning does not say
+    whether there is a checkpoint; its method is called in any case.
+    """
+    if not trainer.strategy.restore_checkpoint_after_setup:
+        function()
+        return
+    connector: Any = trainer._checkpoint_connector
+    load = partial(type(connector)._restore_modules_and_callbacks, connector)
+
+    def load_and_call(*args: Any) -> None:
+        vars(connector).pop("_restore_modules_and_callbacks", None)
+        load(*args)
+        function()
+
+    vars(connector)["_restore_modules_and_callbacks"] = load_and_call
+
+
+def root_folder(trainer: pl.Trainer) -> Path:
+    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
