@@ -184,7 +184,9 @@ class DeterminismCallback(AlertCallback):
         if self.mode == "disabled":
             return
         if self._checkpointing is None:
-            self._checkpointing = Checkpointing(require_digests=self.require_digests, resume=self.resume)
+            self._checkpointing = Checkpointing(
+                require_digests=self.require_digests, resume=self.resume, peers=self._together
+            )
         self._checkpointing.begin_stage(trainer)
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)

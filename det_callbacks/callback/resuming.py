@@ -15,12 +15,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import safetensors.torch
+import torch
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from det_callbacks.callback.data_watch import DataWatch
 from det_callbacks.callback.fit_state import FitState
+from det_callbacks.callback.rank_state import RankState
 from det_callbacks.callback.restoring import Restoring, Resume, differing
-from det_callbacks.resume.state import Moment, gradients_file, state_file
+from det_callbacks.resume import ResumeState
+from det_callbacks.resume.state import Moment, buffers_file, gradients_file, state_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +51,20 @@ class Resuming:
 
     Args:
         resume: "exact", "warn" or "plain", see ``Restoring``; "plain" saves nothing either.
-        amend: called with (path, name of a file, content) when a checkpoint that was saved can be completed.
+        amend: called with (path, files: name -> content) when a checkpoint that was saved can be completed.
 
     Attributes:
         restoring: what was loaded, and puts it back.
     """
 
-    def __init__(self, resume: Resume, amend: Callable[[str, str, bytes], object]) -> None:
+    def __init__(self, resume: Resume, amend: Callable[[str, Mapping[str, bytes]], object]) -> None:
         self.restoring = Restoring(resume)
         self._resume = resume
         self._amend = amend
         self._trainer: pl.Trainer | None = None
         self._watch = DataWatch()
         self._fit: FitState | None = None
+        self._ranks: RankState | None = None
         self._incomplete: dict[str, _Saved] = {}
         self._undo: list[Callable[[], object]] = []
 
@@ -75,8 +79,12 @@ class Resuming:
         self._trainer = trainer
         self._watch = DataWatch()
         self._watch.before_draw = self._complete
-        self._fit = FitState(trainer, self._watch)
-        self.restoring.begin(trainer, self._watch, self._fit)
+        self._ranks = RankState(trainer)
+        self._fit = FitState(trainer, self._watch, self._ranks)
+        self.restoring.begin(trainer, self._watch, self._fit, self._ranks)
+        if self._ranks.buckets.is_ddp:
+            # makes the DDP module, before its communication hooks are registered
+            self._wrap(trainer.strategy, "_setup_model", self.restoring.setup_model)
         loop = trainer.fit_loop
         self._wrap(loop, "setup_data", self.restoring.at_setup)
         self._wrap(loop, "_load_combined_loader_states", self._before_iteration)
@@ -89,6 +97,7 @@ class Resuming:
         self._undo.clear()
         self._watch.detach()
         self._incomplete.clear()
+        self.restoring.end()
 
     def end_epoch(self) -> None:
         """Complete the checkpoints of the epoch that ends: a validation may have followed them."""
@@ -112,10 +121,7 @@ class Resuming:
                 is_at_last_batch=self._fit.is_at_last_batch(),
                 values=None if callbacks is None else {**state.values, **callbacks},
             )
-        files = {state_file(state.rank): state.to_bytes()}
-        if gradients:
-            files[gradients_file(state.rank)] = safetensors.torch.save(gradients)
-        return files
+        return self._files_of(state, gradients)
 
     def _complete(self) -> None:
         """Complete the checkpoints saved since the last batch: the next one is about to be drawn."""
@@ -127,18 +133,28 @@ class Resuming:
 
     def _amend_with(self, path: str, saved: _Saved, moment: Moment, *, is_settled: bool = False) -> None:
         assert self._fit is not None
+        assert self._ranks is not None
         # what follows a batch may clear the gradients: a validation does, unless they are being accumulated
         is_same = self._fit.gradient_versions() == saved.versions
         state, gradients = self._fit.read(
             moment, num_gradients=saved.num_gradients if is_same else None, is_settled=is_settled
         )
-        if gradients:
-            self._amend(path, gradients_file(state.rank), safetensors.torch.save(gradients))
         now = {} if saved.values is None else {**state.values, **self._fit.callback_states()}
-        if saved.values is not None and (changed := differing(saved.values, now)):
+        own = self._ranks.buffers()  # saved anew: DDP's validation makes them those of rank 0
+        before = {name: value for name, value in (saved.values or {}).items() if name not in own}
+        if changed := differing(before, {name: value for name, value in now.items() if name not in own}):
             problem = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
             state = replace(state, problems=(*state.problems, f"{problem} {changed}"))
-        self._amend(path, state_file(state.rank), state.to_bytes())
+        self._amend(path, self._files_of(state, gradients))
+
+    def _files_of(self, state: ResumeState, gradients: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        assert self._ranks is not None
+        files = {state_file(state.rank): state.to_bytes()}
+        if gradients:
+            files[gradients_file(state.rank)] = safetensors.torch.save(dict(gradients))
+        if buffers := self._ranks.buffers():
+            files[buffers_file(state.rank)] = safetensors.torch.save(buffers)
+        return files
 
     # what the loops call
 
@@ -148,6 +164,7 @@ class Resuming:
         original()
         loader = self._trainer.fit_loop._combined_loader
         assert loader is not None, "Lightning has just made it"
+        self.restoring.put_sampler_seeds()
         self._watch.held = self._fit.generators()
         self._watch.attach(loader)
 
@@ -157,7 +174,7 @@ class Resuming:
         self._watch.held = self._fit.generators()
         self.restoring.at_epoch(original, fetcher)
 
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., None]) -> None:
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, lambda *args: wrapper(original, *args))
         self._undo.append(lambda: vars(owner).pop(name, None))

@@ -48,7 +48,7 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
