@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,14 +11,17 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from det_callbacks.callback.loading import Loader, OnLoaded
-from det_callbacks.callback.saving import MOMENT, DigestingIO, Moment, Saves
+from det_callbacks.callback.saving import MAX_SAVES, MOMENT, DigestingIO, Moment, Saves
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import Place
 from det_callbacks.checkpoint.folders import save_folder
+from det_callbacks.checkpoint.parts import copy_parts, put_part, remove_part
 from det_callbacks.checkpoint.saving import link_beside, new_id, remove_beside, step_aside
 from det_callbacks.checkpoint.sidecar import SaveContext
+from det_callbacks.digest import unobserved
 
 
 class HasContext(Protocol):
@@ -25,6 +29,9 @@ class HasContext(Protocol):
 
     def context(self, path: str) -> SaveContext:
         """Return the moment; called in the thread that trains, at each save, with the checkpoint's path."""
+
+    def common_id(self, path: str) -> str | None:
+        """Return the identity of a save that all ranks take part in, the same on each; None where there is none."""
 
 
 class CheckpointWatch:
@@ -51,6 +58,8 @@ class CheckpointWatch:
         self._undo: list[Callable[[], object]] = []
         self._links: list[ModelCheckpoint] = []
         self._moment: Moment | None = None
+        self._common_path: str | None = None
+        self._common_paths: dict[str, str] = {}
 
     @property
     def on_loaded(self) -> OnLoaded | None:
@@ -61,21 +70,20 @@ class CheckpointWatch:
     def on_loaded(self, function: OnLoaded | None) -> None:
         self._loader.on_loaded = function
 
-    def amend(self, path: str | Path, name: str, content: bytes) -> None:
-        """Add a file to those kept beside a checkpoint, or replace it.
+    def amend(self, path: str | Path, files: Mapping[str, bytes]) -> None:
+        """Add files to those that this rank keeps beside a checkpoint, or replace them.
 
         Nothing is done where the checkpoint was removed or saved anew by somebody else; while its save is under way in
-        another thread, the file is added at its end. The latest 64 saves can be amended.
+        another thread, they are added at its end. The latest 64 saves can be amended.
 
         Args:
             path: of the checkpoint, as ``last_path`` has it.
-            name: of the file: letters, digits and ``. _ -``.
-            content: of the file.
+            files: name -> content; names of letters, digits and ``. _ -``.
 
         Raises:
-            ValueError: the name is no plain file name.
+            ValueError: a name is no plain file name.
         """
-        self._saves.amend(str(path), name, content)
+        self._saves.amend(str(path), files)
 
     def attach(self, trainer: pl.Trainer, *, require_digests: bool = False) -> None:
         """Stand in the Trainer's ways of saving and loading; in those of another Trainer no more.
@@ -86,6 +94,7 @@ class CheckpointWatch:
         """
         self.detach()
         self._trainer = trainer
+        self._saves.rank = trainer.global_rank
         self._loader.require_digests = require_digests
         strategy = trainer.strategy
         outermost: Any = strategy.checkpoint_io
@@ -107,6 +116,12 @@ class CheckpointWatch:
         # strategies that save and load in their own way do not come through the IO
         if type(strategy).save_checkpoint is not Strategy.save_checkpoint:
             self._wrap(strategy, "save_checkpoint", partial(self._save_in_strategy, strategy))
+        elif trainer.world_size > 1:
+            self._wrap(strategy, "save_checkpoint", partial(self._save_by_rank, strategy))
+        if trainer.world_size > 1:
+            self._wrap(trainer, "save_checkpoint", partial(self._save_together, trainer))
+        if trainer.global_rank and type(strategy).remove_checkpoint is Strategy.remove_checkpoint:
+            self._wrap(strategy, "remove_checkpoint", self._remove_part)
         if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
             self._wrap(strategy, "load_checkpoint", partial(self._load_in_strategy, strategy))
         for callback in vars(trainer)["callbacks"]:
@@ -137,12 +152,17 @@ class CheckpointWatch:
         vars(owner)[name] = function
         self._undo.append(partial(vars(owner).pop, name, None))
 
-    def _capture(self, path: str) -> Moment:
+    def _capture(self, path: str, *, by_all_ranks: bool = False) -> Moment:
         """Return the moment of a save, and remember that it is under way."""
         moment, self._moment = self._moment, None
         if moment is None:
             parameters = {} if self._trainer is None else _parameter_names(self._trainer)
-            moment = Moment(new_id(), self._source.context(path), parameters)
+            context = self._source.context(path)
+            # past the strategy one process saves by itself, and then the others keep nothing beside it
+            id = self._source.common_id(path) if by_all_ranks else None
+            if id is not None and self._trainer is not None:
+                context = replace(context, num_ranks=self._trainer.world_size)
+            moment = Moment(id or new_id(), context, parameters)
         self._saves.begin(path, moment.id)
         self.last_path = path
         return moment
@@ -156,16 +176,12 @@ class CheckpointWatch:
     def _save_in_strategy(
         self, strategy: Strategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        place = Place.of(filepath)
+        path = self._common_path or str(filepath)
+        place = Place.of(path)
         held = dict(checkpoint)  # the strategy takes out what it saves apart
         if strategy.is_global_zero and place.is_folder():
             step_aside(place)
-        moment = self._capture(str(filepath))
-        self._moment = moment
-        try:
-            type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options=storage_options)
-        finally:
-            self._moment = None
+        moment = self._save_by_rank(strategy, checkpoint, filepath, storage_options)
         if not place.is_folder():
             return
         save_folder(
@@ -176,7 +192,45 @@ class CheckpointWatch:
             entries=entries_of(held),
             context=moment.context,
         )
-        self._saves.end(str(filepath), moment.id)
+        self._saves.end(path, moment.id)
+
+    def _save_together(self, trainer: pl.Trainer, filepath: Any, *rest: Any, **options: Any) -> None:
+        """Let all ranks save under the path of rank 0, which a metric in a file's name may make different on each."""
+        # after an exception others may never come; the barrier at the end of a save is Lightning's
+        if trainer.state.status != TrainerStatus.INTERRUPTED:
+            with unobserved():
+                self._common_path = str(trainer.strategy.broadcast(str(filepath)))
+        if self._common_path is not None and self._common_path != str(filepath):
+            self._common_paths[str(filepath)] = self._common_path
+            for old in list(self._common_paths)[:-MAX_SAVES]:
+                del self._common_paths[old]
+        try:
+            type(trainer).save_checkpoint(trainer, filepath, *rest, **options)
+        finally:
+            self._common_path = None
+
+    def _save_by_rank(
+        self, strategy: Strategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> Moment:
+        """Let the strategy save, and write what this rank keeps beside it; the barrier after it is Lightning's."""
+        path = self._common_path or str(filepath)
+        moment = self._moment = self._capture(path, by_all_ranks=True)
+        try:
+            type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options=storage_options)
+        finally:
+            self._moment = None
+        context, rank = moment.context, self._saves.rank
+        if rank and context.attachments and context.num_ranks > 1:
+            attachments = context.attachments
+            put_part(Place.of(path), id=moment.id, rank=rank, num_ranks=context.num_ranks, attachments=attachments)
+            self._saves.end(path, moment.id)
+        return moment
+
+    def _remove_part(self, filepath: Any) -> None:
+        """Remove what this rank keeps; rank 0 removes all that it sees, which may not be this node's."""
+        path = self._common_paths.pop(str(filepath), str(filepath))
+        self._saves.forget(path)
+        remove_part(Place.of(path), rank=self._saves.rank)
 
     def _load_in_strategy(self, strategy: Any, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
         load = partial(type(strategy).load_checkpoint, strategy, checkpoint_path, *rest, **options)
@@ -192,8 +246,8 @@ class CheckpointWatch:
             else:
                 step_aside(link)
         link_checkpoint(trainer, filepath, linkpath)
-        if is_ours:
-            link_beside(Place.of(filepath), link)
+        if is_ours and (copied := link_beside(Place.of(filepath), link)) is not None:
+            copy_parts(copied, link)
 
 
 def _parameter_names(trainer: pl.Trainer) -> Mapping[tuple[int, int], str]:

@@ -30,14 +30,14 @@ class DataWatch:
         position: in the epoch under way.
         keeps_last: whether the generators are kept before each batch, which costs 50 microseconds a batch.
         before_draw: called just before a batch is drawn that training will have.
-        pending: generators to put back just before the next batch is drawn.
+        pending: called once, just before the next batch is drawn, to put back what it needs.
     """
 
     def __init__(self) -> None:
         self.position = DataPosition()
         self.keeps_last = False
         self.before_draw: Callable[[], object] = lambda: None
-        self.pending: GeneratorStates | None = None
+        self.pending: Callable[[], object] | None = None
         self.held: Mapping[str, Held] = {}
         self.has_overflowed = False
         self._before_last_draw: DataPosition | None = None
@@ -134,7 +134,7 @@ class DataWatch:
             self._before_repeated = self.capture()
         elif self.pending is not None:
             pending, self.pending = self.pending, None
-            pending.restore(self.held)
+            pending()
         states = self.capture() if self.keeps_last or not position.num_drawn else None
         if not position.num_drawn:
             position = replace(position, before_first=states)

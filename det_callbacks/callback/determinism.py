@@ -14,7 +14,8 @@ from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.manifest import manifest_of, root_folder
+from det_callbacks.callback.loops import after_loading, root_folder
+from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.options import CallbackOptions
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.run_kinds import new_run
@@ -108,7 +109,9 @@ class DeterminismCallback(CallbackOptions):
         if self.mode == "disabled":
             return
         if self._checkpointing is None:
-            self._checkpointing = Checkpointing(require_digests=self.require_digests, resume=self.resume)
+            self._checkpointing = Checkpointing(
+                require_digests=self.require_digests, resume=self.resume, peers=self._together
+            )
         self._checkpointing.begin_stage(trainer)
         if stage != TrainerFn.FITTING:
             self._begin_alerts(self.settings, pl_module)
@@ -130,6 +133,9 @@ class DeterminismCallback(CallbackOptions):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        after_loading(trainer, partial(self._begin_fit, trainer, pl_module))
+
+    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = self._run
         if run is None:
             return
@@ -179,7 +185,7 @@ class DeterminismCallback(CallbackOptions):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._mark("epoch start")
         if self._checkpointing is not None:
-            self._checkpointing.resuming.begin_epoch()
+            self._checkpointing.resuming.restoring.begin_epoch()
 
     # a step
 

@@ -12,10 +12,10 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from det_callbacks.callback.data_watch import DataWatch
+from det_callbacks.callback.rank_state import RankState, is_stateful, local_part, non_persistent
 from det_callbacks.digest import digest_tensor, unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.resume import ResumeState, find_generators
@@ -31,11 +31,13 @@ class FitState:
     Args:
         trainer: whose fit it is.
         watch: follows its data.
+        ranks: what this rank has of its own.
     """
 
-    def __init__(self, trainer: pl.Trainer, watch: DataWatch) -> None:
+    def __init__(self, trainer: pl.Trainer, watch: DataWatch, ranks: RankState) -> None:
         self._trainer = trainer
         self._watch = watch
+        self._ranks = ranks
         self._versions: list[int] = []
         self._adds = False
 
@@ -86,6 +88,7 @@ class FitState:
             is_epoch_over = not is_mid_batch and (batches.is_last_batch or epoch_loop._num_ready_batches_reached())
             if is_epoch_over:
                 problems += self._problems_at_end()
+        problems += self._ranks.problems(self.loaders())
         is_window_open = self._adds_to_gradients(num_consumed, is_epoch_over=is_epoch_over)
         gradients = self._gradients() if num_gradients is None and is_window_open else {}
         state = ResumeState(
@@ -102,6 +105,9 @@ class FitState:
             accumulates=trainer.accumulate_grad_batches,
             reload_epoch=int(reloaded) if (reloaded := trainer.fit_loop._last_train_dl_reload_epoch) >= 0 else None,
             values={} if is_mid_batch else self.values(),
+            sampler_seeds=self._ranks.sampler_seeds(self.loaders()),
+            common=self._ranks.common(self.callback_states()),
+            reduction=self._ranks.buckets.read(),
             problems=tuple(problems),
         )
         return state, gradients
@@ -136,11 +142,7 @@ class FitState:
         Digests of parameters and persistent buffers, which of them are frozen, and options of the optimizers.
         """
         module = self._trainer.lightning_module
-        left_out = {  # a private name of torch 2.13, and the only one for it
-            f"{prefix}.{name}" if prefix else name
-            for prefix, one in module.named_modules()
-            for name in one._non_persistent_buffers_set
-        }
+        left_out = non_persistent(module)
         found: dict[str, Any] = {}
         with unobserved():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -181,7 +183,7 @@ class FitState:
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {
-            name: parameter.grad.detach().to("cpu", copy=True).contiguous()
+            name: local_part(parameter.grad.detach()).to("cpu", copy=True).contiguous()
             for name, parameter in self._trainer.lightning_module.named_parameters()
             if parameter.grad is not None
         }
@@ -313,8 +315,3 @@ class FitState:
         """Return the loaders of the training data."""
         loader = self._trainer.fit_loop._combined_loader
         return [] if loader is None else list(loader.flattened)
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader restores its own position, through Lightning."""
-    return type(loader) is not DataLoader and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

@@ -13,12 +13,16 @@ from det_callbacks.checkpoint.check import (
 )
 from det_callbacks.checkpoint.difference import EntryDifference
 from det_callbacks.checkpoint.files import Place
-from det_callbacks.checkpoint.reading import Found, find_sidecar, read_attachments
+from det_callbacks.checkpoint.parts import read_kept
+from det_callbacks.checkpoint.reading import Found, find_sidecar
 from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.report import mismatch_text, missing_files_line, missing_sidecar_line, print_closing_line
 
-OnLoaded = Callable[[str, Sidecar | None, Mapping[str, bytes]], None]
+Read = Callable[[int], Mapping[str, bytes]]
+"""Returns the content of the files that rank 0, and the rank that is given, keep beside a checkpoint, by name."""
+
+OnLoaded = Callable[[str, Sidecar | None, Read], None]
 
 
 class Loader:
@@ -28,8 +32,8 @@ class Loader:
 
     Attributes:
         require_digests: a checkpoint without digests beside it is an error, instead of a line.
-        on_loaded: called with the path, the sidecar and the content of the files kept beside the checkpoint, once all
-            of it agreed; with None and nothing where no digests stand beside it.
+        on_loaded: called with the path, the sidecar and what reads the files kept beside the checkpoint, once all
+            of the checkpoint agreed; with None and a reader of nothing where no digests stand beside it.
     """
 
     def __init__(self) -> None:
@@ -109,13 +113,15 @@ class Loader:
         checkpoint = load()
         print_closing_line(missing_sidecar_line(place.shown))
         if self.on_loaded is not None:
-            self.on_loaded(place.shown, None, {})
+            self.on_loaded(place.shown, None, lambda rank: {})
         return checkpoint
 
     def _hand_over(self, place: Place, found: Found) -> None:
-        if self.on_loaded is None:
-            return
-        contents, missing, damaged = read_attachments(found)
+        if self.on_loaded is not None:
+            self.on_loaded(place.shown, found.sidecar, lambda rank: self._read_beside(place, found, rank))
+
+    def _read_beside(self, place: Place, found: Found, rank: int) -> Mapping[str, bytes]:
+        contents, missing, damaged = read_kept(found, (rank,))
         if damaged:
             names = tuple(f"resume: {name}" for name in damaged)
             raise CheckpointMismatchError(
@@ -126,7 +132,7 @@ class Loader:
             )
         if missing:
             print_closing_line(missing_files_line(place.shown, missing))
-        self.on_loaded(place.shown, found.sidecar, contents)
+        return contents
 
 
 def _require_equal(report: CheckpointReport, *, but_files: bool = False) -> None:

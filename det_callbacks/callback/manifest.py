@@ -1,7 +1,6 @@
 """What run.json says of a fit."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,8 +37,3 @@ def manifest_of(
         "environment": capture_environment(choices=all_choices).to_dict(),
         "replay": list(replay),
     }
-
-
-def root_folder(trainer: pl.Trainer) -> Path:
-    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
-    return Path(trainer.log_dir or trainer.default_root_dir)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher,  # looked at in Lightning 2.6.6
+)
 from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.resuming import Resume
+from det_callbacks.callback.loops import root_folder
+from det_callbacks.callback.restoring import PATIENCE_SECONDS, Resume
 from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
+from det_callbacks.ranks import RankGroup
 from det_callbacks.resume import GeneratorStates
 from det_callbacks.verdict import Verdict
 
@@ -33,11 +38,14 @@ def prove_resume(
 ) -> Verdict:
     """Train, interrupt and resume, and compare with the same training uninterrupted, bit for bit.
 
-    Three trainings in this process, each from the generator states it has now: one of ``steps`` steps, recorded; one
+    Three trainings, each from the generator states that this process has now: one of ``steps`` steps, recorded; one
     that saves a checkpoint after ``stop_at`` steps and is interrupted when its next batch has been drawn; and one that
     resumes from that checkpoint, verified against the first from step ``stop_at`` on. Where ``stop_at`` ends an epoch,
     the checkpoint is saved in ``on_train_epoch_end``, else in ``on_train_batch_end``. It costs a little more than twice
     the training, traced. The callers' generators are left as they were.
+
+    Of several processes each runs the whole program, and so all of this: with ``strategy="ddp"``, a
+    ``ModelParallelStrategy`` or torchrun, not with those that spawn. Each gets the verdict, which is of all ranks.
 
     Args:
         make_trainer: returns a new Trainer, which must train for ``steps`` steps at least; the callbacks that record,
@@ -58,7 +66,7 @@ def prove_resume(
         verdict on that.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, or the training ends before.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or processes are spawned.
         NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
 
     Example:
@@ -72,17 +80,20 @@ def prove_resume(
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
     generators = GeneratorStates.capture()
-    place: list[Path] = [] if folder is None else [Path(folder)]
+    place = _Place(None if folder is None else Path(folder))
 
     def train(callback: DeterminismCallback, *others: pl.Callback, ckpt_path: str | None = None) -> None:
         generators.restore()
         trainer = _make(make_trainer)
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            raise SelectionError(
+                "The processes of this Trainer are started for each training and give nothing back, so nothing could "
+                'be compared. Use strategy="ddp", or torchrun: then each process runs the whole program.'
+            )
+        place.callback = callback
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
-        callbacks.insert(0, callback)
+        callbacks[:0] = [place, callback]
         callbacks.extend(others)
-        if not place:
-            place.append(free_folder(Path(trainer.log_dir or trainer.default_root_dir), kind="resume"))
-        _locate(callback, place[0], others)
         model, data = make_model(), make_data()
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         trainer.fit(model, training, validation, ckpt_path=ckpt_path)
@@ -95,18 +106,18 @@ def prove_resume(
                 f"The training ended after {stop.num_done} of {steps} steps. Give its Trainer more (max_epochs, "
                 "max_steps), or ask for fewer steps."
             )
-        reference, interrupted = place[0] / "reference", place[0] / "interrupted"
+        reference, interrupted = place.folder / "reference", place.folder / "interrupted"
         with suppress(TrainingInterruptedError):
-            train(
-                DeterminismCallback("interrupted", mode="record", level=level, resume=resume),
-                _Interrupt(stop_at),
-            )
+            place.interrupt = _Interrupt(stop_at)
+            train(DeterminismCallback("interrupted", mode="record", level=level, resume=resume), place.interrupt)
+        place.interrupt = None
+        _meet()  # all have written what is compared
         before = compare_runs(reference, interrupted, steps="common")
         if before.verdict != "match":
             return before
         resumed = DeterminismCallback("reference", current="resumed", resume=resume, require_digests=True)
         try:
-            train(resumed, _StopAfter(steps), ckpt_path=str(place[0] / CHECKPOINT))
+            train(resumed, _StopAfter(steps), ckpt_path=str(place.folder / CHECKPOINT))
         except DivergenceError as error:
             if error.verdict is None:
                 raise
@@ -133,14 +144,57 @@ def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
     return make_trainer(callbacks=[]) if demanded == {"callbacks"} else make_trainer()
 
 
-def _locate(callback: DeterminismCallback, folder: Path, others: tuple[pl.Callback, ...]) -> None:
-    assert callback.reference is not None
-    callback.reference = folder / callback.reference
-    if callback.current is not None:
-        callback.current = folder / callback.current
-    for other in others:
-        if isinstance(other, _Interrupt):
-            other.path = folder / CHECKPOINT
+def _meet() -> None:
+    """Wait until all processes are here; one that ended ends the others."""
+    group = RankGroup(timeout_seconds=PATIENCE_SECONDS)
+    try:
+        group.gather(b"", task="proving a resume")
+    finally:
+        group.close()
+
+
+class _Place(pl.Callback):
+    """Tells the callbacks where to write once the processes are there: all of them to one folder.
+
+    It stands before all other callbacks, so that an interruption comes before anything of the next step.
+
+    Attributes:
+        folder: for the runs and the checkpoint; chosen by rank 0 in the first training where it is not given.
+        callback: of the training under way.
+        interrupt: ends the training under way, where something does.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._given = folder
+        self.callback: DeterminismCallback | None = None
+        self.interrupt: _Interrupt | None = None
+
+    @property
+    def folder(self) -> Path:
+        assert self._given is not None, "the first training chose it"
+        return self._given
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        root = root_folder(trainer)
+        if self._given is None:
+            self._given = Path(trainer.strategy.broadcast(str(free_folder(root, kind="resume"))))
+        callback = self.callback
+        assert callback is not None
+        assert callback.reference is not None
+        callback.reference = self._given / callback.reference
+        if callback.current is not None:
+            callback.current = self._given / callback.current
+        if self.interrupt is not None:
+            self.interrupt.path = self._given / CHECKPOINT
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self.interrupt is not None and self.interrupt.is_saved:
+            assert self.callback is not None
+            trainer.strategy.barrier()
+            self.callback._together.end()  # they part here, so that none takes another's end for a failure
+            raise TrainingInterruptedError
 
 
 class TrainingInterruptedError(Exception):
@@ -167,14 +221,14 @@ class _StopAfter(pl.Callback):
 
 
 class _Interrupt(pl.Callback):
-    """Saves a checkpoint after so many batches and ends the training when the next batch has been drawn.
+    """Saves a checkpoint after so many batches; the training ends when the next batch has been drawn.
 
     It stands behind all other callbacks, so that what they did at that moment is in the checkpoint.
     """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._is_saved = False
+        self.is_saved = False
         self.path = Path(CHECKPOINT)
 
     @override
@@ -188,11 +242,6 @@ class _Interrupt(pl.Callback):
         if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self._num_steps:
             self._save(trainer)
 
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self._is_saved:
-            raise TrainingInterruptedError
-
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(self.path)
-        self._is_saved = True
+        self.is_saved = True

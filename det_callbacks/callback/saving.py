@@ -15,6 +15,7 @@ from det_callbacks.callback.loading import Loader
 from det_callbacks.checkpoint.entries import Entries, entries_of
 from det_callbacks.checkpoint.files import Place
 from det_callbacks.checkpoint.folders import save_folder
+from det_callbacks.checkpoint.parts import amend_part
 from det_callbacks.checkpoint.saving import amend, put_sidecar, remove_beside, save_file, settle, step_aside
 from det_callbacks.checkpoint.sidecar import SaveContext, Sidecar
 from det_callbacks.report import print_closing_line, unfinished_save_line
@@ -75,9 +76,14 @@ class _Foreign:
 
 
 class Saves:
-    """The saves that can still be added to; used from the thread that trains and from one that writes."""
+    """The saves that can still be added to; used from the thread that trains and from one that writes.
+
+    Attributes:
+        rank: of this process; others than 0 add to their own part.
+    """
 
     def __init__(self) -> None:
+        self.rank = 0
         self._lock = Lock()
         self._saves: dict[str, _Save] = {}
 
@@ -99,27 +105,28 @@ class Saves:
             save = self._saves.get(path)
             if save is not None and save.id == id:
                 save.is_done = True
-                _flush(path, save)
+                self._flush(path, save)
 
-    def amend(self, path: str, name: str, content: bytes) -> None:
-        """Add a file to those kept beside a checkpoint: now, or when its save is done."""
+    def amend(self, path: str, files: Mapping[str, bytes]) -> None:
+        """Add files to those kept beside a checkpoint: now, or when its save is done."""
         with self._lock:
             save = self._saves.get(path)
             if save is not None:
-                save.waiting[name] = content
+                save.waiting |= files
                 if save.is_done:
-                    _flush(path, save)
+                    self._flush(path, save)
 
     def forget(self, path: str) -> None:
         """Forget a checkpoint that is removed."""
         with self._lock:
             self._saves.pop(path, None)
 
-
-def _flush(path: str, save: _Save) -> None:
-    waiting, save.waiting = save.waiting, {}
-    for name, content in waiting.items():
-        amend(Place.of(path), id=save.id, name=name, content=content)
+    def _flush(self, path: str, save: _Save) -> None:
+        waiting, save.waiting = save.waiting, {}
+        if waiting and self.rank:
+            amend_part(Place.of(path), id=save.id, rank=self.rank, files=waiting)
+        elif waiting:
+            amend(Place.of(path), id=save.id, files=waiting)
 
 
 class DigestingIO(_WrappingCheckpointIO):

@@ -13,7 +13,8 @@ from det_callbacks.checkpoint.difference import EntryDifference, counted, differ
 from det_callbacks.checkpoint.entries import Entries, entries_of, walk
 from det_callbacks.checkpoint.files import SIDECAR, Place
 from det_callbacks.checkpoint.folders import check_folder
-from det_callbacks.checkpoint.reading import Found, find_sidecar, read_attachments
+from det_callbacks.checkpoint.parts import read_kept
+from det_callbacks.checkpoint.reading import Found, find_sidecar
 from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.digest import format_digest
 from det_callbacks.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointNotFoundError
@@ -236,7 +237,7 @@ def _require_saved(place: Place) -> None:
 
 
 def _with_attachments(report: CheckpointReport, found: Found) -> CheckpointReport:
-    _, missing, damaged = read_attachments(found)
+    _, missing, damaged = read_kept(found)
     return CheckpointReport(
         path=report.path,
         has_same_bytes=report.has_same_bytes,

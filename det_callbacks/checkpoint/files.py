@@ -159,7 +159,9 @@ class Place:
         """Remove the file, link or folder, if there is one; never what a link leads to."""
         if self.is_local:
             if os.path.isdir(self.path) and not os.path.islink(self.path):
-                shutil.rmtree(self.path)
+                while os.path.isdir(self.path):
+                    with suppress(FileNotFoundError):  # another rank removes its own part of it
+                        shutil.rmtree(self.path)
             else:
                 Path(self.path).unlink(missing_ok=True)
         elif self.fs.exists(self.path):

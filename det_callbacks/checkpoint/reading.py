@@ -1,10 +1,10 @@
 """Which sidecar belongs to a checkpoint, and what is kept beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from det_callbacks.checkpoint.files import NEXT, OLD, RESUME, SIDECAR, Place
-from det_callbacks.checkpoint.sidecar import FileDigest, Resume, Sidecar
+from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, Sidecar
 from det_callbacks.digest import digest_bytes
 from det_callbacks.errors import CheckpointFormatError
 
@@ -56,15 +56,17 @@ def find_sidecar(checkpoint: Place, content: FileDigest | None) -> Found | None:
 
 
 def read_attachments(found: Found) -> tuple[dict[str, bytes], list[str], list[str]]:
-    """Return the files kept beside a checkpoint by name, the names of missing ones, and of damaged ones."""
+    """Return what rank 0 keeps beside a checkpoint by name, the names of missing files, and of damaged ones."""
+    resume = found.sidecar.resume
+    return ({}, [], []) if resume is None else read_files(resume_folder(found.place, resume), resume.files)
+
+
+def read_files(folder: Place, files: Mapping[str, Attachment]) -> tuple[dict[str, bytes], list[str], list[str]]:
+    """Return files of a folder by name, the names of missing ones, and of damaged ones."""
     contents: dict[str, bytes] = {}
     missing: list[str] = []
     damaged: list[str] = []
-    resume = found.sidecar.resume
-    if resume is None:
-        return contents, missing, damaged
-    folder = resume_folder(found.place, resume)
-    for name, attachment in resume.files.items():
+    for name, attachment in files.items():
         content = folder.inside(attachment.file).read()
         if content is None:
             missing.append(name)

@@ -25,7 +25,7 @@ import torch
 
 from det_callbacks.checkpoint.entries import Entries
 from det_callbacks.checkpoint.files import NEXT, OLD, PARTIAL, RANKS, RESUME, SIDECAR, Place
-from det_callbacks.checkpoint.reading import digest_of, find_sidecar, resume_folder
+from det_callbacks.checkpoint.reading import Found, digest_of, find_sidecar, resume_folder
 from det_callbacks.checkpoint.sidecar import Attachment, Resume, SaveContext, Sidecar, safe_name
 from det_callbacks.checkpoint.stream import DigestingWriter
 from det_callbacks.errors import CheckpointFormatError
@@ -63,7 +63,7 @@ def save_file(
             writer = DigestingWriter(buffer)
             fill(writer)
             content = writer.digest()
-        resume = _put_attachments(place, context.attachments, id)
+        resume = _put_attachments(place, context.attachments, id, num_ranks=context.num_ranks)
         sidecar = Sidecar(id=id, file=content, entries=entries, context=context, resume=resume)
         place.beside(NEXT).write(sidecar.to_bytes())
         step_aside(place)
@@ -81,7 +81,8 @@ def save_file(
 
 def put_sidecar(place: Place, sidecar: Sidecar, attachments: Mapping[str, bytes]) -> None:
     """Write the sidecar of a checkpoint that is there already."""
-    resume = _put_attachments(place, attachments, sidecar.id)
+    num_ranks = sidecar.context.num_ranks if sidecar.resume is None else sidecar.resume.num_ranks
+    resume = _put_attachments(place, attachments, sidecar.id, num_ranks=num_ranks)
     sidecar = replace(sidecar, resume=resume)
     place.beside(NEXT).write(sidecar.to_bytes())
     _put_in_force(place, sidecar)
@@ -113,18 +114,16 @@ def settle(place: Place) -> None:
         leftover.remove()
 
 
-def amend(place: Place, *, id: str, name: str, content: bytes) -> bool:
-    """Add a file to those kept beside a checkpoint, or replace it; return False where another save has its place.
+def amend(place: Place, *, id: str, files: Mapping[str, bytes]) -> bool:
+    """Add files to those kept beside a checkpoint, or replace them; return False where another save has its place.
 
     A reader sees the files before or the files after, never a mixture.
 
     Args:
         place: the checkpoint.
         id: of the save that is meant.
-        name: of the file.
-        content: its content.
+        files: name -> content.
     """
-    safe_name(name)
     main = place.beside(SIDECAR)
     raw = main.read()
     if raw is None or not place.exists():
@@ -132,9 +131,10 @@ def amend(place: Place, *, id: str, name: str, content: bytes) -> bool:
     sidecar = Sidecar.from_bytes(raw, main.shown)
     if sidecar.id != id:
         return False
-    files = {} if sidecar.resume is None else dict(sidecar.resume.files)
-    files[name] = _put_attachment(place.beside(RESUME), name, content, new_id())
-    amended = replace(sidecar, resume=Resume(folder=place.beside(RESUME).name, files=files))
+    folder = place.beside(RESUME)
+    kept = sidecar.resume or Resume(folder=folder.name, files={})
+    added = {name: put_attachment(folder, name, content, new_id()) for name, content in files.items()}
+    amended = replace(sidecar, resume=replace(kept, folder=folder.name, files={**kept.files, **added}))
     place.beside(NEXT).write(amended.to_bytes())
     _put_in_force(place, amended)
     return True
@@ -146,8 +146,8 @@ def remove_beside(place: Place) -> None:
         place.beside(suffix).remove()
 
 
-def link_beside(target: Place, link: Place) -> None:
-    """Give a link to a checkpoint, or a copy of it, the checkpoint's sidecar.
+def link_beside(target: Place, link: Place) -> Found | None:
+    """Give a link to a checkpoint, or a copy of it, the checkpoint's sidecar; return that where it was copied.
 
     Args:
         target: the checkpoint.
@@ -157,11 +157,11 @@ def link_beside(target: Place, link: Place) -> None:
     if os.path.islink(link.path):
         remove_beside(link)
         os.symlink(os.path.relpath(its_target.path, os.path.dirname(link.path) or "."), sidecar.path)
-        return
+        return None
     settle(link)
     raw = its_target.read()
     if raw is None:
-        return
+        return None
     original = Sidecar.from_bytes(raw, its_target.shown)
     attachments = {}
     if original.resume is not None:
@@ -171,32 +171,40 @@ def link_beside(target: Place, link: Place) -> None:
             if content is not None and digest_of(content) == attachment.content:
                 attachments[name] = content
     put_sidecar(link, original, attachments)
+    return Found(sidecar=original, place=its_target, fits=True)
 
 
 def _put_in_force(place: Place, sidecar: Sidecar) -> None:
     place.beside(NEXT).rename(place.beside(SIDECAR))
     place.beside(OLD).remove()
-    folder = place.beside(RESUME)
-    kept = set() if sidecar.resume is None else {attachment.file for attachment in sidecar.resume.files.values()}
-    if not kept:
+    folder, resume = place.beside(RESUME), sidecar.resume
+    if resume is None:
         folder.remove()
         return
+    kept = {attachment.file for attachment in resume.files.values()}
+    ranks = {rank_folder(rank) for rank in range(1, resume.num_ranks)}
     for name in folder.files():
-        if name not in kept:
-            folder.inside(name).remove()
+        first, _, inner = name.partition("/")
+        if first not in (ranks if inner else kept):  # what other ranks of this run keep is theirs
+            folder.inside(first).remove()
 
 
-def _put_attachments(place: Place, attachments: Mapping[str, bytes], id: str) -> Resume | None:
+def _put_attachments(place: Place, attachments: Mapping[str, bytes], id: str, *, num_ranks: int) -> Resume | None:
     if not attachments:
         return None
     folder = place.beside(RESUME)
-    files = {safe_name(name): _put_attachment(folder, name, content, id) for name, content in attachments.items()}
-    return Resume(folder=folder.name, files=files)
+    files = {safe_name(name): put_attachment(folder, name, content, id) for name, content in attachments.items()}
+    return Resume(folder=folder.name, files=files, num_ranks=num_ranks)
 
 
-def _put_attachment(folder: Place, name: str, content: bytes, id: str) -> Attachment:
+def rank_folder(rank: int) -> str:
+    """Return the name of the folder of a rank other than 0 among what is kept beside a checkpoint."""
+    return f"rank-{rank:05d}"
+
+
+def put_attachment(folder: Place, name: str, content: bytes, id: str) -> Attachment:
     """Write a file under a name of its own, so that the one it replaces stays whole until nobody needs it."""
-    folder.make_folder()
     file = f"{safe_name(name)}.{id}"
+    folder.make_folder()
     folder.inside(file).write(content)
     return Attachment(file=file, content=digest_of(content))

@@ -41,6 +41,7 @@ class SaveContext:
         program: id of the program of that step.
         environment: what can change bits, as run.json has it.
         attachments: name -> content of the files to keep beside the checkpoint.
+        num_ranks: processes that keep some, each its own.
     """
 
     run: Mapping[str, Any] | None = None
@@ -50,6 +51,7 @@ class SaveContext:
     program: int | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     attachments: Mapping[str, bytes] = field(default_factory=dict)
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,10 @@ class Attachment:
     file: str
     content: FileDigest
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"file": self.file, **self.content.to_dict()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
@@ -66,11 +72,13 @@ class Resume:
 
     Attributes:
         folder: name of the folder beside the sidecar; a link to the sidecar so leads to it as well.
-        files: name -> file.
+        files: name -> file; those of rank 0, where several ranks keep some.
+        num_ranks: that keep some.
     """
 
     folder: str
     files: Mapping[str, Attachment]
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +130,13 @@ class Sidecar:
             if self.resume is None
             else {
                 "folder": self.resume.folder,
-                "files": {
-                    name: {"file": attachment.file, **attachment.content.to_dict()}
-                    for name, attachment in self.resume.files.items()
-                },
+                "files": {name: attachment.to_dict() for name, attachment in self.resume.files.items()},
+                # not of one process: its files have the bytes that they always had
+                **({"num_ranks": self.resume.num_ranks} if self.resume.num_ranks > 1 else {}),
             },
         }
-        content["digest"] = format_digest(digest_bytes(_encode(content)))
-        return _encode(content)
+        content["digest"] = format_digest(digest_bytes(encode(content)))
+        return encode(content)
 
     @classmethod
     def from_bytes(cls, raw: bytes, path: str) -> "Sidecar":
@@ -150,7 +157,7 @@ class Sidecar:
             raise _damaged(path, "it does not hold the digests of a checkpoint")
         # The digest first: a flipped bit in a version is damage and not a foreign version.
         without = {key: value for key, value in content.items() if key != "digest"}
-        if content.get("digest") != format_digest(digest_bytes(_encode(without))) or _encode(content) != raw:
+        if content.get("digest") != format_digest(digest_bytes(encode(without))) or encode(content) != raw:
             raise _damaged(path, "its content is not what its digest says")
         for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
             if content.get(name) != known:
@@ -189,10 +196,8 @@ class Sidecar:
             if resume is None
             else Resume(
                 folder=_folder_name(resume["folder"]),
-                files={
-                    safe_name(name): Attachment(file=safe_name(value["file"]), content=_file_digest(value))
-                    for name, value in resume["files"].items()
-                },
+                files=attachments_of(resume["files"]),
+                num_ranks=int(resume.get("num_ranks", 1)),
             ),
             det_callbacks_version=content["det_callbacks_version"],
         )
@@ -229,7 +234,19 @@ def _digest(text: Any) -> int:
     return int(text, 16)
 
 
-def _encode(content: Mapping[str, Any]) -> bytes:
+def attachments_of(content: Mapping[str, Any]) -> dict[str, Attachment]:
+    """Return what a JSON object says of files by name.
+
+    Raises:
+        KeyError, TypeError, ValueError: it does not say that.
+    """
+    return {
+        safe_name(name): Attachment(file=safe_name(value["file"]), content=_file_digest(value))
+        for name, value in content.items()
+    }
+
+
+def encode(content: Mapping[str, Any]) -> bytes:
     """Return one line: indented, 10,000 entries would take 20 times as long."""
     return json.dumps(content, allow_nan=False).encode() + b"\n"
 

@@ -76,11 +76,10 @@ def missing_sidecar_line(path: str) -> str:
     )
 
 
-def unrestored_line(path: str, *, rank: int | None) -> str:
-    """Return the line of a checkpoint that Lightning alone resumes, for all ranks or for one."""
-    of_rank = "" if rank is None else f" of rank {rank}"
+def unrestored_line(path: str) -> str:
+    """Return the line of a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no state{of_rank} of generators and data stands beside "
+        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data stands beside "
         "it, so with shuffling, augmentation or dropout the run will not be the same run"
     )
 

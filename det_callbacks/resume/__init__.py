@@ -2,6 +2,6 @@
 
 from det_callbacks.resume.generators import GeneratorStates
 from det_callbacks.resume.held import find_generators
-from det_callbacks.resume.state import DataPosition, ResumeState
+from det_callbacks.resume.state import DataPosition, Reduction, ResumeState
 
-__all__ = ["DataPosition", "GeneratorStates", "ResumeState", "find_generators"]
+__all__ = ["DataPosition", "GeneratorStates", "Reduction", "ResumeState", "find_generators"]

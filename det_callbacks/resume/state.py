@@ -2,11 +2,13 @@
 
 X.ckpt.resume/rank-00000.json...            generators, position in the data
 X.ckpt.resume/rank-00000.safetensors...     gradients accumulated so far, only inside an accumulation window
+X.ckpt.resume/rank-00001/rank-00001...      the same of other ranks
+    .../rank-00001.buffers.safetensors...   their buffers: Lightning's checkpoint has those of rank 0
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from det_callbacks.errors import CheckpointFormatError
@@ -15,6 +17,40 @@ from det_callbacks.resume.generators import GeneratorStates
 RESUME_VERSION = 1
 
 Moment = Literal["save", "draw"]
+
+
+def state_file(rank: int) -> str:
+    """Return the name of the file, beside a checkpoint, of a rank's generators and position."""
+    return f"rank-{rank:05d}.json"
+
+
+def gradients_file(rank: int) -> str:
+    """Return the name of the file, beside a checkpoint, of a rank's accumulated gradients."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def buffers_file(rank: int) -> str:
+    """Return the name of the file, beside a checkpoint, of the buffers of a rank other than 0."""
+    return f"rank-{rank:05d}.buffers.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How DDP was going to add up the gradients of the ranks.
+
+    It puts gradients in buckets, after its first backward pass in the order in which they came, and adds a bucket up
+    in pieces: with three ranks and more, another bucket means another order of additions and so other bits.
+
+    Attributes:
+        stage: "first": no backward pass yet; "pending": one, whose order holds from the next forward pass on;
+            "settled": in that order; "fixed": the buckets are those that it begins with.
+        buckets: names of the parameters of each, where it is "settled"; of one, in that order, where it is "pending".
+        syncs_buffers: whether the next forward pass sends rank 0's buffers to the others.
+    """
+
+    stage: Literal["first", "pending", "settled", "fixed"]
+    buckets: tuple[tuple[str, ...], ...] = ()
+    syncs_buffers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +98,9 @@ class ResumeState:
         accumulates: batches whose gradients are added up; a callback may change it at an epoch's start.
         reload_epoch: at whose start Lightning made the loaders; None before.
         values: name -> digest of a parameter or buffer, or text of an optimizer's option, at ``moment``.
+        sampler_seeds: of several ranks: by which their samplers shuffle alike, for each loader; None where none does.
+        common: of several ranks: name -> digest of what is to be equal on all of them, and is saved by rank 0 alone.
+        reduction: of several ranks, under DDP.
         problems: why a resumed run cannot be the same run, as sentences; empty when it can.
     """
 
@@ -78,6 +117,9 @@ class ResumeState:
     accumulates: int = 1
     reload_epoch: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    sampler_seeds: tuple[int | None, ...] = ()
+    common: Mapping[str, str] = field(default_factory=dict)
+    reduction: Reduction | None = None
     problems: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
@@ -94,6 +136,10 @@ class ResumeState:
                 "restarts": [[drawn, states.states] for drawn, states in position.restarts],
             },
         }
+        if self.world_size > 1:
+            content["sampler_seeds"] = list(self.sampler_seeds)
+            content["common"] = dict(self.common)
+            content["reduction"] = None if self.reduction is None else asdict(self.reduction)
         return json.dumps(content, indent=1).encode()
 
     @classmethod
@@ -120,6 +166,9 @@ class ResumeState:
                 **{name: values[name] for name in _PLAIN},
                 problems=tuple(values["problems"]),
                 generators=GeneratorStates(values["generators"]),
+                sampler_seeds=tuple(values.get("sampler_seeds", ())),
+                common=dict(values.get("common", {})),
+                reduction=_read_reduction(values.get("reduction")),
                 position=DataPosition(
                     **{name: position[name] for name in _PLAIN_POSITION},
                     before_iteration=_read_states(position["before_iteration"]),
@@ -152,3 +201,10 @@ def _states(states: GeneratorStates | None) -> Mapping[str, Any] | None:
 
 def _read_states(states: Mapping[str, Any] | None) -> GeneratorStates | None:
     return None if states is None else GeneratorStates(states)
+
+
+def _read_reduction(content: Mapping[str, Any] | None) -> Reduction | None:
+    if content is None:
+        return None
+    buckets = tuple(tuple(bucket) for bucket in content["buckets"])
+    return Reduction(stage=content["stage"], buckets=buckets, syncs_buffers=bool(content["syncs_buffers"]))

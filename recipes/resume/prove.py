@@ -6,6 +6,7 @@ import warnings
 
 import hydra
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig
 from trainings import make_data, make_model
@@ -31,6 +32,8 @@ def main(config: DictConfig) -> None:
     except DetCallbacksError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    if rank_zero_only.rank > 0:  # of several processes each has the verdict
+        raise SystemExit(verdict.exit_code)
     print(f"{verdict.verdict}: {verdict.explanation}")
     if verdict.first_divergence is not None:
         print(f"cause: {verdict.cause}; first: {verdict.first_divergence.name or verdict.first_divergence.op}")

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from det_callbacks import (
     check_checkpoint,
 )
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.loading import Read
 from det_callbacks.callback.saving import DigestingIO
 from det_callbacks.checkpoint import SaveContext, Sidecar
 
@@ -228,8 +229,8 @@ class MadeUp(Checkpointing):
     def context(self, path: str) -> SaveContext:
         return SaveContext(attachments={"rank-00000.safetensors": b"state"})
 
-    def _loaded(self, path: str, sidecar: Sidecar | None, attachments: Mapping[str, bytes]) -> None:
-        self.loaded.append((path, sidecar, dict(attachments)))
+    def _loaded(self, path: str, sidecar: Sidecar | None, read: Read) -> None:
+        self.loaded.append((path, sidecar, dict(read(0))))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -242,7 +243,7 @@ def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_pa
     class Amending(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             if watch.last_path is not None:
-                watch.amend(watch.last_path, "late", b"more")
+                watch.amend(watch.last_path, {"late": b"more"})
 
     options = {"plugins": [AsyncCheckpointIO()]} if asynchronous else {}
     # a callback that is no Checkpoint stands before it, so that it amends the save of the batch before

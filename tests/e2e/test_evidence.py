@@ -41,7 +41,11 @@ class Named(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         name = self.names[index]
-        return {"inputs": torch.full((12,), float(sum(name.encode()) + 0.001 * index)), "labels": index % 3, "path": name}
+        return {
+            "inputs": torch.full((12,), float(sum(name.encode()) + 0.001 * index)),
+            "labels": index % 3,
+            "path": name,
+        }
 
 
 class OfNamed(Classifier):

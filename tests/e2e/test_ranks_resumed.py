@@ -1,46 +1,161 @@
-"""A checkpoint of several ranks: one that lacks the state of a rank is refused; Lightning alone may resume it."""
+"""A checkpoint of several ranks that cannot be resumed: all of them refuse it, with the same reason, or none does."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from processes import Ended, run_ranks, train
+from lightning.pytorch.strategies import DDPStrategy
+from processes import run_ranks
+from random_trainings import Augmented, SaveAfter
+from ranks_resumes import record, resume
+from torch.utils.data import DataLoader
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import check_checkpoint
+from det_callbacks.checkpoint.parts import Part
+from det_callbacks.checkpoint.reading import digest_of
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.trace.store import Run
 
 pytestmark = pytest.mark.ddp
 
+PLAIN = 'resume="plain"'
+NAMES = ("whole", "missing", "foreign", "damaged", "list", "first", "apart", "step")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one epoch, and the checkpoint at its end."""
+    """A folder with a run of two epochs, and copies of the checkpoint after its third step with one thing wrong."""
     folder = tmp_path_factory.mktemp("saved")
 
     def body(rank: int) -> None:
-        trainer, _ = train(DeterminismCallback(folder / "run", mode="record"))
-        trainer.save_checkpoint(folder / "epoch.ckpt")
+        record(folder, SaveAfter(folder, 2, 3), level="state")
 
-    assert [one.exit_code for one in run_ranks(body, folder)] == [0, 0]
+    assert [one.exit_code for one in run_ranks(body, folder / "output")] == [0, 0]
+    for name in NAMES:
+        for suffix in ("", ".digests.json"):
+            shutil.copy(folder / f"3.ckpt{suffix}", folder / f"{name}.ckpt{suffix}")
+        shutil.copytree(folder / "3.ckpt.resume", folder / f"{name}.ckpt.resume")
+    part = {name: folder / f"{name}.ckpt.resume" / "rank-00001" for name in NAMES}
+    shutil.rmtree(part["missing"])
+    shutil.rmtree(part["foreign"])
+    shutil.copytree(folder / "2.ckpt.resume" / "rank-00001", part["foreign"])
+    next(part["damaged"].glob("rank-00001.json.*")).write_bytes(b"{}")
+    next(part["list"].glob("*.part.json")).write_bytes(b"{}")
+    next((folder / "first.ckpt.resume").glob("rank-00000.json.*")).unlink()
+    change(part["apart"], "common", {"state of scheduler 0": "0"})
+    change(part["step"], "step", 4)
     return folder
 
 
-def resume(saved: Path, how: Any) -> list[Ended]:
+def change(folder: Path, key: str, value: Any) -> None:
+    """Write another value into a rank's state, and into its part as if it had been saved so."""
+    (path,), (parts,) = folder.glob("rank-00001.json.*"), folder.glob("*.part.json")
+    raw = path.read_bytes()
+    path.write_bytes(json.dumps({**json.loads(raw), key: value}).encode())
+    part = Part.from_bytes(parts.read_bytes(), "")
+    file = part.files["rank-00001.json"]
+    changed = {**part.files, "rank-00001.json": type(file)(file=file.file, content=digest_of(path.read_bytes()))}
+    parts.write_bytes(type(part)(id=part.id, rank=1, num_ranks=2, number=1, files=changed).to_bytes())
+
+
+def outcomes(folder: Path, attempts: dict[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, list[Any]]:
+    """Make attempts in the processes of one launch; return by name what each rank raised: kind, status and text."""
+
     def body(rank: int) -> None:
-        callback = DeterminismCallback(saved / "run", mode="record", resume=how)
-        train(callback, max_epochs=2, fit={"ckpt_path": str(saved / "epoch.ckpt")})
+        told = {}
+        for name, attempt in attempts.items():
+            try:
+                told[name] = ["", 0, str(attempt())]
+            except DetCallbacksError as error:
+                told[name] = [type(error).__name__, error.exit_code, str(error)]
+        (folder / f"told-{rank}.json").write_text(json.dumps(told))
 
-    return run_ranks(body, saved / how)
+    ended = run_ranks(body, folder / "output", world_size=world_size)
+    assert [one.exit_code for one in ended] == [0] * world_size, ended
+    by_rank = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
+    return {name: [told[name] for told in by_rank] for name in attempts}
 
 
-def test_a_state_that_was_not_saved_is_refused_on_all_ranks_and_lightning_goes_on_alone(saved: Path) -> None:
-    refused = resume(saved, "exact")
-    assert [one.exit_code for one in refused] == [2, 2], refused
-    assert all("the state of rank 1 of 2 was not saved beside it" in one.output for one in refused)
-    assert Run.open(saved / "run").is_complete
-    ended = resume(saved, "plain")
-    assert [one.exit_code for one in ended] == [0, 0], ended
-    run = Run.open(saved / "run")
-    assert run.is_complete
-    assert [run.rank(rank).steps(0).tolist() for rank in run.ranks] == [[*range(8)]] * 2
-    assert run.resumed_steps == {(0, 4)}
+class LoadAlone(pl.Callback):
+    """Gives rank 1 other data."""
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            trainer.fit_loop._data_source.instance.dataset.rows[:] += 1  # type: ignore[union-attr]
+
+
+def test_what_does_not_belong_together_is_refused_on_all_ranks(saved: Path) -> None:
+    attempts = {name: (lambda name=name: resume(saved, saved / f"{name}.ckpt")) for name in NAMES if name != "whole"}
+    attempts["data"] = lambda: resume(saved, saved / "whole.ckpt", LoadAlone())
+    attempts["whole"] = lambda: resume(saved, saved / "whole.ckpt")
+    told = outcomes(saved, attempts)
+    for name in ("missing", "foreign"):
+        text = "the state of rank 1 of 2 was not saved beside it"
+        assert all(kind == "NotResumableError" and status == 2 and text in said for kind, status, said in told[name])
+        assert all(PLAIN in said for _, _, said in told[name])
+    assert [kind for kind, _, _ in told["damaged"]] == ["RankError", "CheckpointMismatchError"]
+    assert all(status == 1 and "resume: rank-00001.json differs" in said for _, status, said in told["damaged"])
+    assert [kind for kind, _, _ in told["list"]] == ["RankError", "CheckpointFormatError"]
+    assert all(status == 2 and ".part.json is damaged" in said for _, status, said in told["list"])
+    assert all("rank-00000.json, which was saved beside it, is missing" in said for _, _, said in told["first"])
+    text = "state of scheduler 0 was not the same on rank 1 as on rank 0"
+    assert all(status == 2 and text in said for _, status, said in told["apart"])
+    text = "the ranks did not save it at the same moment, by rank: step is 3, 4"
+    assert all(status == 2 and text in said for _, status, said in told["step"])
+    assert [kind for kind, _, _ in told["data"]] == ["RankError", "NotResumableError"]
+    assert all(status == 2 and "drawn again, are not those" in said for _, status, said in told["data"])
+    assert told["whole"] == [["", 0, "(3, 13)"]] * 2
+    report = check_checkpoint(saved / "missing.ckpt")
+    assert (report.equal, report.missing_files) == (False, ("the part of rank 1",))
+    assert check_checkpoint(saved / "whole.ckpt").equal
+    assert not check_checkpoint(saved / "damaged.ckpt").equal
+
+
+def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
+    def record_on(how: Any) -> Any:
+        options = {"ckpt_path": saved / "whole.ckpt", "num_ranks": 1, "strategy": "auto", "max_epochs": 1}
+        return record(saved / how, level="state", how=how, **options).global_step
+
+    told = outcomes(saved, {"exact": lambda: record_on("exact"), "plain": lambda: record_on("plain")}, world_size=1)
+    ((kind, status, said),) = told["exact"]
+    assert (kind, status) == ("NotResumableError", 2)
+    assert "it was saved by 2 processes, and there are 1 now" in said
+    assert PLAIN in said
+    assert told["plain"][0][1] == 0
+    assert Run.open(saved / "plain" / "run").is_complete
+
+
+class Restoring(DataLoader[Any]):
+    """A loader that restores itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def made(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of one Trainer; a strategy serves one only."""
+    return {**options, "strategy": DDPStrategy(static_graph="strategy" in options)}
+
+
+def test_what_lightning_saves_of_rank_0_alone_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    trainings: dict[str, dict[str, Any]] = {
+        "static": {"strategy": "static"},
+        "loading": {"data": lambda: Restoring(Augmented(num_samples=28), batch_size=2, shuffle=True)},
+    }
+    attempts: dict[str, Callable[[], Any]] = {}
+    for name, options in trainings.items():
+        folder = tmp_path / name
+        attempts[f"record {name}"] = lambda folder=folder, options=options: record(
+            folder, SaveAfter(folder, 2), level="state", **made(options)
+        )
+        attempts[name] = lambda folder=folder, options=options: resume(folder, folder / "2.ckpt", **made(options))
+    told = outcomes(tmp_path, attempts)
+    for name, text in (("static", "DDP(static_graph=True) adds"), ("loading", "its loaders restore themselves")):
+        assert all(kind == "NotResumableError" and text in said for kind, _, said in told[name]), told[name]

@@ -8,4 +8,4 @@ from readme_commands import run_readme
 
 @pytest.mark.slow
 def test_the_readme_tells_the_truth(tmp_path: Path) -> None:
-    assert run_readme("resume", tmp_path) == 7
+    assert run_readme("resume", tmp_path) == 8

@@ -70,16 +70,16 @@ def test_saved_anew_loaded_amended_and_removed(folder: str) -> None:
     assert (report.sidecar.context.step, report.sidecar.id) == (2, second)
     assert attachments(path) == {"rank.0": b"three"}
     place = Place.of(path)
-    assert not amend(place, id=first, name="late", content=b"x")
-    assert amend(place, id=second, name="late", content=b"four")
-    assert amend(place, id=second, name="rank.0", content=b"five")
+    assert not amend(place, id=first, files={"late": b"x"})
+    assert amend(place, id=second, files={"late": b"four"})
+    assert amend(place, id=second, files={"rank.0": b"five"})
     assert attachments(path) == {"rank.0": b"five", "late": b"four"}
     assert len(place.beside(".resume").files()) == 2
     save(path, 3)
     assert sorted(name for name in Place.of(f"{folder}/sub").files()) == ["x.ckpt", "x.ckpt.digests.json"]
     place.remove()
     remove_beside(place)
-    assert not amend(place, id=second, name="late", content=b"x")
+    assert not amend(place, id=second, files={"late": b"x"})
     assert Place.of(f"{folder}/sub").files() == []
 
 
@@ -182,7 +182,7 @@ def test_a_kill_at_any_change_of_an_amendment_leaves_a_pair_that_agrees(tmp_path
     path = tmp_path / "x.ckpt"
     for number in range(50):
         id = save(path, 1, rank=b"one")
-        was_killed = run_killed(lambda id=id: amend(Place.of(path), id=id, name="rank", content=b"two"), at=number)
+        was_killed = run_killed(lambda id=id: amend(Place.of(path), id=id, files={"rank": b"two"}), at=number)
         assert check_checkpoint(path).equal
         assert attachments(path) in ({"rank": b"one"}, {"rank": b"two"})
         if not was_killed:
@@ -193,22 +193,22 @@ def test_a_kill_at_any_change_of_an_amendment_leaves_a_pair_that_agrees(tmp_path
 
 def test_what_is_added_while_a_save_is_under_way_waits_for_it(tmp_path: Path) -> None:
     path, checkpoint, saves = tmp_path / "x.ckpt", checkpoint_of(1), Saves()
-    saves.amend(str(path), "late", b"nobody's")
+    saves.amend(str(path), {"late": b"nobody's"})
     saves.begin(str(path), "first")
-    saves.amend(str(path), "late", b"of the first")
+    saves.amend(str(path), {"late": b"of the first"})
     saves.begin(str(path), "second")
-    saves.amend(str(path), "late", b"one")
-    saves.amend(str(path), "late", b"two")
+    saves.amend(str(path), {"late": b"one"})
+    saves.amend(str(path), {"late": b"two"})
     context, entries = SaveContext(), entries_of(checkpoint)
     for id in ("first", "second"):
         save_file(checkpoint, Place.of(path), id=id, entries=entries, context=context)
         assert attachments(path) == {}
         saves.end(str(path), id)
     assert attachments(path) == {"late": b"two"}
-    saves.amend(str(path), "late", b"three")
+    saves.amend(str(path), {"late": b"three"})
     assert attachments(path) == {"late": b"three"}
     save(path, 2)  # by somebody else
-    saves.amend(str(path), "late", b"four")
+    saves.amend(str(path), {"late": b"four"})
     assert attachments(path) == {}
 
 
@@ -251,7 +251,7 @@ def test_a_link_shares_what_its_target_has(tmp_path: Path) -> None:
     assert attachments(link) == {"rank": b"one"}  # before there is a link to the sidecar, too
     link_beside(Place.of(target), Place.of(link))
     assert os.readlink(f"{link}.digests.json") == "x.ckpt.digests.json"
-    assert amend(Place.of(target), id=id, name="rank", content=b"two")
+    assert amend(Place.of(target), id=id, files={"rank": b"two"})
     assert attachments(link) == {"rank": b"two"}
     remove_beside(Place.of(link))
     link.unlink()

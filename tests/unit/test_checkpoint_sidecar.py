@@ -8,7 +8,7 @@ import pytest
 
 from det_callbacks import CheckpointFormatError
 from det_callbacks.checkpoint.entries import Entry
-from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, SaveContext, Sidecar, _encode, safe_name
+from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, SaveContext, Sidecar, encode, safe_name
 from det_callbacks.digest import digest_bytes, format_digest
 
 CONTENT = FileDigest(size=7, digest=2**63 + 1)
@@ -42,8 +42,8 @@ def changed(**values: Any) -> bytes:
     """A sidecar with other content, whose digest says that this is what was written."""
     content = {**json.loads(sidecar().to_bytes()), **values}
     content.pop("digest")
-    content["digest"] = format_digest(digest_bytes(_encode(content)))
-    return _encode(content)
+    content["digest"] = format_digest(digest_bytes(encode(content)))
+    return encode(content)
 
 
 @pytest.mark.parametrize(

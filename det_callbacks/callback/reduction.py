@@ -1,0 +1,145 @@
+"""The buckets in which DDP adds up the gradients of the ranks: read when a checkpoint is saved, made again on resume.
+
+A new DDP begins with one bucket and makes others after its first backward pass, from the order in which the gradients
+came. Gloo and NCCL add a bucket up in pieces, each beginning with another rank, so that with three ranks and more the
+first step after a resume would have other bits than the same step of the uninterrupted run; and at level op its
+collectives would be others with any number of ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from det_callbacks.resume import Reduction
+
+
+class BucketsError(Exception):
+    """DDP cannot be given the buckets that it had."""
+
+
+class GradientBuckets:
+    """The buckets of the DDP module of one fit.
+
+    Reads and makes them by private names of DDP, looked at in torch 2.13, which are used nowhere else:
+    ``_build_params_for_reducer``, whose order numbers the parameters; ``logger`` and ``_get_ddp_logging_data``, with
+    what they say of the first iterations; and of the reducer ``_autograd_hook``, which each gradient calls when it is
+    there, ``_rebuild_buckets``, which DDP calls before the next forward pass, and ``_get_zeros_like_grad_buckets``.
+    Making them adds up zeros of the size of the gradients once.
+
+    Args:
+        trainer: whose strategy it is.
+
+    Attributes:
+        wanted: what the DDP module that is about to be made has to begin with; None for its own beginning.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.wanted: Reduction | None = None
+        self._trainer = trainer
+        self._names: list[str] = []
+        self._made: Reduction | None = None
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether the strategy uses DDP, on several ranks."""
+        return isinstance(self._trainer.strategy, DDPStrategy) and self._trainer.world_size > 1
+
+    def problem(self) -> str | None:
+        """Return why what the strategy keeps on each rank cannot be saved; None where it can."""
+        strategy: Any = self._trainer.strategy
+        if not self.is_ddp:
+            return None
+        if strategy._ddp_comm_state is not None:
+            return "the communication hook of DDP has a state, which nobody saves"
+        if getattr(strategy.model, "static_graph", False):
+            return "DDP(static_graph=True) adds gradients up in another way in the first step of a process"
+        return None
+
+    def setup_model(self, original: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
+        """Make the DDP module, with the buckets that are wanted.
+
+        Raises:
+            BucketsError: its parameters are not those that the buckets are of.
+        """
+        ddp = original(model)
+        self._made = None
+        if not isinstance(ddp, DistributedDataParallel):
+            return ddp
+        self._names = _names(ddp)
+        if self.wanted is not None and self.wanted.stage in ("pending", "settled"):
+            _make(ddp, self.wanted)
+            self._made = self.wanted
+        return ddp
+
+    def read(self) -> Reduction | None:
+        """Return what a DDP module would have to begin with to go on from here; None without one."""
+        ddp = self._trainer.strategy.model
+        if not self.is_ddp or not isinstance(ddp, DistributedDataParallel):
+            return None
+        syncs_buffers = bool(ddp.require_forward_param_sync)
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            return Reduction(stage="fixed", syncs_buffers=syncs_buffers)
+        if self._made is not None and self._made.stage == "settled":
+            return Reduction(stage="settled", buckets=self._made.buckets, syncs_buffers=syncs_buffers)
+        told: Any = ddp._get_ddp_logging_data()
+        logger: Any = ddp.logger
+        if not told.get("has_rebuilt_buckets"):
+            logger.set_runtime_stats_and_log()  # else it says so a forward pass later
+            told = ddp._get_ddp_logging_data()
+        if told.get("has_rebuilt_buckets"):
+            text = told["rebuilt_per_bucket_param_indices"]
+            buckets = tuple(tuple(self._names[int(index)] for index in bucket.split()) for bucket in text.split(","))
+            return Reduction(stage="settled", buckets=buckets, syncs_buffers=syncs_buffers)
+        if self._made is not None:
+            return Reduction(stage=self._made.stage, buckets=self._made.buckets, syncs_buffers=syncs_buffers)
+        if order := told.get("prev_iteration_grad_ready_order_indices"):
+            bucket = tuple(self._names[int(index)] for index in order.replace(",", " ").split())
+            return Reduction(stage="pending", buckets=(bucket,), syncs_buffers=syncs_buffers)
+        return Reduction(stage="first", syncs_buffers=syncs_buffers)
+
+    def put_sync(self, reduction: Reduction) -> None:
+        """Let the next forward pass send rank 0's buffers, or not, as it was going to."""
+        ddp = self._trainer.strategy.model
+        if isinstance(ddp, DistributedDataParallel):
+            ddp.require_forward_param_sync = reduction.syncs_buffers
+
+
+def _names(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters whose gradients are added up, in the order of DDP's indices."""
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    parameters, _ = ddp._build_params_for_reducer()
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def _make(ddp: Any, wanted: Reduction) -> None:
+    """Let a new DDP module see a backward pass of zeros, whose gradients come in the order that they came in."""
+    names = _names(ddp)
+    order = [name for bucket in wanted.buckets for name in bucket]
+    if sorted(order) != sorted(names):
+        others = sorted({*order} ^ {*names})
+        raise BucketsError(
+            f"DDP was made for other parameters: {', '.join(others[:5])} had gradients only then, or has only now"
+        )
+    reducer, number = ddp.reducer, {name: index for index, name in enumerate(names)}
+    begin = torch.zeros((), requires_grad=True)
+    end = begin * 1
+    # its last act is a callback of the engine's, which exists in a backward pass only
+    end.register_hook(lambda _: [reducer._autograd_hook(number[name]) for name in order] and None)
+    reducer.prepare_for_backward([])
+    end.backward()
+    ddp.module.zero_grad(set_to_none=True)
+    if wanted.stage == "pending":
+        return
+    reducer._rebuild_buckets()
+    of_parameter = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    made = [
+        tuple(of_parameter[id(parameter)] for parameter in bucket.parameters())
+        for bucket in reducer._get_zeros_like_grad_buckets()
+    ]
+    if tuple(made) != wanted.buckets:
+        raise BucketsError("DDP puts the gradients in other buckets than it did then: give it the same bucket_cap_mb")
