@@ -121,3 +121,9 @@ def _environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def test_processes_that_are_spawned_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match=r'give nothing back.*strategy="ddp", or torchrun'):
+        prove(tmp_path, trainer={"devices": 2, "strategy": "ddp_spawn"})
+    assert list(tmp_path.iterdir()) == []
