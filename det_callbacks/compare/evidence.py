@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
@@ -151,17 +151,13 @@ class LiveEvidence:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._rows: list[Row] = []
-        self._settings: dict[str, str] = {}
-        self._hooks: dict[str, str] = {}
-        self._is_first = True
+        self._lasting: dict[str, Row] = {}
         self._found: tuple[int, int, Window] | None = None
 
     def begin_segment(self) -> None:
         """Start another fit."""
         self._rows.clear()
-        self._settings.clear()
-        self._hooks.clear()
-        self._is_first = True
+        self._lasting.clear()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Add what was gathered up to the end of a step."""
@@ -169,19 +165,20 @@ class LiveEvidence:
             self._rows.extend(rows)
 
     def end_step(self, segment: int, step: int, *, differs: bool) -> tuple[Row, ...]:
-        """Note how a step compared; return the rows that belong to it where it is the first that differs."""
+        """Note how a step compared; return the rows that explain it where it is the first that differs."""
         if self._found is not None:
             return ()
-        known = gather_window(self._rows, since=None)
-        if known is None:
+        if not differs:
+            # settings of loaders and hooks of callbacks hold until they are noted again
+            self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != _BATCH)
+            self._rows = [*_from_batch_start(row for row in self._rows if row.step == step)]
             return ()
-        self._settings.update(known.settings)
-        self._hooks.update(known.hooks)
-        if differs:
-            self._found = (segment, step, replace(known, settings=dict(self._settings), hooks=dict(self._hooks)))
-            return tuple(self._rows)
-        self._rows = [*_from_batch_start(row for row in self._rows if row.step == step)]
-        return ()
+        rows = (*self._lasting.values(), *self._rows)
+        window = gather_window(rows, since=None)
+        if window is None:
+            return ()
+        self._found = (segment, step, window)
+        return rows
 
     def window(self, rank: int, segment: int, step: int) -> Window | None:
         """Return the evidence up to a step that differs."""
