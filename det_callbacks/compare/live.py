@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_verdicts import RankVerdict, merge_verdicts
 from det_callbacks.compare.restored import find_unrestored
@@ -30,6 +31,7 @@ KEPT_STEPS = 100
 """Diverging steps that a verify run keeps; each is as large as in a recording."""
 
 VERDICT_FILE = "verdict.json"
+REPORT_FILE = "report.html"
 
 
 class Verification:
@@ -64,6 +66,7 @@ class Verification:
         self._known: dict[int, frozenset[int]] = {}
         self._is_resumed = False
         self._done: dict[int, list[int]] = {}
+        self._differing: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_batches(partial(find_batch, reference))
         self._builder.set_environment(
@@ -118,10 +121,11 @@ class Verification:
         """
         self._is_resumed = is_resumed
         if self._writer.is_leader:
-            (self.current / VERDICT_FILE).unlink(missing_ok=True)
+            for name in (VERDICT_FILE, REPORT_FILE):
+                (self.current / name).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._known[segment] = frozenset(int(step) for step in known)
-        self._done[segment] = []
+        self._done[segment], self._differing[segment] = [], []
         if segment:
             self._writer.start_segment()
 
@@ -189,6 +193,7 @@ class Verification:
         self.num_steps += 1
         differs = add_traced_step(self._builder, reference, trace, epoch=epoch, is_resumed=is_resumed)
         if differs:
+            self._differing[segment].append(step)
             self._keep(trace, step, epoch)
         return differs
 
@@ -252,6 +257,19 @@ class Verification:
         """Write a verdict into the current run's folder, once."""
         if self._writer.is_leader:
             write_verdict(self.current / VERDICT_FILE, verdict)
+
+    def note_compared(self) -> None:
+        """Keep which steps this rank compared: those that it found equal are not in its folder."""
+        known = {segment: self._ranks.steps(segment).tolist() for segment in self._done if self._known[segment]}
+        steps = [
+            ComparedSteps(
+                segment=segment,
+                compared=ranges_of(self._done[segment], known[segment]),
+                differing=ranges_of(self._differing[segment], known[segment]),
+            )
+            for segment in known
+        ]
+        write_compared(self.current, self.rank, steps)
 
     def close(self, *, complete: bool) -> None:
         """Close the current run's files."""

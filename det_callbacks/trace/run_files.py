@@ -58,7 +58,10 @@ LAYOUT_SCHEMA = pa.schema(
     ]
 )
 
-_OUR_NAME = re.compile(rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|rank-\d{{5}}|\.(run|verdict)\.json\.\d+\.tmp")
+_OUR_NAME = re.compile(
+    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|report\.html|rank-\d{{5}}"
+    r"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
+)
 
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, UnicodeError)
 
