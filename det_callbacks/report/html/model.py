@@ -20,7 +20,7 @@ from det_callbacks.report.html.grid import Grid, Placing, group_modules, phase_r
 from det_callbacks.report.html.listing import MAX_LISTED, Listing
 from det_callbacks.report.html.rows import SiteRows
 from det_callbacks.report.html.settings_table import Setting, list_settings
-from det_callbacks.report.html.step_table import StepTable
+from det_callbacks.report.html.step_table import MAX_STEPS, StepTable
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -143,7 +143,8 @@ class _Builder:
         listing = Listing(placing, per_map=MAX_LISTED // max(1, len(mapped)), num_steps=most_steps)
         grids, tables, summaries = [], [], {}
         for number, fit in enumerate(mapped):
-            grid, table = self._walk(number, fit, placing, listing)
+            table = StepTable(rank=fit[0], segment=fit[1], max_steps=max(5, MAX_STEPS // len(mapped)))
+            grid = self._walk(number, fit, placing, listing, table)
             grids.append(_grid_to_dict(grid, *fit))
             tables.append(table)
             summaries[fit] = RankSummary(
@@ -180,11 +181,11 @@ class _Builder:
             notes=self._notes(),
         )
 
-    def _walk(self, number: int, fit: tuple[int, int], placing: Placing, listing: Listing) -> tuple[Grid, StepTable]:
+    def _walk(self, number: int, fit: tuple[int, int], placing: Placing, listing: Listing, table: StepTable) -> Grid:
         reference, current = self._runs
         rank, segment = fit
         steps = sorted({*reference.rank(rank).steps(segment).tolist(), *current.rank(rank).steps(segment).tolist()})
-        grid, table = Grid(steps, placing), StepTable(rank=rank, segment=segment)
+        grid = Grid(steps, placing)
         known_names: set[str] = set()
         is_first = True
         for done in walk_outcomes(reference, current, rank, segment, self._compared[rank]):
@@ -200,7 +201,7 @@ class _Builder:
             table.add_differing(done.step, done.sites, starting)
             self._look_closer(fit, done.sites, starting)
             is_first = False
-        return grid, table
+        return grid
 
     def _starting(
         self, sites: SiteDifferences, named: np.ndarray, known_names: set[str], *, is_first: bool

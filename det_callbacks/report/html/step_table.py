@@ -10,6 +10,7 @@ from det_callbacks.report.html.rows import module_label
 from det_callbacks.report.run_text import describe_site
 
 MAX_STEPS = 50
+"""Steps shown one by one, of all heat maps together; at least five of each."""
 MAX_SPANS = 50
 
 
@@ -32,6 +33,7 @@ class StepTable:
     Attributes:
         rank: process.
         segment: fit.
+        max_steps: that are shown one by one.
         outcomes: outcome -> number of steps.
         differing: the first steps that differ.
         spans: outcome, first and last step of those that were not compared site by site; the first ones.
@@ -39,6 +41,7 @@ class StepTable:
 
     rank: int
     segment: int
+    max_steps: int = MAX_STEPS
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     differing: list[DifferingStep] = field(default_factory=list)
     spans: list[tuple[Outcome, int, int]] = field(default_factory=list)
@@ -58,7 +61,7 @@ class StepTable:
         """Count a step whose sites differ."""
         self.outcomes["differs"] += 1
         self._last = "differs"
-        if len(self.differing) < MAX_STEPS:
+        if len(self.differing) < self.max_steps:
             site = sites.site(int(sites.rows[0]))
             self.differing.append(
                 DifferingStep(

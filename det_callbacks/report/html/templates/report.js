@@ -11,7 +11,10 @@
   const listing = document.getElementById("listing");
   const heading = document.getElementById("cell");
   const which = document.getElementById("which");
-  const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+  // one of these each time, as toLocaleString makes it, would take longer than all else
+  const format = new Intl.NumberFormat("en");
+  const shown = (number) => (number < 1000 ? String(number) : format.format(number));
+  const count = (number, noun) => `${shown(number)} ${noun}${number === 1 ? "" : "s"}`;
 
   for (const map of data.maps)
     for (const name of ["modules", "phases"])
@@ -41,7 +44,7 @@
     const differing = cells.differing[row][column];
     const compared = cells.compared[row][column];
     const numbers = differing
-      ? `; ${differing.toLocaleString("en")} of ${count(Math.max(compared, differing), "site")} differ${differing === 1 ? "s" : ""}`
+      ? `; ${shown(differing)} of ${count(Math.max(compared, differing), "site")} differ${differing === 1 ? "s" : ""}`
       : compared ? `; ${count(compared, "site")} agree${compared === 1 ? "s" : ""}` : "";
     return `${STATES[state]}${numbers}`;
   };
@@ -62,8 +65,9 @@
     const most = heat.clientWidth < 600 ? 16 : 40;
     const left = Math.ceil(Math.min(longest, most) * 6.9 + 14);
     const room = Math.max(240, heat.clientWidth - left - 14);
-    const cellWidth = Math.max(6, Math.min(56, room / numColumns));
-    const cellHeight = numRows <= 30 ? 22 : numRows <= 60 ? 16 : 12;
+    const cellWidth = Math.max(4.5, Math.min(56, Math.floor((2 * room) / numColumns) / 2));
+    const cellHeight = numRows <= 30 ? 22 : numRows <= 60 ? 16 : 13;
+    const fontSize = numRows <= 60 ? 12 : 10.5;
     const points = { m: [], o: [], c: [], r: [], ".": [] };
     for (let row = 0; row < numRows; row += 1)
       for (let column = 0; column < numColumns; column += 1)
@@ -72,25 +76,25 @@
     const shared = {
       x: "column", y: "row", inset: gap, rx: cellWidth < 9 ? 0 : 2,
       href: (point) => link(map, view, point.row, point.column),
-      ariaLabel: (point) => describe(map, view, point.row, point.column),
     };
     const widest = Math.max(...one.columns.map(([first]) => String(first).length));
-    const every = Math.max(1, Math.ceil((widest * 8 + 18) / cellWidth));
+    const least = (widest * 8 + 18) / cellWidth;
+    const every = [1, 2, 5, 10, 20, 25, 50, 100].find((number) => number >= least) || 200;
     const ticks = one.columns.map((_, index) => index).filter((index) => index % every === 0);
     const middle = { x: "column", y: "row", pointerEvents: "none", ariaHidden: true };
     const svg = Plot.plot({
       width: left + cellWidth * numColumns + 14,
       height: 40 + cellHeight * numRows + 4,
       marginLeft: left, marginTop: 40, marginRight: 14, marginBottom: 4,
-      x: { type: "band", domain: one.columns.map((_, index) => index), padding: 0, axis: null },
-      y: { type: "band", domain: rows.map((_, index) => index), padding: 0, axis: null },
+      x: { type: "band", domain: one.columns.map((_, index) => index), padding: 0, round: false, axis: null },
+      y: { type: "band", domain: rows.map((_, index) => index), padding: 0, round: false, axis: null },
       marks: [
         Plot.axisX(ticks, { anchor: "top", label: "step", labelAnchor: "left", labelArrow: "none", tickSize: 4, tickFormat: (index) => String(one.columns[index][0]), fontSize: 12 }),
-        Plot.axisY({ label: null, tickSize: 0, tickFormat: (index) => shorten(rows[index], most), fontSize: 12, title: (index) => rows[index] }),
+        Plot.axisY({ label: null, tickSize: 0, tickFormat: (index) => shorten(rows[index], most), fontSize, title: (index) => rows[index] }),
         Plot.cell(points["."], { ...shared, fill: "var(--page)", stroke: "var(--line)", strokeWidth: 0.75 }),
         Plot.cell(points.m, { ...shared, fill: "var(--match)" }),
-        Plot.cell(points.r, { ...shared, fill: "url(#p-replayed)" }),
-        Plot.cell(points.c, { ...shared, fill: "url(#p-carried)" }),
+        Plot.cell(points.r, { ...shared, fill: "var(--replayed)" }),
+        Plot.cell(points.c, { ...shared, fill: "var(--carried)" }),
         Plot.cell(points.o, { ...shared, fill: "var(--origin)" }),
         cellWidth < 12 ? null : Plot.text(points["."], { ...middle, text: () => "\u2013", fill: "var(--quiet)", fontSize: 11 }),
         Plot.dot(points.o, { ...middle, symbol: "diamond", r: Math.max(3.2, Math.min(6, cellWidth / 3.4, cellHeight / 3)), fill: "var(--on-origin)", stroke: "var(--origin)", strokeWidth: 1 }),
@@ -105,22 +109,60 @@
       const [, , , row, column] = address.split("-");
       anchor.setAttribute("href", address);
       anchor.setAttribute("tabindex", "-1");
+      // Plot's own channel labels the rectangle in it, which never has the focus
+      anchor.setAttribute("aria-label", describe(map, view, Number(row), Number(column)));
       anchor.dataset.row = row;
       anchor.dataset.column = column;
       anchors[row][column] = anchor;
     }
     const add = (name) => {
-      const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      rect.setAttribute("class", name);
+      const rect = drawn("rect", name);
       rect.setAttribute("visibility", "hidden");
       svg.append(rect);
       return rect;
     };
+    const inside = ({ row, column }) => ({
+      x: left + column * cellWidth + gap, y: 40 + row * cellHeight + gap, width: cellWidth - 2 * gap, height: cellHeight - 2 * gap,
+    });
+    // one path for all cells: a pattern would be drawn anew for each of them, and printing 20,000 takes minutes
+    svg.append(path("hatch", points.c.map(inside).map(hatch).join("")), path("dots", points.r.map(inside).map(dots).join("")));
     mark = add("chosen");
     ring = add("ring");
     heat.replaceChildren(svg);
     hold(Math.min(held.row, numRows - 1), Math.min(held.column, numColumns - 1));
     showChosen();
+  }
+
+  function drawn(tag, name) {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    made.setAttribute("class", name);
+    return made;
+  }
+
+  function path(name, outline) {
+    const made = drawn("path", name);
+    made.setAttribute("d", outline);
+    return made;
+  }
+
+  function hatch({ x, y, width, height }) {
+    let lines = "";
+    for (let start = 4 - height; start < width; start += 8) {
+      const from = Math.max(0, start);
+      const to = Math.min(width, start + height);
+      if (to > from) lines += `M${x + from} ${y + height - (from - start)}L${x + to} ${y + height - (to - start)}`;
+    }
+    return lines;
+  }
+
+  function dots({ x, y, width, height }) {
+    let squares = "";
+    const across = Math.max(1, Math.floor(width / 6));
+    const down = Math.max(1, Math.floor(height / 6));
+    for (let row = 0; row < down; row += 1)
+      for (let column = 0; column < across; column += 1)
+        squares += `M${x + ((column + 0.5) * width) / across - 1} ${y + ((row + 0.5) * height) / down - 1}h2v2h-2z`;
+    return squares;
   }
 
   function surround(rect, anchor, by) {
