@@ -81,7 +81,7 @@ class Report:
     evidence: tuple[str, ...] = ()
     ranks: tuple[RankSummary, ...] = ()
     num_ranks_left_out: int = 0
-    maps: dict[str, Any] = field(default_factory=dict)
+    maps: dict[str, Any] = field(default_factory=lambda: {"maps": []})
     num_listed: int = 0
     is_grouped: bool = False
     has_ranges: bool = False
@@ -126,11 +126,13 @@ class _Builder:
             (rank, segment)
             for rank in ranks
             for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
+            if any(len(run.rank(rank).fit(segment).steps) for run in self._runs)
         ]
         self._first_steps = {
             fit: first_difference(reference, current, *fit, self._compared[fit[0]]) for fit in self._fits
         }
         self._origins = frozenset(map(_key, verdict.origins))
+        self._known_names: dict[int, set[str]] = {}
         self._near: NearView | None = None
         self._dataflow: Dataflow | None = None
 
@@ -186,8 +188,6 @@ class _Builder:
         rank, segment = fit
         steps = sorted({*reference.rank(rank).steps(segment).tolist(), *current.rank(rank).steps(segment).tolist()})
         grid = Grid(steps, placing)
-        known_names: set[str] = set()
-        is_first = True
         for done in walk_outcomes(reference, current, rank, segment, self._compared[rank]):
             if done.outcome in ("equal", "differs"):
                 grid.add_compared(done.run, done.program_id, done.step)
@@ -195,35 +195,39 @@ class _Builder:
                 table.add(done.step, done.outcome)
                 continue
             places = placing.of_differing(done.sites, reference, current)
-            starting = self._starting(done.sites, places.named, known_names, is_first=is_first)
+            starting = self._starting(done.sites, places.named)
             grid.add_differing(done.step, places, starting)
             listing.add(number, done.step, done.sites, places, starting)
             table.add_differing(done.step, done.sites, starting)
-            self._look_closer(fit, done.sites, starting)
-            is_first = False
+            self._look_closer(done.sites, starting)
         return grid
 
-    def _starting(
-        self, sites: SiteDifferences, named: np.ndarray, known_names: set[str], *, is_first: bool
-    ) -> np.ndarray:
+    def _starting(self, sites: SiteDifferences, named: np.ndarray) -> np.ndarray:
         """Return at which differing rows a difference starts.
 
         In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
         writers that nobody saw. What enters a later step with a name that differed before was carried on to there.
+
+        Args:
+            sites: how a step differs; the steps of a rank come in order.
+            named: bool by differing row, whether its tensor has a name.
         """
+        rank = sites.current.rank
+        is_first = rank not in self._known_names
+        known_names = self._known_names.setdefault(rank, set())
         first = self._verdict.first_divergence
         starting = sites.origins.copy()
         if is_first and len(self._verdict.origins) < MAX_ORIGINS:
             keys = (_site_key(sites, row) for row in sites.rows.tolist())
             starting = np.fromiter((key in self._origins for key in keys), dtype=bool, count=len(sites.rows))
-        is_of_first = is_first and first is not None and first.rank == sites.current.rank
+        is_of_first = is_first and first is not None and first.rank == rank
         for index in np.flatnonzero(sites.sources).tolist():
             name = sites.site(int(sites.rows[index])).name
             starting[index] |= is_of_first if name is None else name not in known_names
         known_names.update(str(sites.site(row).name) for row in sites.rows[named].tolist())
         return starting
 
-    def _look_closer(self, fit: tuple[int, int], sites: SiteDifferences, starting: np.ndarray) -> None:
+    def _look_closer(self, sites: SiteDifferences, starting: np.ndarray) -> None:
         first = self._verdict.first_divergence
         place = (sites.current.rank, sites.current.record.step)
         if self._near is not None or first is None or place != (first.rank, first.step):
