@@ -20,6 +20,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.callback import reporting
+from det_callbacks.compare import live
 from det_callbacks.errors import DivergenceError, DivergenceWarning, ReportError
 from det_callbacks.report import write_report
 
@@ -256,6 +257,17 @@ def test_a_verification_that_goes_on_shows_all_its_steps_and_diff_shows_the_same
     assert page.letters() == "mocc"
     assert cli.main(["diff", str(runs / "reference"), str(current), "--html", str(tmp_path / "r.html")]) == 1
     assert read_page(tmp_path / "r.html").data == page.data
+
+
+def test_steps_that_were_not_kept_are_not_shown_as_equal(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "KEPT_STEPS", 1)
+    with pytest.warns(DivergenceWarning):
+        verify(runs, tmp_path / "current", training=Training(around=below(**SPREADING)), on_divergence="warn")
+    page = read_page(tmp_path / "current" / "report.html")
+    assert page.letters() == "mo.."
+    assert "Steps 2 to 3: differ, and were not kept" in page.text
 
 
 def test_a_verification_that_matches_writes_none(

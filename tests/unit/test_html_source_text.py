@@ -39,6 +39,7 @@ def test_a_line_is_shown_with_those_around_it(root: Path) -> None:
         "pkg/gone.py:1 in step",
         "../secret.py:1 in x",
         "pkg/../../secret.py:1 in x",
+        "pkg/../pkg/train.py:5 in step",
         "/etc/hosts:1 in x",
         "link.py:1 in x",
         "loop.py:1 in x",
