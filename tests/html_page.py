@@ -1,6 +1,7 @@
 """A report as a browser would read it, without one: its tags, its text and its data."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -88,3 +89,20 @@ def read_page(path: Path) -> Page:
     parser.feed(path.read_text(encoding="utf-8"))
     parser.close()
     return parser.page
+
+
+def assert_no_receiver_is_an_origin(folder: Path, verdict: Mapping[str, Any]) -> None:
+    """The report of several ranks has a map of each, and shows an origin only where the verdict says one is."""
+    page, first = read_page(folder / "report.html"), verdict["first_divergence"]
+    ranks = [grid["rank"] for grid in page.data["maps"]]
+    assert ranks == list(range(verdict["coverage"]["ranks"]))
+    started = {origin["rank"] for origin in verdict["origins"]}
+    for number, rank in enumerate(ranks):
+        letters = page.letters(number=number)
+        assert set(letters[: first["step"]]) == {"m"}
+        if rank in started:
+            assert "o" in letters
+        elif rank != first["rank"]:
+            assert "o" not in letters, f"rank {rank} only received the difference"
+        elif first["is_origin"] is None:
+            assert letters[first["step"]] == "c", "where it starts cannot be proven"
