@@ -279,6 +279,7 @@ def test_a_verification_that_matches_writes_none(
     assert "report" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_next_verification_into_a_folder_leaves_no_old_report(runs: Path, tmp_path: Path) -> None:
     current = tmp_path / "current"
     with pytest.raises(DivergenceError):

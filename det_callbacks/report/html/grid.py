@@ -199,10 +199,11 @@ class Grid:
     Args:
         steps: that either run has, ascending.
         placing: rows of the sites.
+        max_columns: steps share columns where there are more.
     """
 
-    def __init__(self, steps: Sequence[int], placing: Placing) -> None:
-        num_columns = min(len(steps), MAX_COLUMNS)
+    def __init__(self, steps: Sequence[int], placing: Placing, *, max_columns: int = MAX_COLUMNS) -> None:
+        num_columns = min(len(steps), max_columns)
         self._placing = placing
         bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)] if steps else [0]
         self.columns = tuple((steps[start], steps[stop - 1]) for start, stop in pairwise(bounds))
