@@ -36,6 +36,7 @@ from det_callbacks.report import (
     render_verdict,
     run_to_dict,
     step_to_dict,
+    write_report,
 )
 from det_callbacks.report.tables import make_console
 from det_callbacks.trace.gather import gather_runs
@@ -109,6 +110,10 @@ def _diff(options: argparse.Namespace) -> int:
         _print_json(verdict.to_dict())
     else:
         render_verdict(verdict, make_console())
+    if options.html is not None:
+        sys.stdout.flush()
+        path = write_report(options.html, verdict, reference=options.reference, current=options.current)
+        make_console(stderr=True).print(f"det-callbacks: wrote {path}", markup=False, soft_wrap=True)
     return verdict.exit_code
 
 
@@ -215,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=_positive, metavar="N", help="processes that compare ranks (default: as many as pay)"
     )
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+    diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run=_diff)
 
     gather = commands.add_parser(

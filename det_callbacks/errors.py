@@ -184,6 +184,15 @@ class ExportError(_PathError):
     """
 
 
+class ReportError(_PathError):
+    """An HTML report cannot be written where it was asked for.
+
+    Args:
+        message: the text shown to the user.
+        path: the file.
+    """
+
+
 class CheckpointMismatchError(DetCallbacksError):
     """A checkpoint is not what the digests beside it say.
 

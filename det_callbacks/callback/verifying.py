@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
+from det_callbacks.callback.reporting import report_divergence
 from det_callbacks.compare.live import VERDICT_FILE, Verification, free_folder, write_verdict
 from det_callbacks.compare.opening import open_reference
 from det_callbacks.errors import (
@@ -232,11 +233,12 @@ class Verifying:
         if pending and not verification.differs_anywhere:
             self._say(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
             error = DivergenceError(unfinished_text(verdict, num_fits=num_fits, num_ended=num_ended), verdict)
-            write = partial(verification.write, verdict)
+            write = partial(self._write_unfinished, verdict)
             wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return
         self.verdict = verdict
-        self._say(verified_line(verdict, level=level))
+        report = report_divergence(verification, verdict, peers=self.peers) if verification.differs_anywhere else None
+        self._say(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
         text = verdict_lines(verdict)
@@ -251,10 +253,19 @@ class Verifying:
         if verification.has_divergence:
             self.verdict = verification.finish_alone()
         verification.close(complete=False)
-        found = "no verdict" if self.verdict is None else self.verdict.verdict
+        found = "no verdict" if self.verdict is None else str(self.verdict.verdict)
+        if self.verdict is not None and self.peers.world_size == 1:
+            report = report_divergence(verification, self.verdict)
+            found += "" if report is None else f"; report: {report}"
         num_steps = count(verification.num_steps, "step")
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
         print_closing_line(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
+
+    def _write_unfinished(self, verdict: Verdict) -> None:
+        """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
+        verification = self._running()
+        verification.write(verdict)
+        report_divergence(verification, verdict)
 
     def _say(self, text: str) -> None:
         if self.peers.rank == 0:

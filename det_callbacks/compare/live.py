@@ -11,6 +11,7 @@ import numpy as np
 
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_findings import RankFindings
@@ -34,6 +35,7 @@ KEPT_STEPS = 100
 """Diverging steps that a verify run keeps; each is as large as in a recording."""
 
 VERDICT_FILE = "verdict.json"
+REPORT_FILE = "report.html"
 
 
 class Verification:
@@ -68,6 +70,7 @@ class Verification:
         self._known: dict[int, frozenset[int]] = {}
         self._is_resumed = False
         self._done: dict[int, list[int]] = {}
+        self._differing: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_batches(partial(find_batch, reference))
         self._evidence = LiveEvidence(rank)
@@ -132,11 +135,12 @@ class Verification:
         """
         self._is_resumed = is_resumed
         if self._writer.is_leader:
-            (self.current / VERDICT_FILE).unlink(missing_ok=True)
+            for name in (VERDICT_FILE, REPORT_FILE):
+                (self.current / name).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._evidence.begin_segment()
         self._known[segment] = frozenset(int(step) for step in known)
-        self._done[segment] = []
+        self._done[segment], self._differing[segment] = [], []
         if segment:
             self._writer.start_segment()
 
@@ -206,6 +210,7 @@ class Verification:
         if rows := self._evidence.end_step(segment, step, differs=differs):
             self._writer.put_evidence(rows)
         if differs:
+            self._differing[segment].append(step)
             self._keep(trace, step, epoch)
         return differs
 
@@ -276,6 +281,19 @@ class Verification:
         """Write a verdict into the current run's folder, once."""
         if self._writer.is_leader:
             write_verdict(self.current / VERDICT_FILE, verdict)
+
+    def note_compared(self) -> None:
+        """Keep which steps this rank compared: those that it found equal are not in its folder."""
+        known = {segment: self._ranks.steps(segment).tolist() for segment in self._done if self._known[segment]}
+        steps = [
+            ComparedSteps(
+                segment=segment,
+                compared=ranges_of(self._done[segment], known[segment]),
+                differing=ranges_of(self._differing[segment], known[segment]),
+            )
+            for segment in known
+        ]
+        write_compared(self.current, self.rank, steps)
 
     def close(self, *, complete: bool) -> None:
         """Close the current run's files."""

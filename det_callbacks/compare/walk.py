@@ -68,7 +68,7 @@ class RankWalk:
     def has_equal_steps(self, rank: int) -> bool:
         """Return whether steps of a rank are counted as equal by their chains."""
         runs = self.reference.rank(rank), self.current.rank(rank)
-        return any(_num_equal(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
+        return any(num_equal_steps(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
 
     def estimate(self, rank: int) -> float:
         """Return about how many seconds a rank will take, by what was measured on one core of an AMD EPYC."""
@@ -77,7 +77,7 @@ class RankWalk:
         for segment in {segment for run in runs for segment in run.segments}:
             ours, theirs = (run.fit(segment) for run in runs)
             _, left, right = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
-            is_left = left >= _num_equal(ours, theirs)
+            is_left = left >= num_equal_steps(ours, theirs)
             left, right = left[is_left], right[is_left]
             is_other = ours.program_ids[left] != theirs.program_ids[right]
             num_sites = int(ours.num_digests[left][is_other].sum() + theirs.num_digests[right][is_other].sum())
@@ -86,7 +86,7 @@ class RankWalk:
 
     def _compare_fit(self, part: VerdictBuilder, rank: int, segment: int, report: Report) -> int:
         ours, theirs = self.reference.rank(rank).fit(segment), self.current.rank(rank).fit(segment)
-        num_equal = _num_equal(ours, theirs)
+        num_equal = num_equal_steps(ours, theirs)
         if num_equal:
             self._add_equal(part, rank, segment, theirs, num_equal)
             report(num_equal)
@@ -120,7 +120,7 @@ class RankWalk:
             part.add_equal_steps(rank, segment, steps, self.current.program(int(fit.program_ids[first])))
 
 
-def _num_equal(ours: Fit, theirs: Fit) -> int:
+def num_equal_steps(ours: Fit, theirs: Fit) -> int:
     """Return how many steps from the first on are equal, by their chains."""
     num_common = min(len(ours.steps), len(theirs.steps))
     if not num_common:

@@ -11,6 +11,7 @@ from det_callbacks.report.checkpoint_text import (
 )
 from det_callbacks.report.closing import (
     count,
+    no_report_line,
     print_closing_line,
     recorded_line,
     unfinished_text,
@@ -19,6 +20,7 @@ from det_callbacks.report.closing import (
 )
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
+from det_callbacks.report.html import write_report
 from det_callbacks.report.leaving import end_process, print_error, print_line, set_status_of, status_of
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
@@ -43,6 +45,7 @@ __all__ = [
     "missing_files_line",
     "missing_sidecar_line",
     "no_replicas_line",
+    "no_report_line",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
@@ -71,4 +74,5 @@ __all__ = [
     "verdict_lines",
     "verified_line",
     "waiting_line",
+    "write_report",
 ]

@@ -45,8 +45,15 @@ def recorded_line(
     )
 
 
-def verified_line(verdict: Verdict, *, level: str) -> str:
-    """Return the closing line of a verification."""
+def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
+    """Return the closing line of a verification.
+
+    Args:
+        verdict: on it.
+        level: of the selection.
+        report: the HTML report, where one was written.
+    """
+    shown = "" if report is None else f"; report: {report}"
     counts = verdict.counts
     ranks = "" if verdict.coverage.ranks < 2 else f" of {verdict.coverage.ranks} ranks"
     differing = f", {count(counts.sites_differing, 'site')} differing" if counts.sites_differing else ""
@@ -54,8 +61,13 @@ def verified_line(verdict: Verdict, *, level: str) -> str:
         f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}{ranks}, "
         f"{count(counts.sites_compared, 'site')} at level {level}{differing}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
-        f" (verdict and diverging steps: {verdict.current})"
+        f" (verdict and diverging steps: {verdict.current}{shown})"
     )
+
+
+def no_report_line(error: Exception) -> str:
+    """Return the line of a verification whose report could not be written."""
+    return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
 
 
 def waiting_line(verdict: Verdict, *, num_fits: int, num_ended: int, level: str) -> str:

@@ -12,7 +12,7 @@ from det_callbacks.verdict import Divergence, Verdict
 MAX_ORIGINS = 20
 
 _STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
-_KINDS = {
+KINDS = {
     "content": "other bits",
     "argument": "called with other arguments",
     "structure": "another shape, dtype or layout",
@@ -86,7 +86,7 @@ def _render_divergence(divergence: Divergence, console: Console) -> None:
         ("module", divergence.module or "(outside any module)"),
         ("op", f"{divergence.op} #{divergence.occurrence}, output {divergence.output}" if divergence.op else ""),
         ("name", divergence.name or ""),
-        ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),
+        ("kind", f"{divergence.kind}: {KINDS[divergence.kind]}"),
         ("tensor", _tensor(divergence)),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
         ("origin", role_of(divergence)),

@@ -58,7 +58,10 @@ LAYOUT_SCHEMA = pa.schema(
     ]
 )
 
-_OUR_NAME = re.compile(rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|rank-\d{{5}}|\.(run|verdict)\.json\.\d+\.tmp")
+_OUR_NAME = re.compile(
+    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|report\.html|rank-\d{{5}}"
+    r"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
+)
 
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, UnicodeError)
 
@@ -76,11 +79,15 @@ def replace_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees all of it or what was there before."""
     # processes of two nodes may have one number, and write the same program into a shared folder
     temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # Ctrl-C too: raised again
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -19,6 +19,10 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Handlers of everything that do not end in raise, by file and function: each says why nothing is lost by it.
 BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
     (
+        "det_callbacks/callback/reporting.py",
+        "report_divergence",
+    ): "a page that cannot be made must not hide the divergence that is raised next; a line says so",
+    (
         "det_callbacks/digest/host.py",
         "run",
     ): "the thread that waits for this one raises the error it keeps",

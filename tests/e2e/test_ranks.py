@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from html_page import assert_no_receiver_is_an_origin
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, run_ranks, train
 from styles import Classifier
@@ -181,6 +182,8 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault: str, recorded: Pa
     wanted = {(rank, "c10d.allreduce_.default") for rank in range(2)} if fault == "collective" else set()
     assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted
     assert all(verdict["explanation"] in one.output for one in ended)
+    assert [one.output.count("report.html)") for one in ended] == [1, 0]
+    assert_no_receiver_is_an_origin(tmp_path / "current", verdict)
     assert_same_as_diff(tmp_path, verdict)
 
 
