@@ -11,6 +11,7 @@ from det_callbacks.compare.facts import (
     Facts,
     advise_consumed,
     advise_few_weights,
+    advise_generator,
     advise_other_seed,
     advise_unseeded,
     cause_of_first,
@@ -27,7 +28,6 @@ from det_callbacks.compare.facts import (
     is_seeded_otherwise,
     show_settings,
 )
-from det_callbacks.compare.proof import show_change
 from det_callbacks.compare.wording import is_setting
 from det_callbacks.verdict import Cause
 
@@ -207,7 +207,7 @@ RULES: tuple[Rule, ...] = (
         name="generator state",
         cause="rng",
         applies=lambda facts: "rng" in facts.source_phases,
-        advice=lambda facts: "; ".join(show_change(change, facts.evidence) for change in facts.generators[:1]),
+        advice=advise_generator,
     ),
     Rule(
         name="generator drawn from in the forward pass",

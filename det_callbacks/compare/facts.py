@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from det_callbacks.compare.evidence import BatchChange, Evidence, GeneratorChange
-from det_callbacks.compare.proof import initial_sources, what_ran
+from det_callbacks.compare.proof import initial_sources, show_change, what_ran
 from det_callbacks.compare.step import Finding, StepDifference
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference
 
@@ -156,6 +156,17 @@ def advise_consumed(facts: Facts) -> str:
         f"Keep {what_ran(change, facts.evidence)} from drawing from {change.name}: give it a generator of its own, or "
         "put the state back after it"
     )
+
+
+def advise_generator(facts: Facts) -> str:
+    """Name the generator that came to differ first; one that was never seeded is to be."""
+    if not facts.generators:
+        return ""
+    change = facts.generators[0]
+    text = show_change(change, facts.evidence)
+    if change.equal_at is None and change.seeds is None:
+        text += ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
+    return text
 
 
 def has_equal_samples(facts: Facts) -> bool:

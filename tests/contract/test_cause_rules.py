@@ -1,0 +1,26 @@
+"""The README lists the rules of a cause as they are asked."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from det_callbacks.compare.cause import RULES
+from det_callbacks.verdict import Cause
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_readme_lists_every_rule_in_its_order() -> None:
+    section = README.split("### Why it differs")[1].split("\n### ")[0].split("\n## ")[0]
+    listed = re.findall(r"^\| ([a-z ]+) \| (.*?) \| (.+) \|$", section, flags=re.M)
+    rows = [row for row in listed if row[0] != "rule"]
+    assert [row[0] for row in rows] == [rule.name for rule in RULES]
+    for (name, causes, example), rule in zip(rows, RULES, strict=True):
+        assert example, name
+        if not callable(rule.cause):
+            assert causes == f"`{rule.cause}`", name
+
+
+def test_every_rule_leads_to_a_cause_that_a_verdict_knows() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert {rule.cause for rule in RULES if not callable(rule.cause)} <= set(get_args(Cause))
