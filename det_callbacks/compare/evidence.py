@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from det_callbacks.trace.evidence import Filter, Row, evidence_path, read_evidence
 from det_callbacks.trace.ledger import CONSTANTS, SEED
 from det_callbacks.trace.store import Run
 
@@ -117,9 +121,17 @@ class RunEvidence:
         Raises:
             ReferenceFormatError: it is damaged.
         """
-        earlier = [int(other) for other in self._run.rank(rank).steps(segment) if other < step]
-        rows = (row for row in self._rows(rank, segment, step) if row.step <= step)
-        return gather_window(rows, since=earlier[-1] if earlier else None)
+        steps = self._run.rank(rank).steps(segment)
+        number = int(np.searchsorted(steps, step))
+        since = int(steps[number - 1]) if number else None
+        first = 0 if since is None else since
+
+        def is_wanted(batch: pa.RecordBatch) -> pa.Array:
+            lasts = pc.and_(pc.not_equal(batch.column("text"), ""), pc.not_equal(batch.column("point"), _BATCH))
+            is_near = pc.greater_equal(batch.column("step"), first)
+            return pc.and_(pc.less_equal(batch.column("step"), step), pc.or_(is_near, lasts))
+
+        return gather_window(self._rows(rank, segment, step, is_wanted), since=since)
 
     def find_samples(self, rank: int, segment: int, step: int, wanted: Sequence[int]) -> int | None:
         """Return the first step of the run with a batch that holds one of the samples, if most are somewhere in it.
@@ -131,14 +143,19 @@ class RunEvidence:
             wanted: digests of samples.
         """
         steps: dict[int, int] = {}
-        for row in self._rows(rank, segment, step):
-            if row.point == _BATCH and row.value in wanted and row.name.startswith("sample "):
+        values = pa.array(wanted, type=pa.uint64())
+
+        def is_wanted(batch: pa.RecordBatch) -> pa.Array:
+            return pc.is_in(batch.column("value"), value_set=values)
+
+        for row in self._rows(rank, segment, step, is_wanted):
+            if row.point == _BATCH and row.name.startswith("sample "):
                 steps.setdefault(row.value, row.step)
         return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
 
-    def _rows(self, rank: int, segment: int, step: int) -> Iterator[Row]:
+    def _rows(self, rank: int, segment: int, step: int, keep: Filter) -> Iterator[Row]:
         stream = self._run.rank(rank).stream_of(segment, step)
-        return read_evidence(evidence_path(stream), run_id=self._run.run_id)
+        return read_evidence(evidence_path(stream), run_id=self._run.run_id, keep=keep)
 
 
 class LiveEvidence:
