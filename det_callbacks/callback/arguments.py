@@ -34,6 +34,7 @@ def check_arguments(
     generators: object,
     watch_callbacks: object,
     keep_batch_values: object,
+    validation_batches: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
@@ -56,7 +57,12 @@ def check_arguments(
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
     if not isinstance(require_digests, bool):
         raise SelectionError(f"require_digests must be True or False; got {require_digests!r}.")
-    for name, value in (("watch_callbacks", watch_callbacks), ("keep_batch_values", keep_batch_values)):
+    flags = {
+        "watch_callbacks": watch_callbacks,
+        "keep_batch_values": keep_batch_values,
+        "validation_batches": validation_batches,
+    }
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise SelectionError(f"{name} must be True or False; got {value!r}.")
     _check_generators(generators)

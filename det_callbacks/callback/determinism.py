@@ -67,6 +67,8 @@ class DeterminismCallback(CallbackOptions):
         generators: name -> generator (torch's, NumPy's, Python's) whose state is noted too, to tell who drew from it.
             Those that the training loaders hold are found.
         watch_callbacks: also note the generators around every hook of the other callbacks, 10 microseconds each.
+        validation_batches: record the batches of validations, too (not of sanity checks), and compare them. In verify
+            mode taken from the reference.
         keep_batch_values: keep indices and text of each batch (file names) as they are, to name the first other sample.
 
     Attributes:
@@ -156,6 +158,7 @@ class DeterminismCallback(CallbackOptions):
             allow=() if self.settings is None else self.settings.allow,
             choices=self.choices,
             replay=self.replay.patterns,
+            validation_batches=run.has_validations(self.validation_batches),
         )
         self._together.check_start(trainer, pl_module, manifest)
         self.verdict = None
@@ -165,7 +168,12 @@ class DeterminismCallback(CallbackOptions):
             run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
         self._is_fitting = True
-        evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
+        evidence = Evidence(
+            self.generators,
+            around_callbacks=self.watch_callbacks,
+            keeps_values=self.keep_batch_values,
+            validations=manifest["validation_batches"],
+        )
         self._trace = Tracing(
             pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
         )
@@ -265,6 +273,8 @@ class DeterminismCallback(CallbackOptions):
         if not self._is_fitting:
             return
         observed = {} if self._trace is None else self._trace.observed
+        if self._trace is not None:
+            self._trace.end_fit(self._step)
         self._close_trace()
         if isinstance(self._run, Auditing):
             try:

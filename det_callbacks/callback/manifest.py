@@ -19,6 +19,7 @@ def manifest_of(
     allow: Sequence[str],
     choices: Mapping[str, Any],
     replay: Sequence[str],
+    validation_batches: bool,
 ) -> dict[str, Any]:
     """Return selection, settings, environment and replay patterns of a fit.
 
@@ -29,6 +30,7 @@ def manifest_of(
         allow: ops that may be nondeterministic.
         choices: further ones.
         replay: patterns of ops whose outputs are saved or put back.
+        validation_batches: whether the batches of validations are recorded.
     """
     all_choices = {**trainer_choices(trainer, pl_module), **choices, "settings": {"allow": list(allow)}}
     return {
@@ -36,4 +38,5 @@ def manifest_of(
         "settings": {**settings_in_force(), "allow": list(allow)},
         "environment": capture_environment(choices=all_choices).to_dict(),
         "replay": list(replay),
+        "validation_batches": validation_batches,
     }

@@ -52,6 +52,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         generators: Mapping[str, Any] | None = None,
         watch_callbacks: bool = False,
         keep_batch_values: bool = False,
+        validation_batches: bool = False,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -71,6 +72,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
             generators=generators,
             watch_callbacks=watch_callbacks,
             keep_batch_values=keep_batch_values,
+            validation_batches=validation_batches,
         )
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
@@ -102,6 +104,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self.generators = dict(generators or {})
         self.watch_callbacks = watch_callbacks
         self.keep_batch_values = keep_batch_values
+        self.validation_batches = validation_batches
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}

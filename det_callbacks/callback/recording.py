@@ -1,6 +1,7 @@
 """What a fit is recorded into."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Recording:
             self._agreement = None
             self._writer.start_segment()
         elif is_resumed and not self._overwrite and self._is_there():
-            earlier = self.peers.do(self._open_earlier, task=f"opening the run {self.path}")
+            earlier = self.peers.do(partial(self._open_earlier, manifest), task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
             self._agreement = Agreement(earlier, rank=self.peers.rank, segment=self._writer.segment, manifest=manifest)
             if not self._is_resumed:
@@ -127,8 +128,18 @@ class Recording:
             )
         return bool(found[0])
 
-    def _open_earlier(self) -> Run:
+    def has_validations(self, is_asked: bool) -> bool:
+        """Return whether the batches of validations are recorded."""
+        return is_asked
+
+    def _open_earlier(self, manifest: Mapping[str, Any]) -> Run:
         earlier = Run.open(self.path, ranks=(self.peers.rank,))
+        validations = [bool(one.get("validation_batches")) for one in (earlier.manifest, manifest)]
+        if len(set(validations)) > 1:
+            raise SelectionError(
+                f"{self.path} was recorded with validation_batches={validations[0]}, and this attempt asks for "
+                f"{validations[1]}. Nothing was changed. Resume with the same, or record to another folder."
+            )
         recorded = list(earlier.manifest.get("replay", ()))
         if set(recorded) != set(self._replay.patterns):
             raise SelectionError(

@@ -119,6 +119,10 @@ class Tracing:
         self._is_first = False
         return self._run.add(trace, step=step, epoch=epoch)
 
+    def end_fit(self, step: int) -> None:
+        """Hand over what was gathered since the last step: of the validation after it."""
+        self._run.put_evidence(self.evidence.take(step + 1))
+
     def drop_step(self) -> None:
         """Forget a step that did not come to its end."""
         self._observations.drop()
@@ -162,6 +166,18 @@ class MarksPoints(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             self._mark("before validation")
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._trace is not None and not trainer.sanity_checking:
+            self._trace.evidence.note_validation(batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

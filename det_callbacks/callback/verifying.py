@@ -79,6 +79,7 @@ class Verifying:
         self._selection = Selection()
         self._verification: Verification | None = None
         self._segment = -1
+        self._has_validations = False
         self.program: int | None = None
         """Id of the program of the last step."""
         self.chain: int | None = None
@@ -97,14 +98,28 @@ class Verifying:
         if self._verification is not None:
             return self._selection
         try:
-            _, selection = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
+            run, selection = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self._current or free_folder(root())
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder / VERDICT_FILE, replace(error.verdict, current=str(folder)))
             raise
+        self._has_validations = bool(run.manifest.get("validation_batches"))
         return selection
+
+    def has_validations(self, is_asked: bool) -> bool:
+        """Return whether the batches of validations are compared: where the reference has them.
+
+        Raises:
+            SelectionError: they were asked for, and it has none.
+        """
+        if is_asked and not self._has_validations:
+            raise SelectionError(
+                f"The reference {self.path} was recorded without validation_batches, so there is nothing to compare "
+                "them with. Leave it out, or record the reference again with validation_batches=True."
+            )
+        return self._has_validations
 
     def _open(self, selection: Selection) -> tuple[Run, Selection]:
         run, selection = open_reference(self.path, selection, steps=self._steps, peers=self.peers)

@@ -7,8 +7,9 @@ from typing import Any
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
-from det_callbacks.compare.live import add_traced_step, compare_restored, reference_environment
+from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.rank_findings import RankFindings
+from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.trace.evidence import Row

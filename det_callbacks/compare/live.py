@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
@@ -16,12 +14,13 @@ from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
-from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.traced import add_traced_step, compare_restored
+from det_callbacks.compare.validations import Validations, read_validations
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.evidence import VALIDATION, Row
 from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
@@ -69,11 +68,13 @@ class Verification:
         self._ranks = reference.rank(rank)
         self._known: dict[int, frozenset[int]] = {}
         self._is_resumed = False
+        self._segment = 0
         self._done: dict[int, list[int]] = {}
         self._differing: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_batches(partial(find_batch, reference))
         self._evidence = LiveEvidence(rank)
+        self._validations: Validations | None = None
         self._builder.set_evidence(EvidenceFinder(RunEvidence(reference), self._evidence))
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
@@ -116,8 +117,15 @@ class Verification:
         self._writer.put_nondeterministic_ops(ops)
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Take what explains the step that ends."""
-        self._evidence.add(rows)
+        """Take what explains the step that ends, and compare the validations before it."""
+        validations = [row for row in rows if row.point.startswith(VALIDATION)]
+        self._evidence.add(row for row in rows if not row.point.startswith(VALIDATION))
+        if self._validations is None or not rows:
+            return
+        found = self._validations.compare(rows[-1].step, validations)
+        # a run that was resumed leaves out the validation that was over when the checkpoint was saved
+        if found is not None and not self.is_resuming(self._segment):
+            self._builder.add_whole(found)
 
     def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
         """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
@@ -134,11 +142,16 @@ class Verification:
             is_resumed: it goes on from a checkpoint, so that its first step says whether that was restored.
         """
         self._is_resumed = is_resumed
+        self._segment = segment
         if self._writer.is_leader:
             for name in (VERDICT_FILE, REPORT_FILE):
                 (self.current / name).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._evidence.begin_segment()
+        self._validations = None
+        if self.reference.manifest.get("validation_batches") and segment in self._ranks.segments:
+            rows = read_validations(self.reference, self.rank, segment)
+            self._validations = Validations(rows, rank=self.rank, segment=segment)
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment], self._differing[segment] = [], []
         if segment:
@@ -312,50 +325,6 @@ class Verification:
         self._writer.put_program(trace.program)
         self._writer.put_layout(trace.layout)
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
-
-
-def add_traced_step(
-    builder: VerdictBuilder, reference: StepView, trace: StepTrace, *, epoch: int, is_resumed: bool = False
-) -> bool:
-    """Compare a step that has just run with the reference's; return whether it differs.
-
-    An equal step of the same program costs one comparison of two arrays.
-
-    Args:
-        builder: what it is counted in.
-        reference: the same step in the reference.
-        trace: of the step.
-        epoch: counted from 0.
-        is_resumed: it is the first one after a checkpoint was restored.
-    """
-    record = reference.record
-    if (
-        record.program_id == trace.program.id
-        and record.layout_id == trace.layout_id
-        and np.array_equal(record.digests, trace.digests)
-    ):
-        builder.add_equal_step(reference)
-        return False
-    current = trace.view(rank=reference.rank, step=record.step, epoch=epoch, segment=record.segment)
-    # another program may be the same step: which arguments vary shows only after some steps
-    return bool(builder.add_step(reference, current, is_resumed=is_resumed).num_differing)
-
-
-def compare_restored(
-    builder: VerdictBuilder,
-    reference: Run,
-    rank: int,
-    segment: int,
-    step: int,
-    digest_state: Callable[[], Mapping[str, int]],
-) -> None:
-    """Tell a builder which restored state is not what the reference ended the step before with.
-
-    Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
-    """
-    is_told = reference.manifest["selection"].get("level") == "op"
-    if not is_told and step - 1 in reference.rank(rank).steps(segment):
-        builder.set_unrestored(find_unrestored(reference.view(rank, segment, step - 1), digest_state()))
 
 
 def free_folder(root: Path, *, kind: str = "verify") -> Path:

@@ -10,6 +10,7 @@ from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
+from det_callbacks.compare.validations import compare_validations
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments
@@ -95,6 +96,9 @@ def compare_runs(
         builder.set_weight_loads(ours.weight_loads(rank), theirs.weight_loads(rank), rank=rank)
     if theirs.keeps != "all" and theirs.is_complete:
         builder.set_agreeing(theirs.ranks)  # a rank without a step of its own agreed
+    has_validations = all(run.manifest.get("validation_batches") and run.keeps == "all" for run in (ours, theirs))
+    for rank in ours.ranks if has_validations else ():
+        compare_validations(builder, ours, theirs, rank)
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
     if check_files is None:
         check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES

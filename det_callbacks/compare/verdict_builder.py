@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from det_callbacks.compare.answer import EvidenceFinder, answer
 from det_callbacks.compare.collectives import Classification, classify, explain
@@ -109,11 +109,11 @@ class VerdictBuilder:
 
     def add_missing_step(self, rank: int, step: int, segment: int = 0) -> None:
         """Count a step that only the reference has."""
-        self._add_whole(rank, step, segment, "missing")
+        self.add_whole(WholeSteps(rank=rank, segment=segment, kind="missing", first=step, last=step))
 
     def add_extra_step(self, rank: int, step: int, segment: int = 0) -> None:
         """Count a step that only the current run has."""
-        self._add_whole(rank, step, segment, "extra")
+        self.add_whole(WholeSteps(rank=rank, segment=segment, kind="extra", first=step, last=step))
 
     def set_environment(self, differences: Iterable[EnvironmentDifference]) -> None:
         """Set how the environments differ."""
@@ -277,23 +277,24 @@ class VerdictBuilder:
         self._seen.add((rank, segment))
         self._tally.count(rank, step, program, num_sites, num_steps=num_steps)
 
-    def _add_whole(self, rank: int, step: int, segment: int, kind: Literal["missing", "extra"]) -> None:
+    def add_whole(self, steps: WholeSteps) -> None:
+        """Count a step that only one run has, or a validation that had another batch."""
         self._tally.num_differing += 1
-        known = self._whole.get((rank, segment, kind))
-        self._whole[rank, segment, kind] = (
-            WholeSteps(rank=rank, segment=segment, kind=kind, first=step, last=step)
-            if known is None
-            else replace(known, first=min(known.first, step), last=max(known.last, step), count=known.count + 1)
-        )
+        key = (steps.rank, steps.segment, steps.kind)
+        known = self._whole.get(key)
+        self._whole[key] = steps if known is None else known.with_step(steps.first)
 
     def _judge(self) -> tuple[Divergence | None, Words | None, str]:
         """Return the first divergence, what the rank says that it is judged by, and what is to be said of it all."""
         earliest = min(self._first.values(), key=lambda known: known.order, default=None)
-        whole = min(self._whole.values(), key=lambda steps: (steps.segment, steps.first, steps.rank), default=None)
+        # a validation's batches explain no step: they come last
+        whole = min(self._whole.values(), key=WholeSteps.order, default=None)
+        if whole is not None and whole.kind == "content" and earliest is not None:
+            whole = None
         if whole is not None and (earliest is None or (whole.segment, whole.first, -1, whole.rank) < earliest.order):
             num_equal = None if self._first else self._tally.num_steps
             text = explain_whole_steps(self._whole.values(), show_rank=self._show_rank, num_equal=num_equal)
-            return whole.divergence(), Words(cause="structure", text=text), text
+            return whole.divergence(), Words(cause=whole.cause, text=text), text
         if earliest is None:
             return None, None, self._explain_match()
         ranks = self._classify()

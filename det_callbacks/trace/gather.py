@@ -21,7 +21,17 @@ from det_callbacks.trace.run_files import (
 from det_callbacks.trace.store import Run
 
 _VERDICT = "verdict.json"
-_SAME = ("run_id", "world_size", "selection", "purpose", "keeps", "replay", "settings", "attempts")
+_SAME = (
+    "run_id",
+    "world_size",
+    "selection",
+    "purpose",
+    "keeps",
+    "replay",
+    "validation_batches",
+    "settings",
+    "attempts",
+)
 
 
 def gather_runs(folders: Sequence[str | Path], to: str | Path) -> Run:

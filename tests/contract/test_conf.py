@@ -147,6 +147,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "generators": None,
         "watch_callbacks": False,
         "keep_batch_values": False,
+        "validation_batches": False,
     }
 
 
