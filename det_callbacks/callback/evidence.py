@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from det_callbacks.callback.draw_watch import Drawn, DrawWatch
+from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
 from det_callbacks.resume import find_generators
 from det_callbacks.trace.batches import MAX_SAMPLES, samples_of
@@ -99,7 +100,7 @@ class Evidence:
             loader = loop._combined_loader
             self._draws.attach(loader)
             roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
-            left = (pl.Trainer, pl.LightningModule)
+            left = (*NOT_LOOKED_INTO, pl.LightningModule)
             self._ledger.held = {**find_generators(roots, left=left), **self._registered}
 
         loop._load_combined_loader_states = load_and_follow

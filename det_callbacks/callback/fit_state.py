@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from det_callbacks.callback.data_watch import DataWatch
+from det_callbacks.callback.draw_watch import DrawWatch
 from det_callbacks.callback.rank_state import RankState, is_stateful, local_part, non_persistent
 from det_callbacks.digest import digest_tensor, unobserved
 from det_callbacks.errors import DetCallbacksError
@@ -22,7 +23,11 @@ from det_callbacks.resume import ResumeState, find_generators
 from det_callbacks.resume.generators import Held
 from det_callbacks.resume.state import Moment
 
-_NOT_LOOKED_INTO = (pl.Trainer, Logger, Strategy, _Loop, _BaseDataLoaderIter, torch.optim.Optimizer, DataWatch)
+NOT_LOOKED_INTO = (
+    *(pl.Trainer, Logger, Strategy, _Loop, _BaseDataLoaderIter, torch.optim.Optimizer),
+    *(DataWatch, DrawWatch),
+)
+"""What is not searched for generators: it leads to everything, or is our own."""
 
 
 class FitState:
@@ -309,7 +314,7 @@ class FitState:
             if not type(callback).__module__.startswith("det_callbacks."):
                 same = sum(name.startswith(f"callback {kind}") for name in roots)
                 roots[f"callback {kind}" + (f" {same + 1}" if same else "")] = callback
-        return find_generators(roots, left=_NOT_LOOKED_INTO)
+        return find_generators(roots, left=NOT_LOOKED_INTO)
 
     def loaders(self) -> list[Any]:
         """Return the loaders of the training data."""

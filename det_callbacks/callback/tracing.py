@@ -156,14 +156,17 @@ class MarksPoints(pl.Callback):
 
     @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_sanity_check_start(trainer, pl_module)
         self._mark("before the sanity check")
 
     @override
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_sanity_check_end(trainer, pl_module)
         self._mark("after the sanity check")
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
         if not trainer.sanity_checking:
             self._mark("before validation")
 
@@ -176,14 +179,17 @@ class MarksPoints(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
         if self._trace is not None and not trainer.sanity_checking:
             self._trace.evidence.note_validation(batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:
             self._mark("after validation")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_after_backward(trainer, pl_module)
         self._mark("after backward")
