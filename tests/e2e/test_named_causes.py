@@ -179,8 +179,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 def cases() -> list[Any]:
     return [
         pytest.param(network, level, name, id=f"{network}-{level}-{name}", marks=marks)
-        for network in ("digits", "text")
-        for level in ("op", "state")
+        for network, level in (("digits", "op"), ("text", "op"), ("digits", "state"))
         for name in FAULTS
         for marks in [() if (network, level) == ("digits", "op") and name in EVERYDAY else (pytest.mark.slow,)]
     ]
