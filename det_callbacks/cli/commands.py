@@ -1,4 +1,4 @@
-"""The command line: ``det-callbacks`` and ``python -m det_callbacks``.
+"""What each command does, and what it is given.
 
 Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable), 3 not comparable.
 """
