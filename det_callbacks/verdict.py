@@ -5,7 +5,7 @@ The field names are those of ``det-callbacks diff --json`` (schema 1); ``Verdict
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 VERDICT_SCHEMA = 1
 
@@ -184,8 +184,51 @@ class Verdict:
                         "reference": difference.reference,
                         "current": difference.current,
                         "changes_bits": difference.changes_bits,
+                        "is_machine": difference.is_machine,
                     }
                     for difference in self.environment
                 ]
             },
         }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Verdict":
+        """Return the verdict that :meth:`to_dict` gave, of schema 1.
+
+        Raises:
+            ValueError: the structure is another one; the message says what is missing or wrong. Whoever read the file
+                names it.
+        """
+        if not isinstance(data, Mapping) or data.get("schema") != VERDICT_SCHEMA:
+            raise ValueError(f"it is no verdict of schema {VERDICT_SCHEMA}")
+        cause = data.get("cause")
+        if data.get("verdict") not in EXIT_CODES or (cause is not None and cause not in get_args(Cause)):
+            raise ValueError(f"it says {data.get('verdict')!r} with the cause {cause!r}, which is none of its words")
+        try:
+            first, coverage = data["first_divergence"], data["coverage"]
+            return cls(
+                verdict=data["verdict"],
+                reference=str(data["reference"]),
+                current=str(data["current"]),
+                first_divergence=None if first is None else _divergence(first),
+                origins=tuple(_divergence(origin) for origin in data["origins"]),
+                cause=cause,
+                explanation=str(data["explanation"]),
+                counts=Counts(**data["counts"]),
+                coverage=Coverage(
+                    **{
+                        **coverage,
+                        "steps": None if coverage["steps"] is None else tuple(coverage["steps"]),
+                        "opaque_regions": tuple(coverage["opaque_regions"]),
+                    }
+                ),
+                environment=tuple(EnvironmentDifference(**entry) for entry in data["environment"]["differences"]),
+                evidence=tuple(str(line) for line in data["evidence"]),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"its structure is not that of a verdict: {type(error).__name__}: {error}") from error
+
+
+def _divergence(row: Mapping[str, Any]) -> Divergence:
+    shape = row["shape"]
+    return Divergence(**{**row, "source": tuple(row["source"]), "shape": None if shape is None else tuple(shape)})
