@@ -193,6 +193,10 @@ class ReportError(_PathError):
     """
 
 
+class CheckError(DetCallbacksError):
+    """A script cannot be checked: it is not there, or what is asked for is not what a check can do."""
+
+
 class CheckpointMismatchError(DetCallbacksError):
     """A checkpoint is not what the digests beside it say.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from det_callbacks.callback.draw_watch import Drawn, DrawWatch
 from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
+from det_callbacks.callback.workers import NumWorkers
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
 from det_callbacks.resume import find_generators
 from det_callbacks.trace.batches import MAX_SAMPLES, samples_of
@@ -66,6 +67,7 @@ class Evidence:
         self._ledger = Ledger()
         self._ledger.held = self._registered
         self._draws = DrawWatch(self._ledger.mark, self._note_setting)
+        self._workers = NumWorkers()
         self._trainer: pl.Trainer | None = None
         self._undo: list[Callable[[], object]] = []
 
@@ -98,6 +100,7 @@ class Evidence:
         def load_and_follow() -> None:
             original()
             loader = loop._combined_loader
+            self._workers.apply(loader.flattened)
             self._draws.attach(loader)
             roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
             left = (*NOT_LOOKED_INTO, pl.LightningModule)
@@ -112,6 +115,10 @@ class Evidence:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+    def check_loaders(self) -> None:
+        """Raise ``SettingsError`` where the loaders of the fit that starts have not the workers that were asked for."""
+        self._workers.require()
 
     def mark(self, point: str) -> None:
         """Note the states of all generators at a point of the fit."""

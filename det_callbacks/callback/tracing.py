@@ -72,7 +72,8 @@ class Tracing:
         return self._run.may_stop
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Follow the optimizers and the training step of a Trainer that is about to train."""
+        """Follow the optimizers and the training step of a Trainer that is about to train, and whose data is set up."""
+        self.evidence.check_loaders()
         self._hash_mode.optimizers = list(trainer.optimizers)
         self._undo.append(mark_training_step(trainer, self._hash_mode.marks_forward))
         self._undo.append(leave_out_logging(trainer, self._hash_mode.leaves_out))

@@ -4,17 +4,17 @@ Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable),
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from typing import Any
 
 from rich.progress import Progress
 
 from det_callbacks.checkpoint import check_checkpoint
+from det_callbacks.cli.checking import add_check
+from det_callbacks.cli.output import print_error, print_json
 from det_callbacks.compare import compare_runs
 from det_callbacks.doctor import diagnose
 from det_callbacks.errors import DetCallbacksError, SelectionError
@@ -65,11 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def print_error(error: DetCallbacksError) -> None:
-    """Print an error's message to standard error."""
-    make_console(stderr=True).print(f"det-callbacks: {error}", markup=False, soft_wrap=True)
-
-
 def _show(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
@@ -78,7 +73,7 @@ def _show(options: argparse.Namespace) -> int:
         return 0 if render_digest_places(run, rank, options.find, console) else 1
     if options.step is None and not options.ops:
         if options.json:
-            _print_json(run_to_dict(run, rank))
+            print_json(run_to_dict(run, rank))
         else:
             render_run(run, rank, console, is_all=options.all)
         return 0
@@ -88,7 +83,7 @@ def _show(options: argparse.Namespace) -> int:
         raise SelectionError(_no_step(run, rank, segment, step))
     view = run.view(rank.rank, segment, step)
     if options.json:
-        _print_json(step_to_dict(view))
+        print_json(step_to_dict(view))
     elif options.ops:
         render_ops(view, console)
     else:
@@ -107,7 +102,7 @@ def _diff(options: argparse.Namespace) -> int:
             progress=progress,
         )
     if options.json:
-        _print_json(verdict.to_dict())
+        print_json(verdict.to_dict())
     else:
         render_verdict(verdict, make_console())
     if options.html is not None:
@@ -141,13 +136,13 @@ def _ops(options: argparse.Namespace) -> int:
     facts = read_op_facts()
     if run is None:
         if options.json:
-            _print_json(op_facts_to_dict(facts))
+            print_json(op_facts_to_dict(facts))
         else:
             render_op_facts(facts, make_console())
         return 0
     usage = find_op_usage(run, facts)
     if options.json:
-        _print_json(op_usage_to_dict(usage, facts, run))
+        print_json(op_usage_to_dict(usage, facts, run))
     else:
         render_op_usage(usage, facts, run, make_console())
     return 0
@@ -157,7 +152,7 @@ def _doctor(options: argparse.Namespace) -> int:
     against = None if options.against is None else Run.open(options.against)
     diagnosis = diagnose(against=against)
     if options.json:
-        _print_json(diagnosis.to_dict())
+        print_json(diagnosis.to_dict())
     else:
         render_diagnosis(diagnosis, make_console())
     return 0 if diagnosis.is_well else 1
@@ -166,7 +161,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _check_checkpoint(options: argparse.Namespace) -> int:
     report = check_checkpoint(options.checkpoint, options.other, require_digests=options.require_digests)
     if options.json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     else:
         render_checkpoint(report, make_console())
     return report.exit_code
@@ -180,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    add_check(commands)
 
     export = commands.add_parser(
         "export",
@@ -323,7 +320,3 @@ def _digest(text: str) -> int:
     if not 0 <= value < 2**64:
         raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}")
     return value
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=1) + "\n")

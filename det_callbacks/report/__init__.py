@@ -1,6 +1,7 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.check_text import announce_run, render_check
 from det_callbacks.report.checkpoint_text import (
     mismatch_text,
     missing_files_line,
@@ -34,6 +35,7 @@ from det_callbacks.report.verdict_text import disagreement_text, render_verdict,
 __all__ = [
     "OpUsage",
     "OpUse",
+    "announce_run",
     "audit_line",
     "audit_lines",
     "count",
@@ -52,6 +54,7 @@ __all__ = [
     "print_error",
     "print_line",
     "recorded_line",
+    "render_check",
     "render_checkpoint",
     "render_diagnosis",
     "render_digest_places",

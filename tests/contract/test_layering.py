@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("patterns",),
     ("digest", "code_state", "environment", "nondeterminism", "settings"),
     ("trace",),
-    ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export"),
+    ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export", "check"),
     ("report", "checkpoint", "ranks"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),

@@ -1,0 +1,117 @@
+"""A small Hydra application on scikit-learn's digits, with what makes a script depend on things that must not matter.
+
+Run as a script: ``python checked_app.py fault=collation +determinism=record determinism.reference=run``.
+"""
+
+import locale
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+NAMES = ["b", "A", "a", "B", *(f"{number:02d}" for number in range(28))]
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, names: list[str], fault: str) -> None:
+        digits = load_digits()
+        self.images = torch.tensor(digits.images[: len(NAMES)], dtype=torch.float32).flatten(1) / 16
+        self.labels = torch.tensor(digits.target[: len(NAMES)])
+        self.names = names
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        number = NAMES.index(self.names[index])
+        image = self.images[number]
+        if self.fault == "augmentation":  # in the main process it draws what shuffling and dropout draw from
+            image = image + 0.1 * torch.rand(image.shape)
+        return image, self.labels[number]
+
+
+class Batches:
+    """Something that Lightning iterates over, and that is no DataLoader."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(torch.ones(8, 64), torch.arange(8))] * 2)
+
+
+class Model(pl.LightningModule):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
+        self.fault = fault
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.net(images), labels)
+        if "reduction" in self.fault:  # each thread sums its part
+            loss = loss + torch.rand(1_000_003, generator=torch.Generator().manual_seed(index)).sum() * 1e-6
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def list_names(fault: str) -> list[str]:
+    if "set" in fault:
+        return list(set(NAMES))
+    if fault == "collation":
+        locale.setlocale(locale.LC_ALL, "")
+        return sorted(NAMES, key=locale.strxfrm)
+    if fault == "listing":
+        return NAMES[: 16 if Path("data.txt").exists() else 24]
+    return NAMES
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    fault, mode = config.fault, config.get("determinism", {}).get("mode")
+    if fault == "relative path":
+        Path("data.txt").read_text()
+    if config.fails == mode:
+        raise RuntimeError(f"failed in {mode}")
+    if config.killed == mode:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pl.seed_everything(0, verbose=False)
+    if fault == "unseeded":
+        torch.seed()
+    loader: Any = DataLoader(Digits(list_names(fault), fault), batch_size=8, shuffle=True)
+    if fault == "no loader":
+        loader = Batches()
+    model = Model(fault)
+    callbacks = [] if fault == "no callbacks" else list(hydra.utils.instantiate(config.callbacks).values())
+    trainer = pl.Trainer(
+        max_epochs=1,
+        max_steps=config.steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    print(f"training with {fault}", flush=True)
+    if fault == "own threads":
+        torch.set_num_threads(1)
+    trainer.fit(model, loader)
+    if config.fails_after == mode:
+        raise RuntimeError("failed after the training")
+
+
+if __name__ == "__main__":
+    main()
