@@ -66,7 +66,7 @@ def _conclusion(report: CheckReport) -> str:
     parts = ["the script does not repeat itself" if plain.breaks_bits else "the script repeats itself, bit for bit"]
     if breaking := [run.name for run in varied if run.breaks_bits]:
         parts.append(_changes(breaking))
-    if equal := [run.name for run in varied if run.outcome == "match"]:
+    if equal := [f"{run.name}{' (in part)' if run.detail else ''}" for run in varied if run.outcome == "match"]:
         parts.append(f"{_names(equal)} {'do' if _is_plural(equal) else 'does'} not change the bits")
     for outcome, text in (
         ("not_comparable", "not comparable: {}"),
@@ -166,8 +166,8 @@ def _hints(report: CheckReport) -> list[str]:
         )
     if plain is not None and plain.breaks_bits and report.is_hash_seed_random:
         hints.append(
-            "PYTHONHASHSEED is not set, so that the two processes iterate over sets of text in different orders: "
-            "--vary hash-seed gives both the same, and tells whether that is why."
+            "PYTHONHASHSEED is not set, and sets of text have another order in each process; whether that is why, "
+            "--vary hash-seed tells."
         )
     for name, value in report.variables.items():
         hints.append(f"All runs had {name}={value}, but for the one in which it was varied.")

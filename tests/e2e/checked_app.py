@@ -6,6 +6,7 @@ Run as a script: ``python checked_app.py fault=collation +determinism=record det
 import locale
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         image = self.images[number]
         if self.fault == "augmentation":  # in the main process it draws what shuffling and dropout draw from
             image = image + 0.1 * torch.rand(image.shape)
+        if self.fault == "endless":  # in workers
+            Path(f"{os.getpid()}.pid").touch()
+            time.sleep(0.05)
         return image, self.labels[number]
 
 
@@ -60,7 +64,7 @@ class Model(pl.LightningModule):
         images, labels = batch
         loss = nn.functional.cross_entropy(self.net(images), labels)
         if "reduction" in self.fault:  # each thread sums its part
-            loss = loss + torch.rand(1_000_003, generator=torch.Generator().manual_seed(index)).sum() * 1e-6
+            loss = loss + torch.rand(1_000_003, generator=torch.Generator().manual_seed(0)).sum()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,6 +95,9 @@ def main(config: DictConfig) -> None:
     if fault == "unseeded":
         torch.seed()
     loader: Any = DataLoader(Digits(list_names(fault), fault), batch_size=8, shuffle=True)
+    if fault == "endless":
+        Path(f"{os.getpid()}.pid").touch()
+        loader = DataLoader(Digits(NAMES * 1000, fault), batch_size=8, num_workers=2)
     if fault == "no loader":
         loader = Batches()
     model = Model(fault)

@@ -99,14 +99,7 @@ def test_nothing_is_varied_where_the_plain_pair_differs(check: Check) -> None:
     assert "cause      initial_weights" in done.text
     assert "does not repeat itself; not run: workers and cwd" in done.text
     assert "--all runs it all the same" in done.text
-    assert "--vary hash-seed gives both the same" in done.text
-
-
-@pytest.mark.slow
-def test_all_goes_on(check: Check) -> None:
-    done = check(STATE, "fault=unseeded", options=("--vary", "cwd", "--all"))
-    assert done.status == 1
-    assert [run["outcome"] for run in done.report["runs"]] == ["recorded", "diverged", "diverged"]
+    assert "--vary hash-seed tells" in done.text
 
 
 def test_an_application_that_builds_no_callback_is_no_match(check: Check) -> None:
@@ -121,9 +114,6 @@ def test_an_application_that_builds_no_callback_is_no_match(check: Check) -> Non
 @pytest.mark.parametrize(
     ("arguments", "outcomes", "problem"),
     [
-        ("fails=record", ["failed"], "ended"),
-        ("killed=record", ["failed"], "killed"),
-        ("fails=verify", ["recorded", "failed"], "ended"),
         ("killed=verify", ["recorded", "failed"], "killed"),
         ("fails_after=verify", ["recorded", "failed"], "ended"),
     ],
