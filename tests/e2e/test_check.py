@@ -7,9 +7,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from checking import Check, check
+from styles import FEATURES, Classifier
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
+from det_callbacks import DeterminismCallback
+from det_callbacks.check import NUM_WORKERS_VARIABLE
 from det_callbacks.cli import main
+from det_callbacks.errors import SettingsError
+
+pytestmark = LIGHTNING_ADVICE
 
 __all__ = ["check"]
 
@@ -100,6 +108,14 @@ def test_nothing_is_varied_where_the_plain_pair_differs(check: Check) -> None:
     assert "does not repeat itself; not run: workers and cwd" in done.text
     assert "--all runs it all the same" in done.text
     assert "--vary hash-seed tells" in done.text
+
+
+def test_workers_that_no_loader_can_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would tell that a run with another number of them was none."""
+    monkeypatch.setenv(NUM_WORKERS_VARIABLE, "2")
+    trainer = quiet_trainer(DeterminismCallback(tmp_path / "run", mode="record", level="state"))
+    with pytest.raises(SettingsError, match="no torch DataLoader whose number of workers"):
+        trainer.fit(Classifier(), [(torch.ones(2, FEATURES), torch.tensor([0, 1]))])
 
 
 def test_an_application_that_builds_no_callback_is_no_match(check: Check) -> None:
