@@ -95,10 +95,10 @@ def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None
 
 def check_replay(selection: Selection) -> None:
     """Raise ``SelectionError`` when steps or ops would run without what has to be saved."""
-    if selection.level != "op" or selection.every_n_steps != 1:
+    if selection.level != "op" or not selection.is_every_step:
         raise SelectionError(
             f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
-            f"level={selection.level!r} and every_n_steps={selection.every_n_steps}."
+            f"level={selection.level!r} and {selection.shown_steps}."
         )
 
 
@@ -106,8 +106,8 @@ def check_audit(selection: Selection, replay: ReplayChoice) -> None:
     """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
     if selection != Selection() or replay.patterns:
         raise SelectionError(
-            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps and "
-            f"replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
+            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps, "
+            f"only_steps and replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
         )
 
 

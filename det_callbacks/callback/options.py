@@ -35,6 +35,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         level: Literal["op", "module", "state"] = "op",
         phases: Sequence[str] = PHASES,
         every_n_steps: int = 1,
+        only_steps: Sequence[int] | None = None,
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
@@ -82,6 +83,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
             modules=as_names("modules", modules),
             phases=as_names("phases", phases),
             every_n_steps=every_n_steps,
+            only_steps=only_steps,  # type: ignore[arg-type]  # any sequence, which it makes a tuple
         )
         self.steps = steps
         if settings is not None and not isinstance(settings, DeterminismSettings):

@@ -80,7 +80,7 @@ class Recording:
         """
         self._selection = selection
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
-        self._is_resumed = is_resumed and selection.every_n_steps == 1
+        self._is_resumed = is_resumed and selection.is_every_step
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
@@ -254,8 +254,7 @@ class Recording:
             )
         if is_empty:
             raise NothingComparedError(
-                f"Nothing was recorded in {self.path}: the fit had no step that every_n_steps="
-                f"{self._selection.every_n_steps} selects."
+                f"Nothing was recorded in {self.path}: the fit had no step that {self._selection.shown_steps} selects."
             )
         if self.peers.rank == 0:
             print_closing_line(

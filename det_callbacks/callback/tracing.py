@@ -54,7 +54,7 @@ class Tracing:
             recorder,
             owner=f"the DeterminismCallback of {run.path}",
             level=selection.level,
-            is_every_step=selection.every_n_steps == 1,
+            is_every_step=selection.is_every_step,
         )
         activate(self._observations)
         self._undo: list[Callable[[], object]] = []

@@ -161,7 +161,7 @@ class Verifying:
                 run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.every_n_steps == 1)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step.
