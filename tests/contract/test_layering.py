@@ -15,7 +15,7 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "verdict"),
     ("patterns",),
-    ("digest", "code_state", "environment", "nondeterminism", "settings"),
+    ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export"),
     ("report", "checkpoint", "ranks"),
