@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from det_callbacks.bisect_command import add_bisect
 from det_callbacks.checkpoint import check_checkpoint
 from det_callbacks.compare import compare_runs
 from det_callbacks.doctor import diagnose
@@ -222,6 +223,8 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run=_diff)
+
+    add_bisect(commands)
 
     gather = commands.add_parser(
         "gather",

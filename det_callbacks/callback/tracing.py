@@ -83,7 +83,9 @@ class Tracing:
             self.evidence.begin_step(batch, ())
             return
         expected = self._run.expectation(step, self._hash_mode.digest_state)
-        is_first = self._is_first or step == 0  # one that an exception had ended is done again after a resume
+        # one that an exception had ended is done again after a resume; a step that was chosen by number is the same one
+        # whether its fit came to it from the start or from a checkpoint
+        is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
         self.evidence.begin_step(batch, self._hash_mode.sketch)

@@ -1,6 +1,7 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.bisect_text import render_bisection
 from det_callbacks.report.checkpoint_text import (
     mismatch_text,
     missing_files_line,
@@ -52,6 +53,7 @@ __all__ = [
     "print_error",
     "print_line",
     "recorded_line",
+    "render_bisection",
     "render_checkpoint",
     "render_diagnosis",
     "render_digest_places",

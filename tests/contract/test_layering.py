@@ -18,8 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export"),
-    ("report", "checkpoint", "ranks"),
-    ("callback", "hydra", "cli"),
+    ("bisect", "report", "checkpoint", "ranks"),
+    ("callback", "hydra", "bisect_command", "cli"),
     ("__init__", "__main__"),
 )
 
