@@ -156,7 +156,7 @@ def test_an_honest_handler_is_left_alone(source: str) -> None:
 
 _STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
 # Hydra has no console of ours: its job callback writes the error that ends the process.
-MAY_WRITE = ("det_callbacks/report/", "det_callbacks/cli.py", "det_callbacks/bisect_command.py", "det_callbacks/hydra.py")
+MAY_WRITE = ("det_callbacks/report/", *(f"det_callbacks/{name}.py" for name in ("bisect_command", "cli", "hydra")))
 
 
 def writes(tree: ast.Module) -> list[str]:
