@@ -35,6 +35,7 @@ def check_arguments(
     watch_callbacks: object,
     keep_batch_values: object,
     validation_batches: object,
+    log_metrics: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
@@ -61,6 +62,7 @@ def check_arguments(
         "watch_callbacks": watch_callbacks,
         "keep_batch_values": keep_batch_values,
         "validation_batches": validation_batches,
+        "log_metrics": log_metrics,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):

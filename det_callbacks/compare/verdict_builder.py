@@ -17,7 +17,7 @@ from det_callbacks.compare.wording import show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
-from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict, VerdictName
+from det_callbacks.verdict import Counts, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -66,6 +66,11 @@ class VerdictBuilder:
     def has_divergence(self) -> bool:
         """Whether anything differed so far."""
         return bool(self._first or self._whole)
+
+    @property
+    def counts(self) -> Counts:
+        """How much was compared so far."""
+        return self._tally.counts()
 
     def add_step(
         self,

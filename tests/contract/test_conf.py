@@ -149,6 +149,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "watch_callbacks": False,
         "keep_batch_values": False,
         "validation_batches": False,
+        "log_metrics": True,
     }
 
 
