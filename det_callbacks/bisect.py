@@ -186,14 +186,12 @@ def _rerun(
     span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
     folder = f"{name}-step-{span}"
     arguments: dict[str, Any] = {"level": level, "only_steps": list(steps)} if level == "op" else {"level": level}
-    # one process: beside a checkpoint stands the state of rank 0, which an exact resume of several would need of all
-    places = (*checkpoints, Path(name).parent) if run.world_size == 1 else ()
     return Rerun(
         run=name,
         folder=folder,
         words=_words(run, folder, arguments),
         arguments=arguments,
-        checkpoint=nearest_checkpoint(run.run_id, before=steps[0], folders=places),
+        checkpoint=nearest_checkpoint(run.run_id, before=steps[0], folders=(*checkpoints, Path(name).parent)),
     )
 
 

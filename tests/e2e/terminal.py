@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-COLUMNS = 300  # a line of ours in one line
+COLUMNS = 600  # a line of ours in one line
 ROWS = 60
 SECONDS = 120.0
 

@@ -74,7 +74,8 @@ def test_a_divergence_is_told_on_a_line_of_its_own(bar: type[ProgressBar], refer
     lines = see(DeterminismCallback(reference, current=tmp_path / "current"), bar(), factor_at=5)
     (line,) = [line for line in lines if "det_callbacks:" in line]
     assert line.startswith("det_callbacks: diverged: verified 6 steps, ")
-    assert line.endswith(f"(verdict and diverging steps: {tmp_path / 'current'})")
+    current = tmp_path / "current"
+    assert line.endswith(f"(verdict and diverging steps: {current}; report: {current / 'report.html'})")
     assert all(drawn.count("Epoch") == 1 for drawn in bars_of(lines))
 
 

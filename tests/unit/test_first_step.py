@@ -49,8 +49,6 @@ def test_ranks_come_in_the_order_of_their_steps(
     assert [(one.step, one.rank) for one in bisection.found.ranks] == expected
     assert bisection.found.ranks[0].last_equal == (expected[0][0] - 1 if expected[0][0] else None)
     assert bisection.exit_code == 1
-    # nothing of several ranks can be resumed exactly
-    assert all(rerun.checkpoint is None for rerun in bisection.reruns)
 
 
 def test_a_second_fit_comes_after_all_of_the_first(tmp_path: Path) -> None:
