@@ -25,6 +25,7 @@ env.PYTHONHASHSEED, ...                  choice   yes   variables that ask for d
 settings.*, torch.default_dtype          choice   yes   seed, deterministic algorithms, precision
 code.git_commit, code.is_dirty           choice   no    a commit changes bits through what it changes
 config.sha256                            choice   no    a configuration through what it configures
+process.argv, process.launcher           choice   no    a command through what it chooses
 what the caller passes                   choice   yes   hyperparameters, strategy, accumulation, clipping
 =======================================  =======  ====  ==============================================================
 
@@ -75,7 +76,7 @@ _KERNEL_VARIABLES = (
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-_ONLY_NAMES = frozenset({"config.sha256"})
+_ONLY_NAMES = frozenset({"config.sha256", "process.argv", "process.launcher"})
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
 
 # Settings that are machine facts, or variables, and are recorded under those names.
@@ -208,6 +209,11 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     return tuple(differences)
 
 
+def is_secret(name: str) -> bool:
+    """Return whether people keep under this name what must not be copied into a file that is passed around."""
+    return _SECRET.search(name) is not None
+
+
 def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
     """Yield name, value and whether it changes bits."""
     yield "python.version", platform.python_version(), True
@@ -307,7 +313,7 @@ def _plain(name: str, value: Any) -> Any:
         return value if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, np.generic):
         return _plain(name, value.item())
-    if isinstance(value, str | bytes) and _SECRET.search(name):
+    if isinstance(value, str | bytes) and is_secret(name):
         return "<withheld>"
     if isinstance(value, str):
         return _PLACE.sub("<place>", value)

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
+from det_callbacks.command_line import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, RankError, SettingsError
 from det_callbacks.report import end_process, print_error, status_of
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
@@ -65,6 +66,9 @@ def determinism_callback(
     callback = DeterminismCallback(path, current=folder, **arguments)
     if (sha256 := _config_sha256.get()) is not None:
         callback.choices["config"] = {"sha256": sha256}
+    if HydraConfig.initialized():
+        config = HydraConfig.get()
+        callback.choices |= command_choice(config.overrides.task, start=config.runtime.cwd)
     return callback
 
 

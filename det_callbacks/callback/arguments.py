@@ -35,6 +35,7 @@ def check_arguments(
     watch_callbacks: object,
     keep_batch_values: object,
     validation_batches: object,
+    log_metrics: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
     _require_one_of("mode", mode, MODES)
@@ -61,6 +62,7 @@ def check_arguments(
         "watch_callbacks": watch_callbacks,
         "keep_batch_values": keep_batch_values,
         "validation_batches": validation_batches,
+        "log_metrics": log_metrics,
     }
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -95,10 +97,10 @@ def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None
 
 def check_replay(selection: Selection) -> None:
     """Raise ``SelectionError`` when steps or ops would run without what has to be saved."""
-    if selection.level != "op" or selection.every_n_steps != 1:
+    if selection.level != "op" or not selection.is_every_step:
         raise SelectionError(
             f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
-            f"level={selection.level!r} and every_n_steps={selection.every_n_steps}."
+            f"level={selection.level!r} and {selection.shown_steps}."
         )
 
 
@@ -106,8 +108,8 @@ def check_audit(selection: Selection, replay: ReplayChoice) -> None:
     """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
     if selection != Selection() or replay.patterns:
         raise SelectionError(
-            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps and "
-            f"replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
+            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps, "
+            f"only_steps and replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
         )
 
 

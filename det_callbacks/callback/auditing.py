@@ -80,6 +80,8 @@ class Auditing:
         self._num_runs = num_runs
         self._on_divergence = on_divergence
         self._auditor: _Auditor | None = None
+        self.say: Callable[[str], None] = print_closing_line
+        """Prints a line; whoever trains may know what else is on the terminal."""
 
     def begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, selection: Selection) -> None:
         """Make ready for the steps of a fit."""
@@ -141,7 +143,7 @@ class Auditing:
         )
         replace_atomically(replay, replay_list(report.replay, comments).encode())
         missed = sorted(self._steps.difference(report.steps))
-        print_closing_line(audit_line(report, folder=self._folder, missed=missed))
+        self.say(audit_line(report, folder=self._folder, missed=missed))
         if not report.findings:
             return
         text = audit_lines(report, replay=replay)
@@ -153,7 +155,7 @@ class Auditing:
     def stop(self, reason: str) -> None:
         """Say that an exception ended the fit."""
         self.outcome = None
-        print_closing_line(f"det_callbacks: audit stopped by {reason}; nothing was written")
+        self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
 
     def _running(self) -> _Auditor:
         assert self._auditor is not None, "a fit was begun"

@@ -11,11 +11,13 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import check_alone, check_processes
 from det_callbacks.callback.auditing import Auditing
+from det_callbacks.callback.bars import say_beside
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.loops import after_loading, root_folder
 from det_callbacks.callback.manifest import manifest_of
+from det_callbacks.callback.metrics import timed
 from det_callbacks.callback.options import CallbackOptions
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.run_kinds import new_run
@@ -42,6 +44,8 @@ class DeterminismCallback(CallbackOptions):
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
         phases: among "forward", "backward" and "optimizer".
         every_n_steps: steps whose number is a multiple of it are recorded.
+        only_steps: the steps that are recorded, by number (those that ``det-callbacks bisect`` asks for), instead of
+            every n-th; None is all of them. The others are not traced.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
             with ``enforce_determinism`` before the model is built (the Hydra preset does).
@@ -70,6 +74,8 @@ class DeterminismCallback(CallbackOptions):
         validation_batches: record the batches of validations, too (not of sanity checks), and compare them. In verify
             mode taken from the reference.
         keep_batch_values: keep indices and text of each batch (file names) as they are, to name the first other sample.
+        log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
+            and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
@@ -92,8 +98,8 @@ class DeterminismCallback(CallbackOptions):
         NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
         StepNotRepeatableError: an audited step changed what cannot be put back.
 
-    In verify mode ``level``, ``modules``, ``phases`` and ``every_n_steps`` are taken from the reference where they are
-    left at their defaults; others than the reference's are refused.
+    In verify mode ``level``, ``modules``, ``phases``, ``every_n_steps`` and ``only_steps`` are taken from the reference
+    where they are left at their defaults; others than the reference's are refused.
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
@@ -137,10 +143,12 @@ class DeterminismCallback(CallbackOptions):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         after_loading(trainer, partial(self._begin_fit, trainer, pl_module))
 
+    @timed
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = self._run
         if run is None:
             return
+        run.say = partial(say_beside, trainer)
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         assert self._checkpointing is not None, "setup was called"
         begin_checkpoints = partial(self._checkpointing.begin_fit, run, mode=self.mode, reference=self.reference)
@@ -178,9 +186,12 @@ class DeterminismCallback(CallbackOptions):
             pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
         )
         evidence.attach(trainer, own=self)
+        if self.log_metrics:
+            self._metrics.begin_fit(trainer, is_recording=isinstance(run, Recording))
         self._loads.open(pl_module, run.put_weight_loads)  # with what configure_model made
 
     @override
+    @timed
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if isinstance(self._run, Auditing):
             self._run.attach(trainer)
@@ -198,6 +209,7 @@ class DeterminismCallback(CallbackOptions):
     # a step
 
     @override
+    @timed
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -214,11 +226,13 @@ class DeterminismCallback(CallbackOptions):
             self._trace.begin_step(self._step, batch)
 
     @override
+    @timed
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._trace is not None:
             self._trace.note_loss(loss)
 
     @override
+    @timed
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -228,6 +242,7 @@ class DeterminismCallback(CallbackOptions):
             self._run.before_optimizer()
 
     @override
+    @timed
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -237,6 +252,7 @@ class DeterminismCallback(CallbackOptions):
         if self._trace is None:
             return
         differs = self._trace.end_step(self._step, trainer.current_epoch, outputs)
+        self._metrics.after_step(self._trace)
         error = self._replicas.after_step(self._step)
         may_stop = self._trace.may_stop
         if self._together.stops_after(self._step, differs=differs, may_stop=may_stop, is_last=error is not None):
@@ -287,6 +303,7 @@ class DeterminismCallback(CallbackOptions):
             self._run.end_fit(is_resumed=is_resumed, is_early=is_early, observed=observed)
         finally:
             self.verdict = self._run.verdict
+            self._metrics.end_fit(self.verdict)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -296,6 +313,7 @@ class DeterminismCallback(CallbackOptions):
             self._together.fail(exception)
         was_fitting = self._is_fitting
         self._close_trace()
+        self._metrics.close()
         self._end_alerts()
         if was_fitting:
             assert self._run is not None

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from det_callbacks.callback.choices import trainer_choices
+from det_callbacks.command_line import command_choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.settings import settings_in_force
 from det_callbacks.trace.selection import Selection
@@ -32,7 +33,12 @@ def manifest_of(
         replay: patterns of ops whose outputs are saved or put back.
         validation_batches: whether the batches of validations are recorded.
     """
-    all_choices = {**trainer_choices(trainer, pl_module), **choices, "settings": {"allow": list(allow)}}
+    all_choices = {
+        **trainer_choices(trainer, pl_module),
+        **command_choice(),
+        **choices,
+        "settings": {"allow": list(allow)},
+    }
     return {
         "selection": selection.to_dict(),
         "settings": {**settings_in_force(), "allow": list(allow)},

@@ -9,6 +9,7 @@ from det_callbacks.callback.alerts import AlertCallback
 from det_callbacks.callback.arguments import check_arguments, check_audit, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.metrics import Metrics
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replicas import Replicas
 from det_callbacks.callback.spawned import InheritedSettings
@@ -35,6 +36,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         level: Literal["op", "module", "state"] = "op",
         phases: Sequence[str] = PHASES,
         every_n_steps: int = 1,
+        only_steps: Sequence[int] | None = None,
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
@@ -53,6 +55,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         watch_callbacks: bool = False,
         keep_batch_values: bool = False,
         validation_batches: bool = False,
+        log_metrics: bool = True,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -73,6 +76,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
             watch_callbacks=watch_callbacks,
             keep_batch_values=keep_batch_values,
             validation_batches=validation_batches,
+            log_metrics=log_metrics,
         )
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
@@ -82,6 +86,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
             modules=as_names("modules", modules),
             phases=as_names("phases", phases),
             every_n_steps=every_n_steps,
+            only_steps=only_steps,  # type: ignore[arg-type]  # any sequence, which it makes a tuple
         )
         self.steps = steps
         if settings is not None and not isinstance(settings, DeterminismSettings):
@@ -105,6 +110,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self.watch_callbacks = watch_callbacks
         self.keep_batch_values = keep_batch_values
         self.validation_batches = validation_batches
+        self.log_metrics = log_metrics
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
         self.choices: dict[str, Any] = {}
@@ -113,6 +119,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self._inherited = InheritedSettings()
         self._replicas = Replicas(audit_replicas_every_n_steps, on_divergence=on_divergence)
         self._loads = LoadWatch()
+        self._metrics = Metrics()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1

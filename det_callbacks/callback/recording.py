@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from det_callbacks.callback.progress import Progress
 from det_callbacks.compare.agreement import Agreement
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
@@ -69,6 +70,8 @@ class Recording:
         """After the last step that was recorded; None before the first."""
         self.program: int | None = None
         """Id of the program of that step."""
+        self.say: Callable[[str], None] = print_closing_line
+        """Prints a line; whoever trains may know what else is on the terminal."""
 
     def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
@@ -80,7 +83,7 @@ class Recording:
         """
         self._selection = selection
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
-        self._is_resumed = is_resumed and selection.every_n_steps == 1
+        self._is_resumed = is_resumed and selection.is_every_step
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment()
@@ -111,6 +114,18 @@ class Recording:
     def may_stop(self) -> bool:
         """Whether a step that differs ends the fit: one that the run holds already does."""
         return self._agreement is not None
+
+    @property
+    def progress(self) -> Progress:
+        """What was recorded so far, on this process."""
+        agreed = None if self._agreement is None else self._agreement.counts
+        return Progress(
+            num_steps=self._num_steps + (agreed.steps_compared if agreed else 0),
+            num_sites=self._num_sites + (agreed.sites_compared if agreed else 0),
+            num_differing=agreed.sites_differing if agreed else 0,
+            num_bytes=self.exchange.counts.num_bytes if self.exchange else 0,
+            chain=self.chain,
+        )
 
     @property
     def run_id(self) -> str:
@@ -254,11 +269,10 @@ class Recording:
             )
         if is_empty:
             raise NothingComparedError(
-                f"Nothing was recorded in {self.path}: the fit had no step that every_n_steps="
-                f"{self._selection.every_n_steps} selects."
+                f"Nothing was recorded in {self.path}: the fit had no step that {self._selection.shown_steps} selects."
             )
         if self.peers.rank == 0:
-            print_closing_line(
+            self.say(
                 recorded_line(
                     path=self.path,
                     num_steps=sum(end["num_steps"] for end in ended),
@@ -325,14 +339,14 @@ class Recording:
         if self._agreement is not None and not self._num_steps and self.peers.world_size == 1:
             num_agreed = self._agreement.num_steps
             self._discard()
-            print_closing_line(
+            self.say(
                 f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self.path} "
                 "held already: it is as it was before"
             )
             return
         self._running().close(complete=False)
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-        print_closing_line(
+        self.say(
             f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
             f"{self.path} is incomplete"
         )

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from det_callbacks.callback.bars import say_beside
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicatedState
 from det_callbacks.ranks.replicas import TIMEOUT_SECONDS
 from det_callbacks.ranks.replicated import replicated_state
-from det_callbacks.report import no_replicas_line, print_closing_line, replicas_line, replicas_text
+from det_callbacks.report import no_replicas_line, replicas_line, replicas_text
 
 OnDivergence = Literal["raise", "collect", "warn"]
 
@@ -63,7 +64,7 @@ class Replicas:
         if not self._every_n_steps:
             return
         if trainer.world_size == 1:
-            print_closing_line(no_replicas_line())
+            say_beside(trainer, no_replicas_line())
             return
         self._trainer = trainer
         self._group = RankGroup(timeout_seconds=TIMEOUT_SECONDS)
@@ -137,7 +138,8 @@ class Replicas:
             line = replicas_line(
                 report, num_audits=self._num_audits, num_bytes=self._num_bytes, has_differed=self._first is not None
             )
-            print_closing_line(line)
+            assert self._trainer is not None
+            say_beside(self._trainer, line)
 
     def _state(self) -> ReplicatedState:
         """Return what has to be equal, as the strategy has it."""

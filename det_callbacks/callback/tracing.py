@@ -1,6 +1,7 @@
 """The trace of one fit: open during its steps, and closed on every path."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +9,8 @@ from typing_extensions import override
 
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.loops import leave_out_logging, mark_training_step
+from det_callbacks.callback.metrics import Metrics, timed
+from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import TraceError
@@ -54,7 +57,7 @@ class Tracing:
             recorder,
             owner=f"the DeterminismCallback of {run.path}",
             level=selection.level,
-            is_every_step=selection.every_n_steps == 1,
+            is_every_step=selection.is_every_step,
         )
         activate(self._observations)
         self._undo: list[Callable[[], object]] = []
@@ -65,6 +68,17 @@ class Tracing:
     def observed(self) -> Mapping[str, Any]:
         """What observations saved or put back so far, as the coverage shows it."""
         return self._observations.counts.to_dict()
+
+    @property
+    def progress(self) -> Progress:
+        """What was recorded or compared so far."""
+        progress = self._run.progress
+        return replace(progress, num_bytes=progress.num_bytes + self._observations.counts.num_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Time of ours between the training's own ops, in all steps; not what is spent op by op."""
+        return self._hash_mode.seconds
 
     @property
     def may_stop(self) -> bool:
@@ -84,7 +98,9 @@ class Tracing:
             self.evidence.begin_step(batch, ())
             return
         expected = self._run.expectation(step, self._hash_mode.digest_state)
-        is_first = self._is_first or step == 0  # one that an exception had ended is done again after a resume
+        # one that an exception had ended is done again after a resume; a step that was chosen by number is the same one
+        # whether its fit came to it from the start or from a checkpoint
+        is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
         self.evidence.begin_step(batch, self._hash_mode.sketch)
@@ -150,7 +166,9 @@ class MarksPoints(pl.Callback):
     """The hooks of a callback in which nothing is done but to note the generators."""
 
     _trace: Tracing | None = None
+    _metrics: Metrics
 
+    @timed
     def _mark(self, point: str) -> None:
         if self._trace is not None:
             self._trace.evidence.mark(point)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
+from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.reporting import report_divergence
 from det_callbacks.compare.live import VERDICT_FILE, Verification, free_folder, write_verdict
 from det_callbacks.compare.opening import open_reference
@@ -84,6 +85,8 @@ class Verifying:
         """Id of the program of the last step."""
         self.chain: int | None = None
         """After the last step, as long as all agree with the reference."""
+        self.say: Callable[[str], None] = print_closing_line
+        """Prints a line; whoever trains may know what else is on the terminal."""
 
     def check_reference(self, selection: Selection, *, root: Callable[[], Path]) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
@@ -161,7 +164,7 @@ class Verifying:
                 run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
             )
         self._segment += 1
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.every_n_steps == 1)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step.
@@ -196,6 +199,18 @@ class Verifying:
     def may_stop(self) -> bool:
         """Whether a step that differs ends the fit."""
         return self._on_divergence == "raise"
+
+    @property
+    def progress(self) -> Progress:
+        """What was compared so far, on this process."""
+        counts = self._running().counts
+        return Progress(
+            num_steps=counts.steps_compared,
+            num_sites=counts.sites_compared,
+            num_differing=counts.sites_differing,
+            num_bytes=self.exchange.counts.num_bytes if self.exchange else 0,
+            chain=self.chain,
+        )
 
     @property
     def run_id(self) -> str:
@@ -274,7 +289,7 @@ class Verifying:
             found += "" if report is None else f"; report: {report}"
         num_steps = count(verification.num_steps, "step")
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-        print_closing_line(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
+        self.say(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
 
     def _write_unfinished(self, verdict: Verdict) -> None:
         """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
@@ -284,7 +299,7 @@ class Verifying:
 
     def _say(self, text: str) -> None:
         if self.peers.rank == 0:
-            print_closing_line(text)
+            self.say(text)
 
     def _running(self) -> Verification:
         assert self._verification is not None, "a fit was begun"

@@ -16,7 +16,7 @@ from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
-from det_callbacks.verdict import Verdict
+from det_callbacks.verdict import Counts, Verdict
 
 LAST_STEPS = 16
 """Steps whose programs are looked up for a resumed fit: as many as one accumulation is likely to have."""
@@ -58,6 +58,11 @@ class Agreement:
         self._builder.set_environment(
             compare_environments(reference_environment(earlier), Environment.from_dict(manifest["environment"]))
         )
+
+    @property
+    def counts(self) -> Counts:
+        """How much was compared so far."""
+        return self._builder.counts
 
     def holds(self, step: int) -> bool:
         """Return whether an earlier attempt recorded a step."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeAlias
 
-from det_callbacks.compare.collectives import CallKey, RankDifference
+from det_callbacks.compare.collectives import CallKey, Classification, RankDifference
 from det_callbacks.compare.step import StepDifference
 from det_callbacks.verdict import Cause, Divergence
 
@@ -79,6 +79,18 @@ class FirstDifference:
             origins=difference.origins,
             context=Context(difference=difference, is_first=is_first, is_resumed=is_resumed),
         )
+
+    def among(self, ranks: Classification | None) -> Divergence:
+        """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
+        if ranks is None:
+            return self.first
+        if ranks.is_collective and ranks.collective is not None:
+            by_it = [divergence for key, divergence in self.delivered if key == ranks.collective.key]
+            return replace(self.first, is_origin=self.first in by_it)
+        side = ranks.sides[self.order[-1]]
+        if side == "receiver":
+            return replace(self.first, is_origin=False)
+        return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
 
     def without_details(self, *, num_origins: int) -> Self:
         """Return it with the first origins only and without what its words are found from."""

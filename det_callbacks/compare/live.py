@@ -28,7 +28,7 @@ from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
-from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verdict import Counts, Divergence, Verdict
 
 KEPT_STEPS = 100
 """Diverging steps that a verify run keeps; each is as large as in a recording."""
@@ -97,6 +97,11 @@ class Verification:
     def has_divergence(self) -> bool:
         """Whether anything differed so far on this rank."""
         return self._builder.has_divergence
+
+    @property
+    def counts(self) -> Counts:
+        """How much was compared so far on this rank."""
+        return self._builder.counts
 
     @property
     def run_id(self) -> str:

@@ -80,20 +80,9 @@ def compare_runs(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, or None; got {jobs}.")
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
-    builder = VerdictBuilder(str(reference), str(current))
-    builder.set_batches(partial(find_batch, ours))
-    builder.set_evidence(EvidenceFinder(RunEvidence(ours), RunEvidence(theirs)))
-    builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
+    builder = begin_verdict(ours, theirs, reference, current)
     if ours.world_size != theirs.world_size:
-        builder.refuse(
-            f"The reference ran on {ours.world_size} process{'es' * (ours.world_size != 1)} and this run on "
-            f"{theirs.world_size}: each sees other batches, so no step of one is a step of the other"
-        )
         return builder.finish()
-    _require_same_selection(ours.manifest, theirs.manifest, reference, current)
-    builder.set_world_size(ours.world_size)
-    for rank in ours.ranks:
-        builder.set_weight_loads(ours.weight_loads(rank), theirs.weight_loads(rank), rank=rank)
     if theirs.keeps != "all" and theirs.is_complete:
         builder.set_agreeing(theirs.ranks)  # a rank without a step of its own agreed
     has_validations = all(run.manifest.get("validation_batches") and run.keeps == "all" for run in (ours, theirs))
@@ -112,6 +101,30 @@ def compare_runs(
             "same training, and with the same every_n_steps."
         )
     return builder.finish()
+
+
+def begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str | Path) -> VerdictBuilder:
+    """Return a builder that knows all of two runs but their steps; it refuses runs of another number of processes.
+
+    Raises:
+        ReferenceFormatError: a run does not say what was recorded, or where.
+        SelectionError: the runs recorded other modules, phases or another level.
+    """
+    builder = VerdictBuilder(str(reference), str(current))
+    builder.set_batches(partial(find_batch, ours))
+    builder.set_evidence(EvidenceFinder(RunEvidence(ours), RunEvidence(theirs)))
+    builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
+    if ours.world_size != theirs.world_size:
+        builder.refuse(
+            f"The reference ran on {ours.world_size} process{'es' * (ours.world_size != 1)} and this run on "
+            f"{theirs.world_size}: each sees other batches, so no step of one is a step of the other"
+        )
+        return builder
+    _require_same_selection(ours.manifest, theirs.manifest, reference, current)
+    builder.set_world_size(ours.world_size)
+    for rank in ours.ranks:
+        builder.set_weight_loads(ours.weight_loads(rank), theirs.weight_loads(rank), rank=rank)
+    return builder
 
 
 def _compare_ranks(

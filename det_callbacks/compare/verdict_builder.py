@@ -17,7 +17,7 @@ from det_callbacks.compare.wording import show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
-from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict, VerdictName
+from det_callbacks.verdict import Counts, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
 """``find_batch`` of a run: (rank, segment, step, wanted) -> step."""
@@ -66,6 +66,11 @@ class VerdictBuilder:
     def has_divergence(self) -> bool:
         """Whether anything differed so far."""
         return bool(self._first or self._whole)
+
+    @property
+    def counts(self) -> Counts:
+        """How much was compared so far."""
+        return self._tally.counts()
 
     def add_step(
         self,
@@ -298,7 +303,7 @@ class VerdictBuilder:
         if earliest is None:
             return None, None, self._explain_match()
         ranks = self._classify()
-        first = _among(earliest, ranks)
+        first = earliest.among(ranks)
         if ranks is not None and ranks.is_collective:
             text = f"Step {first.step}, {first.phase}: {explain(ranks)}"
             return first, Words(cause="collective", text=text), text
@@ -384,16 +389,3 @@ class VerdictBuilder:
         steps = f"{self._tally.num_steps} step" + ("s" if self._tally.num_steps != 1 else "")
         ranks = f" of {len(self._tally.ranks)} ranks" if len(self._tally.ranks) > 1 else ""
         return f"All {self._tally.num_sites} sites of {steps}{ranks} agree, bit for bit"
-
-
-def _among(known: FirstDifference, ranks: Classification | None) -> Divergence:
-    """Return the first divergence with what all ranks together tell of where it started."""
-    if ranks is None:
-        return known.first
-    if ranks.is_collective and ranks.collective is not None:
-        by_it = [divergence for key, divergence in known.delivered if key == ranks.collective.key]
-        return replace(known.first, is_origin=known.first in by_it)
-    side = ranks.sides[known.order[-1]]
-    if side == "receiver":
-        return replace(known.first, is_origin=False)
-    return replace(known.first, is_origin=None) if side == "unknown" and known.first.is_origin else known.first

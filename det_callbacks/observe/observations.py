@@ -236,8 +236,8 @@ class Observations:
         if not self._is_open:
             self._say(
                 f"{name!r} was observed outside the steps of {self._owner} (in a validation, between two batches, or "
-                "in a step that every_n_steps leaves out): nothing was recorded, compared, saved or put back there. "
-                "This is said once."
+                "in a step that every_n_steps or only_steps leaves out): nothing was recorded, compared, saved or put "
+                "back there. This is said once."
             )
             return False
         return True
@@ -245,8 +245,9 @@ class Observations:
     def _require_every_step(self, name: str) -> None:
         if not self._is_every_step:
             raise SelectionError(
-                f"{name!r} is to be saved and put back, and every_n_steps leaves steps out, which would go on with "
-                "other bits. Record with every_n_steps=1, or observe it without replaying it."
+                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
+                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it without "
+                "replaying it."
             )
 
     def _occurrence(self, name: str, first: int) -> int:

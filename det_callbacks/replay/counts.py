@@ -33,6 +33,11 @@ class ReplayCounts:
         self._differing[op] += differs
         self._num_bytes[op] += num_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them together."""
+        return self._num_bytes.total()
+
     def end_step(self) -> None:
         """Count a step, whether or not anything was put back in it."""
         self._num_steps += 1

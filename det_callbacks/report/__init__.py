@@ -1,6 +1,7 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
+from det_callbacks.report.bisect_text import render_bisection
 from det_callbacks.report.check_text import announce_run, render_check
 from det_callbacks.report.checkpoint_text import (
     mismatch_text,
@@ -14,6 +15,7 @@ from det_callbacks.report.closing import (
     count,
     no_report_line,
     print_closing_line,
+    progress_word,
     recorded_line,
     unfinished_text,
     verified_line,
@@ -53,7 +55,9 @@ __all__ = [
     "print_closing_line",
     "print_error",
     "print_line",
+    "progress_word",
     "recorded_line",
+    "render_bisection",
     "render_check",
     "render_checkpoint",
     "render_diagnosis",

@@ -1,6 +1,6 @@
 """The one line that a recording or a verification ends with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,33 @@ def unfinished_text(verdict: Verdict, *, num_fits: int, num_ended: int) -> str:
     )
 
 
-def print_closing_line(text: str) -> None:
-    """Print a closing line to standard output, coloured by its verdict on a terminal."""
+def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:
+    """Print a closing line to standard output, coloured by its verdict on a terminal.
+
+    Args:
+        text: the line.
+        live: a console that has something on the screen which it draws again and again. It prints the line above that;
+            where it shows it somewhere else than standard output goes, it is left alone.
+        write: writes to standard output instead, for somebody who has to make room there first.
+    """
     console = Console(soft_wrap=True, highlight=False)
     style = next((style for word, style in _STYLES.items() if f" {word}:" in text), "")
-    console.print(Text(text, style=style))
+    line = Text(text, style=style)
+    if live is not None and live.is_terminal and console.is_terminal:
+        live.print(line, soft_wrap=True, highlight=False)
+    elif write is not None:
+        with console.capture() as captured:
+            console.print(line)
+        write(captured.get())
+    else:
+        console.print(line)
+
+
+def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:
+    """Return how far a run is, in a few words for a progress bar."""
+    if num_differing:
+        return f"{count(num_steps, 'step')}, {count(num_differing, 'site')} differ"
+    return f"{count(num_steps, 'step')} {'recorded' if is_recording else 'match'}"
 
 
 def _replayed(replayed: Mapping[str, Any], done: str) -> str:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,6 +96,8 @@ class HashMode:
         self.recorder.names.list_state = self._state
         self._interceptor: Interceptor | None = None
         self.is_open = False
+        self.seconds = 0.0
+        """Spent on gradients between the training's own ops, in all steps."""
         self.sketch: tuple[int, ...] = ()
         """Of the samples of the last batch: see ``record_batch``."""
 
@@ -235,8 +238,10 @@ class HashMode:
         return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
 
     def _record_gradients(self, optimizer: Optimizer) -> None:
+        started = perf_counter()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         record_group(self.recorder, "gradients", "gradient", gradients(parameters, self.recorder.parameter_names))
+        self.seconds += perf_counter() - started
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()

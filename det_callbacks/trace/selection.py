@@ -24,6 +24,7 @@ class Selection:
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         phases: among forward, backward and optimizer, for ops and module outputs.
         every_n_steps: steps whose number is a multiple of it are recorded.
+        only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
 
     Raises:
         SelectionError: a value is not one of the allowed ones.
@@ -33,6 +34,7 @@ class Selection:
     modules: tuple[str, ...] = ("*",)
     phases: tuple[str, ...] = PHASES
     every_n_steps: int = 1
+    only_steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -47,6 +49,24 @@ class Selection:
         object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in self.phases))
         if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 1:
             raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {self.every_n_steps!r}.")
+        if self.only_steps is not None:
+            object.__setattr__(self, "only_steps", _as_steps(self.only_steps))
+            if self.every_n_steps != 1:
+                raise SelectionError(
+                    f"only_steps={list(self.only_steps)!r} and every_n_steps={self.every_n_steps} both choose the "
+                    "steps to record: give one of them."
+                )
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether no step is left out."""
+        return self.every_n_steps == 1 and self.only_steps is None
+
+    @property
+    def shown_steps(self) -> str:
+        """The argument that chooses the steps, as it would be written."""
+        steps = self.only_steps
+        return f"every_n_steps={self.every_n_steps}" if steps is None else f"only_steps={list(steps)}"
 
     def selects_module(self, module: str) -> bool:
         """Return whether ops of this module (its qualified name) are selected."""
@@ -58,7 +78,7 @@ class Selection:
 
     def selects_step(self, step: int) -> bool:
         """Return whether this step is recorded."""
-        return step % self.every_n_steps == 0
+        return step % self.every_n_steps == 0 if self.only_steps is None else step in self.only_steps
 
     def check_modules(self, names: Sequence[str]) -> None:
         """Raise ``SelectionError`` when a pattern matches none of a model's module names."""
@@ -74,7 +94,9 @@ class Selection:
         form = asdict(self)
         form["modules"] = list(self.modules)
         form["phases"] = list(self.phases)
-        return form
+        # without it where all steps are: as runs were written before there was a choice
+        steps = form.pop("only_steps")
+        return form if steps is None else {**form, "only_steps": list(steps)}
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> "Selection":
@@ -85,6 +107,7 @@ class Selection:
                 modules=tuple(form["modules"]),
                 phases=tuple(form["phases"]),
                 every_n_steps=form["every_n_steps"],
+                only_steps=form.get("only_steps"),
             )
         except (KeyError, TypeError) as error:
             raise SelectionError(f"The selection {form!r} is not one that a run holds ({error}).") from error
@@ -97,3 +120,10 @@ def as_names(argument: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         raise SelectionError(f"{argument} must be a list of strings; got {value!r}.")
     return tuple(value)
+
+
+def _as_steps(value: object) -> tuple[int, ...]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
+    if not is_list or not all(type(step) is int and step >= 0 for step in value):  # type: ignore[attr-defined]  # a list
+        raise SelectionError(f"only_steps must be numbers of steps, from 0, such as [812], or None; got {value!r}.")
+    return tuple(sorted(set(value)))  # type: ignore[call-overload]  # a list

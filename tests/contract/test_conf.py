@@ -131,6 +131,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "level": "module",
         "phases": ["forward", "backward", "optimizer"],
         "every_n_steps": 5,
+        "only_steps": None,
         "steps": "common",
         "on_divergence": "collect",
         "sync_every_n_steps": 10,
@@ -148,6 +149,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "watch_callbacks": False,
         "keep_batch_values": False,
         "validation_batches": False,
+        "log_metrics": True,
     }
 
 

@@ -15,10 +15,10 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "verdict"),
     ("patterns",),
-    ("digest", "code_state", "environment", "nondeterminism", "settings"),
+    ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export", "check"),
-    ("report", "checkpoint", "ranks"),
+    ("bisect", "report", "checkpoint", "ranks"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),
 )

@@ -1,0 +1,104 @@
+"""A body that runs in a forked process at a terminal of its own, and what a person then sees there."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COLUMNS = 600  # a line of ours in one line
+ROWS = 60
+SECONDS = 120.0
+
+_CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\|([\r\n])|([^\x1b\r\n]+)")
+
+
+def see(body: Callable[[], Any]) -> list[str]:
+    """Run a body and return the lines that are on the terminal when it has ended, those that scrolled away included."""
+    process, terminal = pty.fork()
+    if process == 0:
+        _run(body)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    written = bytearray()
+    deadline = time.monotonic() + SECONDS
+    try:
+        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                written += os.read(terminal, 65536)
+            except OSError:  # the process has ended (Linux says so in this way)
+                break
+        else:
+            os.kill(process, signal.SIGKILL)
+            raise AssertionError("it did not end:\n" + written.decode(errors="replace"))
+    finally:
+        os.close(terminal)
+        os.waitpid(process, 0)
+    return shown(written.decode())
+
+
+def shown(written: str) -> list[str]:
+    """Return the lines that a terminal shows of what was written to it; ValueError for what is not known here."""
+    lines = [""]
+    row = column = at = 0
+    while at < len(written):
+        found = _CONTROL.match(written, at)
+        if found is None:
+            raise ValueError(f"not known of terminals here: {written[at : at + 20]!r}")
+        at = found.end()
+        number, command, ending, text = found.groups()
+        count = int(number) if number and number.isdecimal() else 1
+        if text:
+            # at the right edge the rest goes on in the next line
+            for character in text:
+                if column == COLUMNS:
+                    row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+                line = lines[row].ljust(column)
+                lines[row] = line[:column] + character + line[column + 1 :]
+                column += 1
+        elif ending == "\r":
+            column = 0
+        elif ending == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif command == "A":
+            row -= min(row, count)
+        elif command == "B":
+            row += count
+        elif command == "K":
+            lines[row] = "" if number == "2" else lines[row][:column]
+        elif command not in ("m", "h", "l", None):  # colours, the cursor, and links change no text
+            raise ValueError(f"not known of terminals here: {found.group()!r}")
+    return [line.rstrip() for line in lines]
+
+
+def _run(body: Callable[[], Any]) -> None:
+    status = 0
+    try:
+        time.sleep(0.2)  # until the terminal has its size
+        # not those that pytest put there to capture what is printed
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm-256color"
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # threads of the parent's pool are not there
+        body()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
