@@ -157,6 +157,7 @@ class OpPlan:
         opaque_outputs: indices of returned tensors that are not digested.
         draws_random: it reads and advances a random generator.
         may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
+        is_reducing: DDP's reducer calls it for unused parameters, in no certain order.
         declared_only: argument of ``writes`` that is written only when ``grad_scale`` is given; "" if none.
     """
 
@@ -179,6 +180,7 @@ class OpPlan:
     draws_random: bool
     may_be_in_flight: bool
     declared_only: str
+    is_reducing: bool = False
 
 
 def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
@@ -224,7 +226,12 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         draws_random=torch.Tag.nondeterministic_seeded in func.tags,
         may_be_in_flight=may_be_in_flight,
         declared_only=DECLARED_ONLY.get(base, ""),
+        is_reducing=base in REDUCING,
     )
+
+
+REDUCING = frozenset({"aten.zero_", "aten._local_scalar_dense"})
+"""What DDP's reducer calls for parameters that a step did not use (torch 2.13, by running it)."""
 
 
 def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: bool, is_hidden: bool) -> int:

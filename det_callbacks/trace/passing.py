@@ -4,6 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from det_callbacks.trace.building import light_event
@@ -12,7 +13,7 @@ from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.exchange import exchange_outputs
 from det_callbacks.trace.overloads import OpKind, OpPlan
-from det_callbacks.trace.tree import Context
+from det_callbacks.trace.tree import Attribution, Context
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -71,6 +72,21 @@ class Passing:
         elif plan.kind is not OpKind.IGNORED:
             self._forget(args, kwargs)
         return out
+
+    @staticmethod
+    def is_in_reducer(context: Context) -> bool:
+        """Return whether an op runs where a gradient was accumulated and DDP's reducer takes it over."""
+        is_accumulated = isinstance(context, Attribution) and context.name is not None
+        return is_accumulated and dist.is_available() and dist.is_initialized()
+
+    def reducing(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op by which DDP's reducer looks up and clears the gradient of an unused parameter.
+
+        It goes through these parameters in the order of their addresses (``gradAccToVariableMap_`` in
+        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process; what it writes are zeros.
+        """
+        self.skipped["reducer"] += 1
+        return plan.call(*args, **kwargs)
 
     def unselected(
         self,

@@ -87,8 +87,7 @@ class Recorder:
         """Start a step.
 
         Args:
-            expected: what the reference had in this step; lets the recorder look at an op's inputs while they are
-                still alive when its output differs.
+            expected: what the reference had; where an output differs, the op's inputs are looked at while they live.
         """
         self.tree.trim()
         self.layouts.trim()
@@ -150,6 +149,8 @@ class Recorder:
         else:
             phase = "backward"
             context = self.backward.context()
+        if plan.is_reducing and self.passing.is_in_reducer(context):
+            return self.passing.reducing(plan, args, kwargs)
         if not self._selects_all and not self.selects(phase, context):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
 
@@ -385,8 +386,7 @@ class Recorder:
         if self._selects_all:
             return True
         module = context if isinstance(context, str) else context.module  # once per op: no call
-        key = (phase, module)
-        selected = self._selected.get(key)
+        selected = self._selected.get(key := (phase, module))
         if selected is None:
             selected = self.selection.selects_phase(phase) and self.selection.selects_module(module)
             self._selected[key] = selected
