@@ -22,7 +22,7 @@ from det_callbacks.errors import (
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
 from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -253,7 +253,7 @@ class Recording:
         """
         writer = self._running()
         agreement = self._agreement
-        ended = self.peers.agree(self._at_end, task="the end of the fit")
+        ended = self.peers.agree(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and agreement is not None:
             self._take_back(ended)
         num_agreed = sum(end["num_agreed"] for end in ended)

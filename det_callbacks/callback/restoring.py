@@ -110,7 +110,6 @@ class Restoring:
             is_alone = world_size == 1 and self._pending is None
             self.forget()
             self._refuse(apart, is_lost=not is_alone)
-            print_closing_line(unrestored_line(path))
         elif problems := problems_of(rows):
             self._refuse(problems)
         if self._pending is not None and self._ranks is not None:

@@ -138,8 +138,7 @@ class Together:
         is_consequence = isinstance(error, RuntimeError | RankError)
         ended = watch.wait(_NEWS_SECONDS) if is_consequence else watch.ended
         if ended is None:
-            exit_code = error.exit_code if isinstance(error, DetCallbacksError) else 1
-            watch.tell(f"{type(error).__name__}: {error}", exit_code)
+            watch.tell(f"{type(error).__name__}: {error}", _exit_code_of(error))
             return
         if is_consequence and not (isinstance(error, RankError) and error.rank == ended.rank):
             print_line(self._text(ended))
@@ -179,6 +178,13 @@ class Together:
         if self._group is None:
             raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
         return self._group
+
+
+def _exit_code_of(error: BaseException) -> int:
+    """Return the status that a process ends with; one that leaves its training with 0 fails it all the same."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code or 1
+    return error.exit_code if isinstance(error, DetCallbacksError) else 1
 
 
 def _replicated(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor] | None:

@@ -21,7 +21,7 @@ from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.evidence import VALIDATION, Row
-from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -263,7 +263,7 @@ class Verification:
             verdict, self.differs_anywhere = builder.finish(), self.has_divergence
         else:
             told = self._peers.agree(
-                lambda: [builder.findings(self.rank).to_dict(), self.has_divergence], task="the end of the fit"
+                lambda: [builder.findings(self.rank).to_dict(), self.has_divergence], task=END_OF_FIT
             )
             verdict = verdict_of_ranks(
                 [RankFindings.from_dict(found) for found, _ in told],

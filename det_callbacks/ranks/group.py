@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch  # looked at in torch 2.13: hides what runs inside from open modes
 
 from det_callbacks.errors import DetCallbacksError, RankError
+from det_callbacks.trace.peers import END_OF_FIT
 
 TIMEOUT_SECONDS = 30.0
 
@@ -159,6 +160,15 @@ class RankGroup:
             with no_dispatch():
                 dist.all_gather(parts, mine, group=self._group)
         except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
+            if task == END_OF_FIT:
+                raise RankError(
+                    f"Rank {self.rank} of {self.world_size} has finished its training, and not all others came to the "
+                    f"end of theirs within {self._timeout_seconds:.0f} seconds: it got fewer batches than they, or "
+                    "stopped early, or one of them ended. Give all ranks equally many steps, and stop them together "
+                    f"({str(error).splitlines()[0]}).",
+                    -1,
+                    DetCallbacksError.exit_code,
+                ) from error
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
                 f"{self._timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(error).splitlines()[0]}. "

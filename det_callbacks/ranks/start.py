@@ -13,9 +13,10 @@ from det_callbacks.errors import SettingsError
 MAX_NAMED = 5
 """Entries that a message names; the others are counted."""
 
-_PREFIXES = ("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.")
-_NAMES = frozenset({"code.git_commit", "torch.version", "torch.default_dtype"})
-_BY_DESIGN = frozenset({"settings.seed"})
+_PREFIXES = ("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch.")
+_NAMES = frozenset({"code.git_commit"})
+_BY_DESIGN = frozenset({"settings.seed", "torch.cpu_capability", "torch.num_interop_threads"})
+"""What may differ between the ranks: seeds, and what the nodes of a cluster are."""
 
 
 def start_facts(manifest: Mapping[str, Any], **others: Any) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from det_callbacks.trace.run_files import MANIFEST, make_room
 
 Value = TypeVar("Value")
 
+END_OF_FIT = "the end of the fit"
+"""The task in which processes meet when they have finished their training."""
+
 
 class Peers(Protocol):
     """The processes of a run, as far as they tell each other something."""

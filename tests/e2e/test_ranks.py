@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from html_page import assert_no_receiver_is_an_origin
 from lightning.pytorch.strategies import DDPStrategy
 from processes import Ended, run_ranks, train
 from styles import Classifier
-from torch import Tensor
+from torch import Tensor, nn
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.compare import compare_runs
@@ -100,6 +101,32 @@ def linked(recorded: Path, folder: Path) -> Path:
     """Return a folder in which the recorded run is the reference."""
     (folder / "run").symlink_to(recorded / "run")
     return folder
+
+
+class PartlyUsed(Classifier):
+    """With layers that no step uses; what accumulates their gradients lies in another order in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        parameters = list(self.unused.parameters())
+        random.SystemRandom().shuffle(parameters)
+        self.accumulators = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+
+
+@pytest.mark.slow
+def test_parameters_that_no_step_uses_are_no_difference(tmp_path: Path) -> None:
+    def fit(mode: str) -> list[Ended]:
+        def body(rank: int) -> None:
+            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
+            train(callback, model=PartlyUsed, strategy=DDPStrategy(find_unused_parameters=True))
+
+        return run_ranks(body, tmp_path / mode)
+
+    assert [one.exit_code for one in fit("record")] == [0, 0]
+    for _ in range(2):
+        ended = fit("verify")
+        assert [one.exit_code for one in ended] == [0, 0], ended
 
 
 def test_each_rank_records_its_own_steps(recorded: Path) -> None:
