@@ -128,5 +128,12 @@ class CallbackOptions(MarksPoints, AlertCallback):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
         # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
-        fresh = vars(type(self)(None, mode="disabled"))
+        fresh = vars(
+            type(self)(
+                None,
+                mode="disabled",
+                on_divergence=self.on_divergence,
+                audit_replicas_every_n_steps=self.audit_replicas_every_n_steps,
+            )
+        )
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}

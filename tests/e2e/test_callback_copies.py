@@ -81,6 +81,14 @@ def test_a_callback_can_be_copied_and_pickled_at_any_time(reference: Path, tmp_p
         assert item.verdict.verdict == "match"
 
 
+def test_a_copy_audits_its_replicas_too(tmp_path: Path) -> None:
+    """As one that ``ddp_spawn`` sends to its ranks."""
+    callback = DeterminismCallback(tmp_path, audit_replicas_every_n_steps=5, on_divergence="warn")
+    for item in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert vars(item._replicas) == vars(callback._replicas)
+        assert item._replicas is not callback._replicas
+
+
 def test_processes_that_cannot_talk_stop(reference: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     callback = DeterminismCallback(reference, current=tmp_path / "current")
     fit = Fit(callback)
