@@ -8,7 +8,7 @@ TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-soak lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -28,9 +28,13 @@ demo: $(INSTALLED)
 test: lint
 	$(BIN)/python -m pytest
 
-# Kill storms, soaks and other long tests.
+# Tests of several seconds or more.
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# Kill storms, soaks and the rest of large grids: before a release, and after changes to what is written to disk.
+test-soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)

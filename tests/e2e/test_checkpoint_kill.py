@@ -58,7 +58,7 @@ def assert_all_agree(folder: Path) -> int:
     return len(checkpoints)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", range(10))
 def test_a_killed_writer_leaves_pairs_that_agree(number: int, tmp_path: Path) -> None:
     for attempt in range(3):  # each goes on where the one before was killed
@@ -67,7 +67,7 @@ def test_a_killed_writer_leaves_pairs_that_agree(number: int, tmp_path: Path) ->
         assert assert_all_agree(tmp_path) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", range(3))
 def test_a_killed_training_leaves_pairs_that_agree(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

@@ -15,7 +15,7 @@ from stored_runs import SELECTION, OneOf, append, join
 from det_callbacks.compare import compare_runs
 from det_callbacks.trace.writer import RunWriter
 
-pytestmark = [pytest.mark.slow, pytest.mark.ddp]
+pytestmark = [pytest.mark.soak, pytest.mark.ddp]
 
 
 @pytest.fixture(scope="module")

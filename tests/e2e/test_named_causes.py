@@ -176,12 +176,18 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     return recorded
 
 
+def marks_of(network: str, level: str, name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if (network, level) != ("digits", "op"):
+        return (pytest.mark.soak,)
+    return () if name in EVERYDAY else (pytest.mark.slow,)
+
+
 def cases() -> list[Any]:
     return [
         pytest.param(network, level, name, id=f"{network}-{level}-{name}", marks=marks)
         for network, level in (("digits", "op"), ("text", "op"), ("digits", "state"))
         for name in FAULTS
-        for marks in [() if (network, level) == ("digits", "op") and name in EVERYDAY else (pytest.mark.slow,)]
+        for marks in [marks_of(network, level, name)]
     ]
 
 
@@ -210,7 +216,7 @@ def test_the_cause_of_a_planted_fault_is_named(
     assert (later.cause, later.evidence) == (verdict.cause, verdict.evidence)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("network", ["digits", "text"])
 @pytest.mark.parametrize(
     "base",

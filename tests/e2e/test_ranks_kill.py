@@ -12,7 +12,7 @@ from processes import run_ranks, train
 from det_callbacks import DeterminismCallback
 from det_callbacks.trace.store import Run
 
-pytestmark = [pytest.mark.ddp, pytest.mark.slow]
+pytestmark = [pytest.mark.ddp, pytest.mark.soak]
 
 KILLS = 10
 MANY_EPOCHS = 400

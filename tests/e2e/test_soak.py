@@ -78,7 +78,7 @@ def train(reference: Path, mode: str, num_steps: int, lengths: str, current: Pat
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # 4,000 traced steps, on a machine that may be busy
 def test_memory_is_flat_from_step_100_to_step_2000(tmp_path):
     for mode, current in (("record", ""), ("verify", tmp_path / "current")):
@@ -86,7 +86,7 @@ def test_memory_is_flat_from_step_100_to_step_2000(tmp_path):
         assert resident["2000"] - resident["100"] < MAX_GROWTH_MIB, (mode, resident)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_lengths_that_vary_keep_programs_and_layouts_small(tmp_path):
     resident = train(tmp_path / "run", "record", 500, "varies")
     assert resident["500"] - resident["100"] < MAX_GROWTH_MIB, resident

@@ -92,7 +92,7 @@ def record_whole(path: Path, num_fits: int) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_whole_steps_survive_every_kill(tmp_path: Path, kill_a_writer: Callable[[Path, float], None]) -> None:
     moments = random.Random(7)
     counts = []
@@ -106,7 +106,7 @@ def test_whole_steps_survive_every_kill(tmp_path: Path, kill_a_writer: Callable[
     assert len(set(counts)) > KILLS / 3, "the moments were not random"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_a_kill_left_can_be_compared_up_to_there(
     tmp_path: Path, kill_a_writer: Callable[[Path, float], None]
 ) -> None:

@@ -42,7 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", range(3))
 def test_a_killed_training_can_be_compared_up_to_there(number: int, reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
