@@ -123,7 +123,7 @@ class Evidence:
     def mark(self, point: str) -> None:
         """Note the states of all generators at a point of the fit."""
         if self._trainer is not None:
-            self._ledger.mark(point)
+            self._ledger.mark(point, with_seeds=point == "after forward")
 
     def begin_step(self, batch: Any, sketch: Sequence[int]) -> None:
         """Note what the batch of a step is made of, when its trace has begun.
@@ -162,7 +162,12 @@ class Evidence:
                 self._ledger.note(point, name, scalar_bits(value)[0])
             elif holds_data(value):
                 self._ledger.note(point, name, digest_tensor(value))
-                if value.dim() and 2 <= value.shape[0] <= MAX_SAMPLES and (samples := samples_of(value)) is not None:
+                if (
+                    not value.is_nested
+                    and value.dim()
+                    and 2 <= value.shape[0] <= MAX_SAMPLES
+                    and (samples := samples_of(value)) is not None
+                ):
                     self._ledger.note(point, f"{SAMPLES}{name}", samples.digest)
 
     def take(self, step: int) -> list[Row]:

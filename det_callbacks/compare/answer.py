@@ -63,7 +63,7 @@ def answer(
         show_rank=show_rank,
         is_resumed=facts.is_resumed,
         unrestored=facts.unrestored,
-        batch_of=facts.batch_of,
+        batch_of=facts.batch_of if judgement.rule == "batch of another step" else None,
     )
     if judgement.cause in ("initial_weights", "checkpoint"):
         text += explain_loads(*loads, segment=difference.segment, step=difference.step)

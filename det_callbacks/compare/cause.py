@@ -13,15 +13,19 @@ from det_callbacks.compare.facts import (
     advise_few_weights,
     advise_generator,
     advise_other_seed,
+    advise_sampler,
     advise_unseeded,
     cause_of_first,
     cause_of_input,
     cause_of_origin,
+    consumed_before_data,
     first_is_state,
     generator_consumed,
     has_equal_samples,
+    has_named_generator,
     has_other_data,
     has_other_data_set,
+    has_other_epochs,
     is_drawn_within,
     is_few,
     is_outside_passes,
@@ -96,9 +100,18 @@ RULES: tuple[Rule, ...] = (
         advice=advise_few_weights,
     ),
     Rule(
+        name="another epoch",
+        cause="data_order",
+        applies=lambda facts: has_other_data(facts) and has_other_epochs(facts),
+        advice=lambda facts: (
+            "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one "
+            f"run only{show_settings(facts)}"
+        ),
+    ),
+    Rule(
         name="generator consumed before the data",
         cause="rng",
-        applies=lambda facts: has_other_data(facts) and generator_consumed(facts) is not None,
+        applies=lambda facts: has_other_data(facts) and consumed_before_data(facts) is not None,
         advice=advise_consumed,
     ),
     Rule(
@@ -133,9 +146,18 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="another data set",
+        cause="data_content",
+        applies=lambda facts: has_other_data(facts) and has_other_data_set(facts),
+        advice=lambda facts: f"The data set is another one{show_settings(facts)}",
+    ),
+    Rule(
         name="batch of another step",
         cause="data_order",
-        applies=lambda facts: has_other_data(facts) and facts.batch_of is not None,
+        # a few labels are soon the same: where the indices are known, they tell
+        applies=lambda facts: (
+            has_other_data(facts) and facts.batch_of is not None and facts.batch.indices in (None, "other")
+        ),
     ),
     Rule(
         name="files listed in another order",
@@ -158,31 +180,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="another data set",
-        cause="data_content",
-        applies=lambda facts: (
-            has_other_data(facts)
-            and has_other_data_set(facts)
-            and facts.batch.found_at is None
-            and facts.batch.indices != "same"
-        ),
-        advice=lambda facts: f"The data set is another one{show_settings(facts)}",
-    ),
-    Rule(
         name="sampler drew others",
         cause="data_order",
         applies=lambda facts: (
             has_other_data(facts) and (facts.batch.indices == "other" or facts.batch.found_at is not None)
         ),
-        advice=lambda facts: (
-            "Give the shuffle the same seed: "
-            + (
-                "the sampler drew other samples"
-                if facts.batch.indices == "other"
-                else f"samples of this batch are in the reference at step {facts.batch.found_at}"
-            )
-            + show_settings(facts)
-        ),
+        advice=advise_sampler,
     ),
     Rule(
         name="other data",
@@ -190,7 +193,7 @@ RULES: tuple[Rule, ...] = (
         applies=has_other_data,
         advice=lambda facts: (
             (
-                "None of its samples is in the reference: they are others, or were made otherwise"
+                "None of its samples is in what the reference recorded: they are others, or were made otherwise"
                 if facts.batch.was_searched
                 else ""
             )
@@ -207,6 +210,12 @@ RULES: tuple[Rule, ...] = (
         name="generator state",
         cause="rng",
         applies=lambda facts: "rng" in facts.source_phases,
+        advice=advise_generator,
+    ),
+    Rule(
+        name="named generator",
+        cause="rng",
+        applies=lambda facts: not facts.sources and has_named_generator(facts),
         advice=advise_generator,
     ),
     Rule(

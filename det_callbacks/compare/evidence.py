@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from det_callbacks.trace.evidence import Filter, Row, evidence_path, read_evidence
+from det_callbacks.trace.evidence import VALIDATION, Filter, Row, evidence_path, read_evidence
 from det_callbacks.trace.ledger import CONSTANTS, SEED
 from det_callbacks.trace.store import Run
 
@@ -216,6 +216,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     hooks: dict[str, str] = {}
     num_constant = 0
     for row in rows:
+        if row.point.startswith(VALIDATION):
+            continue
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
         elif row.text and row.name.startswith("callbacks of "):

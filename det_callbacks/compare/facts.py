@@ -142,6 +142,57 @@ def generator_consumed(facts: Facts) -> GeneratorChange | None:
     return None
 
 
+def consumed_before_data(facts: Facts) -> GeneratorChange | None:
+    """Return what ``generator_consumed`` does, where it happened before the step began, and so before its batch."""
+    change = generator_consumed(facts)
+    return change if change is not None and _is_before_step(change, facts) else None
+
+
+def _is_before_step(change: GeneratorChange, facts: Facts) -> bool:
+    step, point = change.differs_at
+    return step < facts.difference.step or point not in ("after forward", "after backward", "batch end")
+
+
+def has_other_epochs(facts: Facts) -> bool:
+    """Return whether an epoch ended, on the way to the step, in one run only."""
+    return any(
+        {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
+        for change in facts.generators
+        if _is_before_step(change, facts)
+    )
+
+
+def has_named_generator(facts: Facts) -> bool:
+    """Return whether a generator that an object holds was another before an op that got other arguments."""
+    first = facts.difference.findings[0].divergence
+    own = ("python", "numpy", "torch.cpu", "torch.cuda")
+    named = [change for change in facts.generators if not change.name.startswith(own)]
+    return first.kind == "argument" and any(_is_before_step(change, facts) for change in named)
+
+
+def advise_sampler(facts: Facts) -> str:
+    """Say why the sampler drew others: its settings, its generator, or neither."""
+    settings = [name for name in facts.batch.settings if name.startswith(("batch_size", "num_workers", "sampler"))]
+    found = facts.batch.found_at
+    if facts.batch.indices != "other":
+        return (
+            f"Look at the order in which the data come: samples of this batch are in the reference at step {found}"
+            f"{show_settings(facts)}"
+        )
+    if settings:
+        return f"The loader is set otherwise{show_settings(facts)}, so the sampler drew other samples"
+    changes = [change for change in facts.generators if _is_before_step(change, facts)]
+    if not changes:
+        return (
+            "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that "
+            f"is known differs{show_settings(facts)}"
+        )
+    return (
+        f"Give the shuffle the same seed: the sampler drew other samples; {show_change(changes[0], facts.evidence)}"
+        f"{show_settings(facts)}"
+    )
+
+
 def has_other_data(facts: Facts) -> bool:
     """Return whether the batch differs."""
     return "data" in facts.source_phases
@@ -152,10 +203,14 @@ def advise_consumed(facts: Facts) -> str:
     change = generator_consumed(facts)
     assert change is not None, "the rule applies"
     assert facts.evidence is not None, "likewise"
-    return (
-        f"Keep {what_ran(change, facts.evidence)} from drawing from {change.name}: give it a generator of its own, or "
-        "put the state back after it"
-    )
+    ran = what_ran(change, facts.evidence)
+    for points, side in ((change.only_reference, "the reference"), (change.only_current, "the current run")):
+        if any(point in ("before validation", "epoch end", "epoch start") for point in points):
+            return (
+                f"{', '.join(points)}: only in {side}, and something there drew from {change.name}. Look at "
+                "val_check_interval, limit_train_batches, drop_last and the length of the data"
+            )
+    return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
 
 def advise_generator(facts: Facts) -> str:

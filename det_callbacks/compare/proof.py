@@ -57,7 +57,10 @@ def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
     seeds = change.seeds
     if change.equal_at is None:
-        how = "in another state from the start of the fit on"
+        is_start = change.differs_at[0] == 0
+        how = (
+            f"in another state {'from the start of the fit on' if is_start else _place(change.differs_at) + ' already'}"
+        )
         if seeds is not None and seeds[0] != seeds[1]:
             how += f": seeded with {seeds[0]} in the reference, {seeds[1]} now"
         elif seeds is not None:
@@ -140,7 +143,7 @@ def _batch_lines(difference: StepDifference, evidence: Evidence | None, batch_of
     if batch.found_at is not None:
         lines.append(f"batch: its samples are in the reference, one of them at step {batch.found_at}")
     elif batch.was_searched:
-        lines.append("batch: its samples are nowhere in the reference")
+        lines.append("batch: its samples are nowhere in what the reference recorded")
     if batch.first_text is not None:
         name, position, ours, theirs = batch.first_text
         lines.append(f"batch: first other sample: {name} [{position}] is {ours} in the reference, {theirs} now")

@@ -95,6 +95,12 @@ def compare_runs(
     if not check_files and any(map(walk.has_equal_steps, ours.ranks)):
         builder.note(CHAINS_NOTE)
     if not _compare_ranks(walk, builder, jobs, progress):
+        if theirs.keeps != "all":
+            raise NothingComparedError(
+                f"Nothing was compared: {current} was written by a verification, which keeps its diverging steps only, "
+                "and it kept none. What it found stands in its verdict.json; to compare all steps, record that "
+                "training too."
+            )
         raise NothingComparedError(
             f"Nothing was compared: the reference {reference} ({_shown_steps(ours)}) and {current} "
             f"({_shown_steps(theirs)}) have no step in common. That is no match. Check that they are recordings of the "

@@ -1,8 +1,8 @@
 """The batches of validations, compared where both runs recorded them (``validation_batches=True``)."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -68,31 +68,32 @@ class Validations:
 
 
 def read_validations(run: Run, rank: int, segment: int) -> Iterator[Row]:
-    """Yield the validation batches of a fit, attempt by attempt: of a step in several attempts, those of the last.
+    """Yield the validation batches of a fit in order; where a later attempt goes on, those of the later one.
 
     Raises:
         ReferenceFormatError: a file is damaged.
     """
-    streams: dict[object, list[int]] = defaultdict(list)
+    starts: dict[Path, int] = {}
     for step in run.rank(rank).steps(segment).tolist():
-        streams[run.rank(rank).stream_of(segment, step)].append(step)
-    for stream, steps in streams.items():
-        last_of_run = run.rank(rank).steps(segment).tolist()[-1]
-        kept = {*steps, *((last_of_run + 1,) if steps[-1] == last_of_run else ())}
-        for row in read_evidence(evidence_path(stream), run_id=run.run_id, keep=_are_validations):  # type: ignore[arg-type]  # paths
-            if row.step in kept:
+        starts.setdefault(run.rank(rank).stream_of(segment, step), step)
+    streams = list(starts)
+    for number, stream in enumerate(streams):
+        end = starts[streams[number + 1]] if number + 1 < len(streams) else None
+        for row in read_evidence(evidence_path(stream), run_id=run.run_id, keep=_are_validations):
+            if end is None or row.step < end:
                 yield row
 
 
 def compare_validations(builder: VerdictBuilder, reference: Run, current: Run, rank: int) -> None:
     """Compare the validation batches of two recorded runs, step by step, into a builder."""
-    for segment in current.rank(rank).segments:
-        validations = Validations(read_validations(reference, rank, segment), rank=rank, segment=segment)
-        found = dict(_by_step(read_validations(current, rank, segment)))
-        steps = current.rank(rank).steps(segment).tolist()
+    segments = [segment for segment in reference.rank(rank).segments if segment in current.rank(rank).segments]
+    for segment in segments:
         resumed = {step for fit, step in (*reference.resumed_steps, *current.resumed_steps) if fit == segment}
-        for step in (*steps, steps[-1] + 1):
-            differing = validations.compare(step, found.get(step, ()))
+        rows = [list(_by_step(read_validations(run, rank, segment))) for run in (reference, current)]
+        ours, theirs = (dict(known) for known in rows)
+        for step in sorted({*ours, *theirs}):
+            validations = Validations(iter(ours.get(step, ())), rank=rank, segment=segment)
+            differing = validations.compare(step, theirs.get(step, ()))
             # a run that was resumed leaves out the validation that was over when the checkpoint was saved
             if differing is not None and step not in resumed:
                 builder.add_whole(differing)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from det_callbacks.verdict import Cause, Divergence
+from det_callbacks.verdict import Cause, Divergence, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,20 @@ class WholeSteps:
     cause: Cause = "structure"
     digests: tuple[str | None, str | None] = (None, None)
 
-    def order(self) -> tuple[bool, int, int, int]:
-        """Return what the first of several is found by: steps come before validations."""
-        return (self.kind == "content", self.segment, self.first, self.rank)
+    def order(self) -> tuple[int, int, bool, int]:
+        """Return what the first of several is found by: steps come before the validations ahead of them."""
+        return (self.segment, self.first, self.kind == "content", self.rank)
+
+    def how(self) -> str:
+        """Return how a batch of a validation differs."""
+        if None not in self.digests:
+            return "differs"
+        return f"is only in the {'reference' if self.digests[1] is None else 'current run'}"
+
+    def _kind(self) -> Kind:
+        if self.kind != "content" or None not in self.digests:
+            return self.kind
+        return "missing" if self.digests[1] is None else "extra"
 
     def with_step(self, step: int) -> "WholeSteps":
         """Return these steps and another one."""
@@ -53,7 +64,7 @@ class WholeSteps:
             occurrence=0,
             output=0,
             name=self.name,
-            kind=self.kind,
+            kind=self._kind(),
             source=(),
             shape=None,
             dtype=None,
@@ -76,8 +87,8 @@ def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool, num_equ
         fit = f" of fit {whole.segment}" if whole.segment else ""
         rank = f" of rank {whole.rank}" if show_rank else ""
         if whole.kind == "content":
-            more = f", and in {whole.count - 1} later ones" if whole.count > 1 else ""
-            texts.append(f"{whole.name} differs in the validation ahead of step {whole.first}{fit}{rank}{more}")
+            more = f", and {whole.count - 1} more" if whole.count > 1 else ""
+            texts.append(f"{whole.name} {whole.how()} in the validation ahead of step {whole.first}{fit}{rank}{more}")
             continue
         number = f"step {whole.first} is" if whole.count == 1 else f"steps {whole.first} to {whole.last}"
         number += f" ({whole.count} of them) are" if whole.count > 1 else ""

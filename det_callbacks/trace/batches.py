@@ -49,7 +49,9 @@ def record_batch(recorder: Recorder, batch: Any) -> tuple[int, ...]:
     largest = Samples(digest=0, sketch=(), num_bytes=0)
     for name, tensor in flatten(batch, "batch"):
         record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
-        if isinstance(tensor, Tensor) and holds_data(tensor) and tensor.dim() and 1 <= tensor.shape[0] <= MAX_SAMPLES:
+        if not isinstance(tensor, Tensor) or not holds_data(tensor) or tensor.is_nested or not tensor.dim():
+            continue  # nested ones of torch's older layout have no sizes to ask for
+        if 1 <= tensor.shape[0] <= MAX_SAMPLES:
             samples = samples_of(tensor)
             if samples is None:
                 continue

@@ -33,6 +33,7 @@ class Training:
     is_seeded_late: bool = False
     shuffle_seed: int | None = 1
     listing: str = "sorted"
+    num_samples: int = SAMPLES
     augment: str = "none"
     num_workers: int = 0
     draws_in_validation: bool = False
@@ -116,8 +117,10 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
             random.Random(5).shuffle(self.names)
         self.augment = training.augment
 
+        self.num_samples = training.num_samples
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         number = int(self.names[index])

@@ -243,12 +243,41 @@ def test_the_batches_of_validations_are_compared_when_asked(
     if name is not None:
         assert verdict.first_divergence is not None
         assert (verdict.first_divergence.name, verdict.first_divergence.phase) == (name, "data")
-        assert f"{name} differs in the validation ahead of step" in verdict.explanation.replace(
-            "Validation", "validation"
-        )
+        how = "is only in the reference" if verdict.first_divergence.kind == "missing" else "differs"
+        assert f"{name[1:]} {how} in the validation ahead of step" in verdict.explanation
     validated("record", tmp_path / "other", loader())
     compared = compare_runs(tmp_path / "run", tmp_path / "other")
     assert (compared.verdict, compared.cause) == (verdict.verdict, cause)
+
+
+@pytest.mark.parametrize("selection", [{"every_n_steps": 2}, {"every_n_steps": 5}, {"only_steps": [3]}], ids=str)
+def test_validations_are_compared_whatever_steps_are_recorded(tmp_path: Path, selection: dict[str, Any]) -> None:
+    validated("record", tmp_path / "run", DataLoader(Samples(), 4), **selection)
+    verdict = validated("verify", tmp_path / "run", DataLoader(Samples(), 4))
+    assert verdict is not None
+    assert (verdict.verdict, verdict.evidence) == ("match", ())
+    validated("record", tmp_path / "other", DataLoader(Changed(), 4), **selection)
+    compared = compare_runs(tmp_path / "run", tmp_path / "other")
+    assert (compared.verdict, compared.cause) == ("diverged", "data_content")
+
+
+class Nested(Samples):
+    """Batches with a nested tensor of torch's older layout, which has no sizes."""
+
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        inputs, labels = zip(*samples, strict=True)
+        nested = torch.nested.nested_tensor([row[: 3 + index] for index, row in enumerate(inputs)])
+        return {"inputs": torch.stack(inputs), "labels": torch.stack([*map(torch.as_tensor, labels)]), "rows": nested}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
+    loader = DataLoader(Nested(), 4, collate_fn=Nested.collate)
+    fit("record", tmp_path / "run", loader, model=OfNamed)
+    verdict = fit("verify", tmp_path / "run", loader, model=OfNamed)
+    assert verdict is not None
+    assert verdict.verdict == "match"
 
 
 def test_validations_that_the_reference_has_not_cannot_be_compared(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ FAULTS = {
         base={"augment": "unseeded", "num_workers": 1},
         change={},
         cause="data_content",
-        says=("worker seeds", "the sampler drew the same samples", "nowhere in the reference"),
+        says=("worker seeds", "the sampler drew the same samples", "nowhere in what the reference recorded"),
     ),
     "other content in one transform": Fault(
         change={"augment": "seeded"}, cause="data_content", says=("Look at transforms", "the same indices")
@@ -85,6 +85,17 @@ FAULTS = {
         # the text is augmented without random numbers; there, the order of the second epoch differs
         cause="data_content|data_order",
         says=("num_workers of train_dataloader: 0 in the reference, 2 now",),
+    ),
+    "a data set without one sample": Fault(
+        change={"num_samples": 95},
+        cause="data_content",
+        says=("The data set is another one", "96 in the reference, 95 now"),
+    ),
+    "epochs of another length": Fault(
+        base={"shuffle_seed": None},
+        change={"trainer": {"limit_train_batches": 5}},
+        cause="data_order",
+        says=("limit_train_batches",),
     ),
     "validation draws": Fault(
         change={"draws_in_validation": True},
@@ -146,7 +157,14 @@ FAULTS = {
         change={"loss_scale": 1 + 1e-7}, cause="forward", says=("other: 1.0 -> 1.0000001",), module={"digits": ""}
     ),
 }
-EVERYDAY = ("another seed", "shuffle with another seed", "unsorted listing", "validation draws", "callback draws")
+EVERYDAY = (
+    "another seed",
+    "shuffle with another seed",
+    "unsorted listing",
+    "validation draws",
+    "callback draws",
+    "a data set without one sample",
+)
 WEIGHTS = {"digits": "net.5.bias", "text": "net.head.bias"}
 
 _OF_OPS = ("other: ", "only in", "aten.")
