@@ -4,6 +4,7 @@ Nothing here changes what is drawn. ``torch.utils.data.DataLoader`` makes its it
 iterator takes what its sampler yields in order, and returns the batches by ``_next_data`` (read at torch 2.13).
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -127,10 +128,12 @@ class DrawWatch:
 
         def make_followed() -> Any:
             iterator = make()
-            next_data = iterator._next_data
+            next_data = type(iterator)._next_data
+            # weak: an iterator that held itself would keep its workers until the garbage collector comes by
+            followed = weakref.ref(iterator)
 
             def followed_data() -> Any:
-                data = next_data()
+                data = next_data(followed())
                 if asked:
                     self._last[name] = asked.popleft()
                 return data
