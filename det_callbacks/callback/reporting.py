@@ -24,8 +24,7 @@ def report_divergence(verification: Verification, verdict: Verdict, *, peers: Pe
             return None
         path = verification.current / REPORT_FILE
         return write_report(path, verdict, reference=verification.reference.path, current=verification.current)
-    except Exception as error:
-        # what is raised next is the divergence, and whatever is wrong with a page must not come before it
+    except Exception as error:  # the divergence is raised next: no fault of a page may come before it
         if not verification.rank:
             print_closing_line(no_report_line(error))
         return None

@@ -86,6 +86,10 @@ def compare_runs(
     if theirs.keeps != "all" and theirs.is_complete:
         builder.set_agreeing(theirs.ranks)  # a rank without a step of its own agreed
     has_validations = all(run.manifest.get("validation_batches") and run.keeps == "all" for run in (ours, theirs))
+    if not has_validations and any(run.manifest.get("validation_batches") for run in (ours, theirs)):
+        builder.note(
+            "Batches of validations were not compared: both runs have to be recorded, and with validation_batches=True"
+        )
     for rank in ours.ranks if has_validations else ():
         compare_validations(builder, ours, theirs, rank)
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)

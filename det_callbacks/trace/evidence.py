@@ -3,7 +3,7 @@
     rank-00000/attempt-000.evidence.arrows      Arrow IPC stream, zstd, one record batch for some steps
 
 A row is what was found at one point on the way to the end of a step: the state of a generator, the digest of a batch
-as it left the loader, a setting of the loader. Rows between two steps belong to the one that comes. Some 150 bytes a
+as it left the loader, a setting of the loader. Rows between two steps belong to the one that comes. Some 200 bytes a
 step; what was gathered since the last record batch is lost in a kill, and with it a part of an explanation only.
 """
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
+from det_callbacks.errors import DivergenceError, NotComparableError
 from det_callbacks.verdict import Verdict
 
 BATCH = 16
@@ -91,11 +92,8 @@ class Training:
         """Compare it with a reference and return the verdict."""
         try:
             callback = self.fit("verify", reference, **options)
-        except Exception as error:
-            verdict: Verdict | None = getattr(error, "verdict", None)
-            if verdict is None:
-                raise
-            return verdict
+        except (DivergenceError, NotComparableError) as error:
+            return error.verdict
         assert callback.verdict is not None
         return callback.verdict
 

@@ -108,7 +108,7 @@ def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], outpu
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)
-    except BaseException:
+    except BaseException:  # a forked child has nobody above it: it prints what Python would, and ends
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -19,6 +19,7 @@ from det_callbacks import (
 )
 
 RESUMING = [
+    # Lightning warns of each resume in the middle of an epoch, and of a checkpoint that is named "last" or given late
     LIGHTNING_ADVICE,
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),

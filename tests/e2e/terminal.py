@@ -96,7 +96,7 @@ def _run(body: Callable[[], Any]) -> None:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)  # threads of the parent's pool are not there
         body()
-    except BaseException:
+    except BaseException:  # a forked child prints it and ends with status 1
         traceback.print_exc()
         status = 1
     sys.stdout.flush()

@@ -19,6 +19,7 @@ from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
 
+# workers are forked from a process with threads, which Python 3.12 warns of
 pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 
@@ -113,7 +114,7 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, w
         assert [name.strip(' "') for name in paths[step].strip("[]").split(",")] == names
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_the_first_other_sample_is_named(tmp_path: Path) -> None:
     fit("record", tmp_path / "run", loader_of(Named()), model=OfNamed, keep_batch_values=True)
     verdict = fit("verify", tmp_path / "run", loader_of(Named(other=7)), model=OfNamed, keep_batch_values=True)
@@ -122,7 +123,7 @@ def test_the_first_other_sample_is_named(tmp_path: Path) -> None:
     assert any("is image-7.png in the reference, elsewhere.png now" in line for line in verdict.evidence)
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_a_registered_generator_and_the_callback_that_draws_from_it_are_named(tmp_path: Path) -> None:
     def run(mode: str, *, draws: bool) -> Verdict | None:
         callback = Draws(spends=draws)
@@ -158,7 +159,7 @@ class Noisier(Noisy):
     noise = 0.5
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
     fit("record", tmp_path / "run", DataLoader(Samples(), 4), model=Noisy)
     verdict = fit("verify", tmp_path / "run", DataLoader(Samples(), 4), model=Noisier)
@@ -222,7 +223,7 @@ class Changed(Samples):
         return (inputs + 1 if index == 6 else inputs), label
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 @pytest.mark.parametrize(
     ("loader", "cause", "name"),
     [
@@ -271,7 +272,7 @@ class Nested(Samples):
         return {"inputs": torch.stack(inputs), "labels": torch.stack([*map(torch.as_tensor, labels)]), "rows": nested}
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls them a prototype
 def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
     loader = DataLoader(Nested(), 4, collate_fn=Nested.collate)
     fit("record", tmp_path / "run", loader, model=OfNamed)
@@ -282,5 +283,7 @@ def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_validations_that_the_reference_has_not_cannot_be_compared(tmp_path: Path) -> None:
     validated("record", tmp_path / "run", DataLoader(Samples(), 4), validation_batches=False)
+    validated("record", tmp_path / "other", DataLoader(Samples(), 4))
+    assert "Batches of validations were not compared" in compare_runs(tmp_path / "run", tmp_path / "other").explanation
     with pytest.raises(SelectionError, match="without validation_batches"):
         validated("verify", tmp_path / "run", DataLoader(Samples(), 4), validation_batches=True)

@@ -285,7 +285,7 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
 def test_the_time_of_every_hook_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that goes on by a second at each look, a hook takes one."""
     clock = iter(range(10**6))
-    look: Callable[[], float] = lambda: float(next(clock))  # noqa: E731
+    look: Callable[[], float] = lambda: float(next(clock))  # noqa: E731  # a clock, read where it stands
     for module in (metrics, hash_mode):
         monkeypatch.setattr(module, "perf_counter", look)
     logger = FloatsOnly()

@@ -117,7 +117,6 @@ class Scored(Wide):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints_that_lightning_names_links_and_removes(asynchronous: bool, tmp_path: Path) -> None:
     def keeping() -> ModelCheckpoint:
@@ -159,7 +158,7 @@ def test_the_proof(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         make = partial(quiet_trainer, max_epochs=3, default_root_dir=tmp_path, devices=2, strategy="ddp")
         for how, stop_at, expected in (("exact", 4, "match"), ("exact", 7, "match"), ("plain", 4, "diverged")):
-            verdict = prove_resume(make, Wide, data, stop_at=stop_at, steps=12, resume=how)  # type: ignore[arg-type]
+            verdict = prove_resume(make, Wide, data, stop_at=stop_at, steps=12, resume=how)
             assert (verdict.verdict, verdict.coverage.ranks) == (expected, 2), verdict.explanation
             if how == "exact":
                 assert verdict.coverage.steps == (stop_at, 11)

@@ -85,7 +85,7 @@ class LoadAlone(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1:
-            trainer.fit_loop._data_source.instance.dataset.rows[:] += 1  # type: ignore[union-attr]
+            trainer.fit_loop._data_source.instance.dataset.rows[:] += 1
 
 
 def test_what_does_not_belong_together_is_refused_on_all_ranks(saved: Path) -> None:

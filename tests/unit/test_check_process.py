@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 def run(source: str, folder: Path, **options: object) -> int:
     words = [sys.executable, "-I", "-c", textwrap.dedent(source), "a b", "$HOME"]
-    return run_process(words, folder=folder, variables={"X": "1"}, **options)  # type: ignore[arg-type]
+    return run_process(words, folder=folder, variables={"X": "1"}, **options)
 
 
 def test_no_shell_reads_the_words_and_the_environment_is_all_there_is(

@@ -28,13 +28,13 @@ def test_a_selection_is_what_it_was_after_run_json(only_steps: tuple[int, ...] |
 def test_a_run_that_records_all_steps_says_nothing_of_numbers() -> None:
     # its run.json is that of a run from before there was a choice, so that one can go on with the other
     assert "only_steps" not in Selection().to_dict()
-    assert Selection(only_steps=[4]).to_dict()["only_steps"] == [4]  # type: ignore[arg-type]
+    assert Selection(only_steps=[4]).to_dict()["only_steps"] == [4]
 
 
 @pytest.mark.parametrize("only_steps", [(), (-1,), (1.0,), (True,), "812", 812, ("812",)])
 def test_what_is_no_list_of_steps_is_refused(only_steps: object) -> None:
     with pytest.raises(SelectionError, match=r"only_steps must be numbers of steps, from 0, such as \[812\]"):
-        Selection(only_steps=only_steps)  # type: ignore[arg-type]
+        Selection(only_steps=only_steps)
 
 
 def test_two_choices_of_steps_are_refused() -> None:
