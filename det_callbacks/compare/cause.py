@@ -222,7 +222,8 @@ RULES: tuple[Rule, ...] = (
         name="generator drawn from in the forward pass",
         cause="rng",
         applies=lambda facts: not facts.sources and is_drawn_within(facts),
-        advice=advise_consumed,
+        # one that was seeded anew was not consumed
+        advice=lambda facts: advise_consumed(facts) if generator_consumed(facts) else advise_generator(facts),
     ),
     Rule(name="input from outside", cause=cause_of_input, applies=lambda facts: bool(facts.sources)),
     Rule(

@@ -196,9 +196,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 def marks_of(network: str, level: str, name: str) -> tuple[pytest.MarkDecorator, ...]:
-    if (network, level) != ("digits", "op"):
-        return (pytest.mark.soak,)
-    return () if name in EVERYDAY else (pytest.mark.slow,)
+    return () if (network, level) == ("digits", "op") and name in EVERYDAY else (pytest.mark.slow,)
 
 
 def cases() -> list[Any]:
