@@ -46,6 +46,9 @@ class DeterminismCallback(CallbackOptions):
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number (those that ``det-callbacks bisect`` asks for), instead of
             every n-th; None is all of them. The others are not traced.
+        compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
+            "interpret": in the recorded steps its graphs run node by node instead, with other kernels than the compiled
+            ones, so that every op is recorded.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
             with ``enforce_determinism`` before the model is built (the Hydra preset does).
@@ -98,8 +101,8 @@ class DeterminismCallback(CallbackOptions):
         NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
         StepNotRepeatableError: an audited step changed what cannot be put back.
 
-    In verify mode ``level``, ``modules``, ``phases``, ``every_n_steps`` and ``only_steps`` are taken from the reference
-    where they are left at their defaults; others than the reference's are refused.
+    In verify mode ``level``, ``modules``, ``phases``, ``every_n_steps``, ``only_steps`` and ``compiled`` are taken from
+    the reference where they are left at their defaults; others than the reference's are refused.
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP

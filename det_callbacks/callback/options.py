@@ -37,6 +37,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         phases: Sequence[str] = PHASES,
         every_n_steps: int = 1,
         only_steps: Sequence[int] | None = None,
+        compiled: Literal["run", "interpret"] = "run",
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
@@ -86,6 +87,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
             modules=as_names("modules", modules),
             phases=as_names("phases", phases),
             every_n_steps=every_n_steps,
+            compiled=compiled,
             only_steps=only_steps,  # type: ignore[arg-type]  # any sequence, which it makes a tuple
         )
         self.steps = steps

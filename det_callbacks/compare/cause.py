@@ -227,6 +227,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(name="input from outside", cause=cause_of_input, applies=lambda facts: bool(facts.sources)),
     Rule(
+        name="another compiled graph",
+        cause="structure",
+        applies=lambda facts: facts.origin is not None and facts.origin.role == "graph",
+        advice=lambda facts: (
+            "torch.compile compiled another graph here: run both with TORCH_LOGS=recompiles,graph_breaks to see why, "
+            "and start both in fresh processes, since what was compiled before decides as well"
+        ),
+    ),
+    Rule(
         name="structure",
         cause="structure",
         applies=lambda facts: not facts.difference.kinds & {"content", "argument"},

@@ -3,6 +3,7 @@
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
+from det_callbacks.trace.compiled import REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import Program, Site, StepView
 
@@ -51,7 +52,8 @@ class OriginFinder:
             True when nothing the op read differs, on either side; False when something does, or when the site is a
             source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
             be proven: what wrote it was not recorded, or was seen to have been changed unseen, or a collective
-            delivered it, into which other ranks may have put something else; or the op was called with other arguments
+            delivered it, into which other ranks may have put something else; or it goes into a compiled region, or
+            was seen inside one; or the op was called with other arguments
             after a number read back from a tensor differed, which Python may have passed on.
         """
         site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
@@ -66,9 +68,21 @@ class OriginFinder:
             return None
         if site.role == "delivered" or self._reads_in_flight(reference, current):
             return None
+        if site.role == "entering" or self.is_inside_region(reference, current):
+            return None
         if site.role == "sent" and reference >= 0 and current >= 0 and not has_other_arguments:
             return None  # nothing computed it: what wrote it agrees, so something unseen did
         return None if has_other_arguments and position > self._first_value[side] else True
+
+    def is_inside_region(self, reference: int, current: int) -> bool:
+        """Return whether a site is of an op seen inside a compiled region: only the region can be told an origin."""
+        sites = self._current.program.sites if current >= 0 else self._reference.program.sites
+        site = sites[current if current >= 0 else reference]
+        return (
+            bool(site.op)
+            and not site.op.startswith(REGION)
+            and any(sites[place].role == "graph" for place in site.inputs)
+        )
 
     def _reads_in_flight(self, reference: int, current: int) -> bool:
         """Return whether something that was read at two aligned sites had not arrived from a collective yet."""

@@ -39,6 +39,7 @@ class Finding:
         arguments: of an op whose arguments differ.
         is_leading: it lies before everything that the step computed.
         has_equal_samples: of a batch tensor: its samples are the reference's, in another order.
+        is_inside_region: an op that was seen inside a compiled region.
     """
 
     divergence: Divergence
@@ -50,6 +51,7 @@ class Finding:
     arguments: ArgumentDifference | None = None
     is_leading: bool = False
     has_equal_samples: bool = False
+    is_inside_region: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +286,7 @@ class _Description:
         ours = self._reference.layout.entries[left] if left >= 0 else None
         theirs = self._current.layout.entries[right] if right >= 0 else None
         layout = theirs if right >= 0 else ours
-        is_tensor = layout is not None and site.role not in ("value", "argument")
+        is_tensor = layout is not None and site.role not in ("value", "argument", "graph")
         divergence = Divergence(
             rank=self._current.rank,
             step=self._current.record.step,
@@ -312,6 +314,7 @@ class _Description:
             arguments=self._changes.arguments.get(row),
             is_leading=self._is_leading(row),
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
+            is_inside_region=self._finder.is_inside_region(left, right),
         )
 
     def _has_equal_samples(self, row: int) -> bool:

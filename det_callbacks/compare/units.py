@@ -140,7 +140,7 @@ def _follows(site: Site, before: Site, output: int) -> bool:
     return (
         site.op == before.op
         and site.output == output
-        and site.role in ("output", "value", "sent")
+        and site.role in ("output", "value", "sent", "entering")
         and site.phase == before.phase
         and site.module == before.module
     )

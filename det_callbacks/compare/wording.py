@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from det_callbacks.compare.step import Finding
+from det_callbacks.trace.compiled import REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
@@ -20,6 +21,10 @@ def describe(finding: Finding) -> str:
     if divergence.is_origin:
         if divergence.kind in ("missing", "extra"):
             return f"{what}, and what it reads agrees, so it starts here"
+        if finding.role == "graph":
+            return f"{what}; what goes into it agrees, so it starts here"
+        if divergence.op.startswith(REGION):
+            return f"{what}; what went into the compiled region agrees, so it starts inside"
         if finding.is_rewired:
             return f"{what}; it reads other tensors than in the reference, and those agree, so it starts here"
         return f"{what}; the inputs agree, so it starts here"
@@ -33,6 +38,10 @@ def describe(finding: Finding) -> str:
         reason = "it was read before anybody had waited for the collective, which is a race"
     elif finding.role == "delivered":
         reason = "what this rank put in agrees, and it came from another rank or from the collective itself"
+    elif finding.role == "entering":
+        reason = "something that the trace did not see wrote what goes into the compiled region"
+    elif finding.is_inside_region:
+        return f"{what}; it ran inside a compiled region, of which only the whole can be told to be the origin"
     elif divergence.op:
         reason = "something that the trace did not see wrote what it reads"
     else:
@@ -76,6 +85,12 @@ def _is_in_flight(finding: Finding) -> bool:
 
 def _what_differs(finding: Finding) -> str:
     divergence = finding.divergence
+    if finding.role == "graph" and divergence.kind == "structure":
+        return "is another graph, by a recompilation, a graph break or other code"
+    if finding.role == "inside" and divergence.kind == "content":
+        return "gave other bits inside"
+    if finding.role == "entering" and divergence.kind == "content":
+        return "is given other bits"
     if finding.role in _COLLECTIVE_VERBS and divergence.kind == "content":
         return f"{_COLLECTIVE_VERBS[finding.role]} other bits"
     if divergence.kind == "argument" and finding.arguments is not None:

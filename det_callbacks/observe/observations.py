@@ -19,6 +19,7 @@ from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.named import record_group
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.region import OpRegion
+from det_callbacks.trace.tree import module_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
@@ -259,7 +260,7 @@ class Observations:
 
     def _place(self) -> tuple[str, str]:
         if _graph_task_id() == -1:
-            return self._recorder.phase, self._recorder.modules.current
+            return self._recorder.phase, module_of(self._recorder.modules.current)
         return "backward", self._recorder.backward.context().module
 
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
@@ -269,7 +270,8 @@ class Observations:
         record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
 
     def _tell(self) -> None:
-        if self.on_observed is not None:
+        # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
+        if self.on_observed is not None and not self.region.is_dispatching:
             self.on_observed()
 
     def _replay_tensor(self, key: str, tensor: Tensor, name: str) -> None:

@@ -10,6 +10,7 @@ from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.source import capture_source
+from det_callbacks.trace.tree import module_of
 
 # looked at in torch 2.13; see trace/nodes.py
 _graph_task_id = torch._C._current_graph_task_id
@@ -73,7 +74,7 @@ class _AlertMode(DispatchMode):
         # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
         # thread counts nodes of its own, which only a pass that makes a graph adds to.
         if torch.is_grad_enabled() or _graph_task_id() == -1:
-            self._module_of_node.setdefault(_next_sequence_number() - 1, self._modules.current)
+            self._module_of_node.setdefault(_next_sequence_number() - 1, module_of(self._modules.current))
         try:
             return known[1](*args, **kwargs)
         except RuntimeError as error:
@@ -86,7 +87,7 @@ class _AlertMode(DispatchMode):
 
     def _place(self) -> tuple[str, str]:
         if _graph_task_id() == -1:
-            return "forward", self._modules.current
+            return "forward", module_of(self._modules.current)
         node = _current_node()
         if node is None:
             return "backward", UNKNOWN_MODULE

@@ -36,7 +36,7 @@ class HashMode:
     """Record the digests of one step: everything that runs inside the ``with`` block.
 
     The results survive the block. A mode can be entered again for the next step; it is not reentrant, and one step at
-    a time is kept. Cost and limits: see the README; compiled regions count as what they call from outside.
+    a time is kept. Cost and limits: see the README.
 
     Args:
         model: module that names are relative to; its parameters and buffers are recorded when the block ends. None
@@ -44,6 +44,8 @@ class HashMode:
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         level: "op", "module" or "state"; each holds the ones below it.
         phases: among "forward", "backward" and "optimizer".
+        compiled: "run" records the ends of what torch.compile compiled, and the ops seen inside; "interpret" runs its
+            graphs node by node instead, so that each op is seen: other kernels, and slower.
 
     Attributes:
         trace: the last step; None before the first.
@@ -71,8 +73,9 @@ class HashMode:
         modules: Sequence[str] = ("*",),
         level: str = "op",
         phases: Sequence[str] = PHASES,
+        compiled: str = "run",
     ) -> None:
-        selection = Selection(level=level, modules=tuple(modules), phases=tuple(phases))
+        selection = Selection(level=level, modules=tuple(modules), phases=tuple(phases), compiled=compiled)
         self._open(model, selection, base_phase="forward")
 
     @classmethod
@@ -148,6 +151,7 @@ class HashMode:
             self._phases.open()
             if self.selection.level != "state":
                 recorder.modules.open()
+                recorder.compiled.open()
                 self._outputs.open()
             if self.selection.level == "op":
                 interceptor = Interceptor(recorder)
@@ -217,6 +221,8 @@ class HashMode:
         self._phases.close()
         self._outputs.close()
         self.recorder.modules.close()
+        if self.selection.level != "state":
+            self.recorder.compiled.close()
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is None:
             return

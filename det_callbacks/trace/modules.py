@@ -4,6 +4,8 @@ Global hooks, since per-module hooks switch off fast paths such as ``nn.Transfor
 registered while a step is traced.
 """
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,13 @@ from torch import nn
 from torch.nn.modules import module as _module  # its dictionaries of global hooks: looked at in torch 2.13
 
 from det_callbacks.trace.checkpoints import Checkpoints, running_region
+from det_callbacks.trace.tree import Context, module_of
 
 UNKNOWN_MODULE = "?"
+
+# torch warns at each call of a compiled module that global hooks are called once more for its wrapper: ours know.
+_ABOUT_HOOKS = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
+_NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
 
 _global_pre_hooks: dict[int, Any] = _module._global_forward_pre_hooks
 _global_hooks: dict[int, Any] = _module._global_forward_hooks
@@ -32,7 +39,8 @@ class ModuleStack:
         root: the module that names are relative to; None names each outermost module by its class.
 
     Attributes:
-        current: name of the innermost running module.
+        current: name of the innermost running module; what runs a module's graph node by node puts an attribution here
+            for each, and calls ``return_to_stack`` at its end.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
         checkpoints: the regions under activation checkpointing.
@@ -46,13 +54,15 @@ class ModuleStack:
         self.checkpoints = Checkpoints()
         self._root = root
         self._names: dict[int, str] = {}
+        self._known: frozenset[str] = frozenset()
         self._modules: list[nn.Module] = []
         self._stack: list[_Call] = []
         self._key: int | None = None
         self._enter_hook = self._enter
         self._leave_hook = self._leave
         self._has_refreshed = False
-        self.current = ""
+        self._filters: list[Any] = []
+        self.current: Context = ""
         self.backward_pass = -1
         self.is_recomputed = False
 
@@ -70,15 +80,20 @@ class ModuleStack:
         _global_pre_hooks[key] = self._enter_hook
         _global_hooks[key] = self._leave_hook
         _always_called[key] = True
+        # not by filterwarnings, which lets every warning that was shown once be shown again
+        self._filters = warnings.filters  # type: ignore[assignment]  # a list, declared as a sequence
+        self._filters.insert(0, _NO_WARNING)
 
     def close(self) -> None:
         """Remove the hooks and leave every module; may be called more than once."""
         if self._key is not None:
             for hooks in (_global_pre_hooks, _global_hooks, _always_called):
                 hooks.pop(self._key, None)
+            if _NO_WARNING in self._filters:
+                self._filters.remove(_NO_WARNING)
         self._key = None
         self._stack.clear()
-        self._set_current()
+        self.return_to_stack()
 
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
@@ -90,6 +105,13 @@ class ModuleStack:
     def names(self) -> list[str]:
         """Qualified names of the modules known so far."""
         return list(self._names.values())
+
+    @property
+    def names_known(self) -> frozenset[str]:
+        """The same names, to look one up."""
+        if len(self._known) != len(self._names):
+            self._known = frozenset(self._names.values())
+        return self._known
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):
@@ -111,7 +133,7 @@ class ModuleStack:
             name = self._names.get(id(module))
             if name is not None:
                 return name
-        return self.current  # not part of the model (a wrapper, a metric): its ops count as its caller's
+        return module_of(self.current)  # not part of the model (a wrapper, a metric): its ops count as its caller's
 
     def running(self) -> list[str]:
         """Return the names of the modules called in the running backward pass, or outside any, innermost first."""
@@ -133,7 +155,7 @@ class ModuleStack:
             (self.is_recomputed and self.backward_pass == backward_pass) or running_region() is not None
         )
         self._stack.append((module, self._name_of(module), backward_pass, is_recomputed))
-        self._set_current()
+        self.return_to_stack()
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -148,9 +170,10 @@ class ModuleStack:
         if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._names:
             self.on_output(name, output)
         del self._stack[depth - 1 :]
-        self._set_current()
+        self.return_to_stack()
 
-    def _set_current(self) -> None:
+    def return_to_stack(self) -> None:
+        """Make the innermost running module the current one."""
         if self._stack:
             _, self.current, self.backward_pass, self.is_recomputed = self._stack[-1]
         else:

@@ -22,7 +22,7 @@ import torch
 from det_callbacks.trace.checkpoints import running_region, top_hooks
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.source import Entry, engine_entry, frames_above_engine
-from det_callbacks.trace.tree import Attribution, Event
+from det_callbacks.trace.tree import Attribution, Event, module_of
 
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
@@ -33,6 +33,8 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
+COMPILED = "CompiledFunctionBackward"
+"""Name of the autograd node of what AOTAutograd compiled."""
 _COPY_SLICES = "torch::autograd::CopySlices"
 _FRAMES_BELOW = 3
 """Between ``BackwardMap.attribute`` and the engine: ``context``, the caller's method and ``__torch_dispatch__``."""
@@ -76,10 +78,12 @@ class BackwardMap:
         self._threads: dict[int, _Nodes] = {}
         self._specials: dict[tuple[object, ...], Attribution] = {}
         self._recomputed: dict[str, Attribution] = {}
+        self._compiled: dict[int, Attribution] = {}
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
         self._threads.clear()
+        self._compiled.clear()
         self.note_unseen()
         if len(self._specials) + len(self._recomputed) > 100_000:
             self._specials.clear()
@@ -114,7 +118,7 @@ class BackwardMap:
         """Return where the running op of a backward pass belongs, the modules called in that pass included."""
         modules = self._modules
         if modules.backward_pass == _graph_task_id():
-            return self.in_module(modules.current, recomputed=modules.is_recomputed)
+            return self.in_module(module_of(modules.current), recomputed=modules.is_recomputed)
         return self.attribute()
 
     def attribute(self) -> Attribution:
@@ -131,8 +135,14 @@ class BackwardMap:
             region = running_region()
             if region is not None:
                 return self._recomputation(self._module_of_region(region))
+        if name == COMPILED and (claimed := self._compiled.get(node._sequence_nr())) is not None:
+            return claimed
         found = self._accumulation(node) if name == _ACCUMULATE else self._made(node, name)
         return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
+
+    def claim(self, node: Any, attribution: Attribution) -> None:
+        """Note where the node of a compiled region belongs."""
+        self._compiled[node._sequence_nr()] = attribution
 
     def in_module(self, module: str, *, recomputed: bool) -> Attribution:
         """Return the attribution of an op inside a module that is called during a backward pass."""
@@ -152,6 +162,10 @@ class BackwardMap:
         codes = [frame.f_code for frame in frames_above_engine()]
         found = [index for index, (_, outer) in enumerate(pairwise(codes)) if outer is _APPLY]
         if not found:
+            return
+        current = self._modules.current
+        if not isinstance(current, str):  # a graph that runs node by node calls no module
+            event.functions = tuple((codes[index], current.module) for index in found)
             return
         modules = [*self._modules.running(), self._outside_modules()]
         functions = []

@@ -16,7 +16,20 @@ import numpy as np
 
 from det_callbacks.digest import digest_bytes
 
-Role = Literal["output", "value", "argument", "input", "generator", "named", "samples", "sent", "delivered"]
+Role = Literal[
+    "output",
+    "value",
+    "argument",
+    "input",
+    "generator",
+    "named",
+    "samples",
+    "sent",
+    "delivered",
+    "graph",
+    "entering",
+    "inside",
+]
 """What the 8 bytes at a site are.
 
 output: digest of a tensor that an op wrote (returned, or mutated in place).
@@ -29,6 +42,10 @@ samples: order-free digest over the samples (dimension 0) of a batch tensor.
 sent: digest of a tensor that this rank puts into a collective, before the call; 0 without a layout where it puts none.
 delivered: digest of a tensor that a collective wrote, at its first read; 0 with the layout detail "in flight" where it
     was read before the collective was done.
+graph: fingerprint of the graph of a compiled region, which is about to run; it is in the layout's detail, too, so that
+    another graph is a difference in structure.
+entering: digest of a tensor, or the bits of a number, that goes into a compiled region.
+inside: digest of the digests of what ops gave that were seen inside a compiled region.
 """
 
 

@@ -18,6 +18,7 @@ from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.building import build_op_event, source_of
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
+from det_callbacks.trace.compiled import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.exchange import OutputExchange, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
@@ -73,6 +74,7 @@ class Recorder:
         self.backward = BackwardMap(self.parameter_names, self.modules)
         self.reads = Reads(self)
         self.passing = Passing(self)
+        self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
@@ -84,11 +86,7 @@ class Recorder:
         self._num_digested = 0
 
     def begin(self, expected: Expectation | None = None) -> None:
-        """Start a step.
-
-        Args:
-            expected: what the reference had; where an output differs, the op's inputs are looked at while they live.
-        """
+        """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
         self.tree.trim()
         self.layouts.trim()
         self.ledger.close()
@@ -100,18 +98,19 @@ class Recorder:
         self._expected = expected
         self.tree.expected = () if expected is None else expected.programs
         self.passing.clear()
+        self.compiled.begin()
         self._num_digested = 0
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
-        ops_digested = self._num_digested + self.passing.collectives.num_digested
+        ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
         program = self.tree.program_at(
             self.at,
             ops_seen=ops_digested + sum(skipped.values()),
             ops_digested=ops_digested,
             skipped=skipped,
-            opaque_regions=tuple(sorted(self.passing.opaque)),
+            opaque_regions=tuple(sorted(self.passing.opaque | self.compiled.opaque)),
         )
         trace = StepTrace(
             program=program,
@@ -128,6 +127,7 @@ class Recorder:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
         self.ledger.close()
         self.backward.clear()
+        self.compiled.end()
         self.passing.collectives.end()
         self._expected = None
 
@@ -138,9 +138,7 @@ class Recorder:
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
-        plan = self._plans.get(id(func))
-        if plan is None:
-            plan = self._plan(func)
+        plan = self._plans.get(id(func)) or self.plan_of(func)
         if plan.kind is not _DIGEST:
             return self.passing.pass_through(plan, func, args, kwargs)
         if _graph_task_id() == -1:
@@ -337,8 +335,6 @@ class Recorder:
             self.reads.roll_back(mark)
             raise
 
-    # prediction
-
     def _other_event(
         self,
         func: Any,
@@ -392,7 +388,10 @@ class Recorder:
             self._selected[key] = selected
         return selected
 
-    def _plan(self, func: Any) -> OpPlan:
+    def plan_of(self, func: Any) -> OpPlan:
+        """Return how calls of an op are recorded."""
+        if (known := self._plans.get(id(func))) is not None:
+            return known
         plan = make_plan(func)
         if self.alerts is not None and self.alerts.may_warn(plan.base):
             plan = replace(plan, call=self.alerts.trap(plan.call))

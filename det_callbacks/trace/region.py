@@ -21,9 +21,12 @@ class Interceptor(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return func(*args, **(kwargs or {}))
-        return self.recorder.op(func, args, kwargs or {})
+        if recorder.compiled.inside:
+            return recorder.compiled.dispatch(func, args, kwargs or {})
+        return recorder.op(func, args, kwargs or {})
 
 
 class OpRegion:
@@ -46,6 +49,11 @@ class OpRegion:
         self._below: list[object] = []
         self.depth = 0
 
+    @property
+    def is_dispatching(self) -> bool:
+        """Whether its mode is handling an op right now, for which torch has taken it from the stack."""
+        return self._mode is not None and self._mode not in open_modes()
+
     def enter(self) -> None:
         """Open a region; inside another one it changes nothing."""
         self.depth += 1
@@ -56,6 +64,7 @@ class OpRegion:
             self._outputs.open()
         self._below = open_modes()
         self._mode = Interceptor(self._recorder)
+        self._recorder.compiled.open()
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def leave(self) -> None:
@@ -94,6 +103,7 @@ class OpRegion:
         if not self._is_followed:
             self._phases.close()
             self._outputs.close()
+        self._recorder.compiled.close()
         self._recorder.ledger.close()
         self._recorder.generators.clear()
         mode.recorder = None

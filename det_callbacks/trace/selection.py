@@ -8,9 +8,11 @@ from typing import Any, Literal, get_args
 from det_callbacks.errors import SelectionError
 
 Level = Literal["op", "module", "state"]
+Compiled = Literal["run", "interpret"]
 Phase = Literal["forward", "backward", "optimizer"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
+COMPILED: tuple[str, ...] = get_args(Compiled)
 PHASES: tuple[str, ...] = get_args(Phase)
 
 
@@ -25,6 +27,7 @@ class Selection:
         phases: among forward, backward and optimizer, for ops and module outputs.
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
+        compiled: "run" runs what torch.compile compiled, "interpret" its graphs node by node.
 
     Raises:
         SelectionError: a value is not one of the allowed ones.
@@ -35,10 +38,13 @@ class Selection:
     phases: tuple[str, ...] = PHASES
     every_n_steps: int = 1
     only_steps: tuple[int, ...] | None = None
+    compiled: str = "run"
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise SelectionError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}.")
+        if self.compiled not in COMPILED:
+            raise SelectionError(f"compiled must be one of {', '.join(COMPILED)}; got {self.compiled!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
         object.__setattr__(self, "phases", as_names("phases", self.phases))
         if not self.modules:
@@ -94,9 +100,11 @@ class Selection:
         form = asdict(self)
         form["modules"] = list(self.modules)
         form["phases"] = list(self.phases)
-        # without it where all steps are: as runs were written before there was a choice
-        steps = form.pop("only_steps")
-        return form if steps is None else {**form, "only_steps": list(steps)}
+        # without them where they are the default: as runs were written before there was a choice
+        steps, compiled = form.pop("only_steps"), form.pop("compiled")
+        if steps is not None:
+            form["only_steps"] = list(steps)
+        return form if compiled == "run" else {**form, "compiled": compiled}
 
     @classmethod
     def from_dict(cls, form: Mapping[str, Any]) -> "Selection":
@@ -108,6 +116,7 @@ class Selection:
                 phases=tuple(form["phases"]),
                 every_n_steps=form["every_n_steps"],
                 only_steps=form.get("only_steps"),
+                compiled=form.get("compiled", "run"),
             )
         except (KeyError, TypeError) as error:
             raise SelectionError(f"The selection {form!r} is not one that a run holds ({error}).") from error

@@ -1,8 +1,9 @@
 """The user's lines behind an op: stack frames outside torch, Lightning, Hydra and this package."""
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # torch 2.13: every backward pass from Python
 _APPLY_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
+"""Name of the rest of a function that Dynamo compiled up to a graph break (torch 2.13)."""
 _FOREIGN = ("lightning", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
 
 
@@ -45,6 +48,16 @@ def capture_source() -> tuple[str, ...]:
     if not lines and fallback is not None:
         return (fallback,)
     return tuple(lines)
+
+
+def shown_source(entries: Iterable[tuple[str, int, str]]) -> tuple[str, ...]:
+    """Return lines given as (path, number, function), innermost first, as ``capture_source`` does."""
+    lines = []
+    for path, number, function in entries:
+        label, owner = _describe(path, function)
+        if owner == "user":
+            lines.append(f"{label[0]}:{number} in {label[1]}")
+    return tuple(lines[:MAX_LINES])
 
 
 def nearest_source() -> tuple[str, bool]:
@@ -123,8 +136,9 @@ def _describe(path: str, function: str) -> tuple[tuple[str, str], str]:
 
     Not by code object: two of those are equal when their text and line are, whatever their files.
     """
-    if path.startswith(_PACKAGE + os.sep) or path.startswith("<frozen"):
+    if path.startswith((_PACKAGE + os.sep, "<frozen", "<eval_with_key>")):  # the last: code that torch.fx generated
         return (path, function), "other"
+    function = _RESUMED.sub(r"\1", function)
     if path.startswith(_TORCH + os.sep):
         relative = Path(path).relative_to(Path(_TORCH).parent).as_posix()
         is_plumbing = "/utils/_python_dispatch" in path or "/_ops.py" in path or "/_compile.py" in path

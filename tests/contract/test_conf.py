@@ -132,6 +132,7 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "phases": ["forward", "backward", "optimizer"],
         "every_n_steps": 5,
         "only_steps": None,
+        "compiled": "run",
         "steps": "common",
         "on_divergence": "collect",
         "sync_every_n_steps": 10,

@@ -45,7 +45,11 @@ PROGRAM_COLUMNS = {
     "recomputed": "bool",
     "source": "list<element: string>",
 }
-ROLES = {"output", "value", "argument", "input", "generator", "named", "samples", "sent", "delivered"}
+ROLES = {"output", "value", "argument", "input", "generator", "named", "samples", "sent", "delivered"} | {
+    "graph",
+    "entering",
+    "inside",
+}
 # how a site is written where its digest is taken
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
 

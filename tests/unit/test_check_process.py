@@ -17,6 +17,14 @@ from det_callbacks.check.process import run_process
 SECONDS = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C mean what it means in a terminal: a shell starts what runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run(source: str, folder: Path, **options: object) -> int:
     words = [sys.executable, "-I", "-c", textwrap.dedent(source), "a b", "$HOME"]
     return run_process(words, folder=folder, variables={"X": "1"}, **options)
@@ -43,9 +51,10 @@ def test_a_signal_is_the_status(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(FileNotFoundError):
         run_process([str(tmp_path / "none")], folder=tmp_path, variables={})
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # a process of ours that runs one, which has started another one

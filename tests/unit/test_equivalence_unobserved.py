@@ -329,12 +329,13 @@ def test_everything_is_closed_when_the_block_raises():
     def run() -> None:
         with mode:
             assert not torch.is_anomaly_enabled()
-            assert warnings.filters == before
+            assert warnings.filters[-len(before) :] == before
             raise PlantedError
 
     with pytest.raises(PlantedError):
         run()
     assert not mode.is_open
+    assert warnings.filters == before
 
 
 def test_threads_of_the_program():

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from det_callbacks import (
     CoverageWarning,
+    DivergenceError,
     ObserverContext,
     enable_hash_mode,
     observe,
@@ -122,9 +123,13 @@ def test_in_a_region_the_live_bits_are_no_site(tmp_path: Path) -> None:
             return compiled(*args)
 
     train(tmp_path, "reference", in_region, steps=1)
-    observer, _ = train(tmp_path, "current", in_region, "reference", steps=1)
-    assert observer.verdict is not None
-    assert observer.verdict.verdict == "match"
+    with pytest.raises(DivergenceError) as caught:
+        train(tmp_path, "current", in_region, "reference", steps=1)
+    verdict = caught.value.verdict
+    assert verdict.counts.sites_differing == 2, "the noise, as what goes into the region, and nothing made of it"
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.phase == "input"
+    assert verdict.origins == ()
 
 
 @pytest.mark.parametrize("function", [observe_grad, observe_non_deterministic_grad])

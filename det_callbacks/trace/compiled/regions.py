@@ -1,0 +1,349 @@
+"""The compiled regions of a step: which are recorded, and what is seen of the ops inside.
+
+Ops that are seen inside an opaque region (extern kernels, custom ops) follow from the region's inputs and its row of
+role "graph": inductor reuses buffers that such an op wrote, so that only the region can be told to be the origin.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from det_callbacks.trace.calls import written_by_call
+from det_callbacks.trace.collective_calls import tensors_in
+from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
+from det_callbacks.trace.compiled.hook import WATCHERS
+from det_callbacks.trace.compiled.interpret import NodeByNode
+from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.dispatch import breaks_graph
+from det_callbacks.trace.exchange import exchange_outputs
+from det_callbacks.trace.nodes import COMPILED
+from det_callbacks.trace.overloads import OpKind
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.tree import Attribution, Context, Event, arguments_json, module_of, scalar_bits
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
+
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+_next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
+_MAX_NODES = 1000
+"""How many nodes that a region made are looked at to find those: a region has few, views and copies aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inside:
+    """A region that runs: what the ops in it are recorded as."""
+
+    phase: str
+    context: Context
+    reads: tuple[int, ...]
+    source: tuple[str, ...]
+    digests: "array[int]"
+
+
+class CompiledRegions:
+    """Records the compiled regions of one step after the other.
+
+    Args:
+        recorder: whose sites are made.
+
+    Attributes:
+        inside: thread -> the opaque region that runs in it.
+        opaque: names of the regions of this step of which not every op was seen.
+        num_digested: regions and ops inside them of which rows were made in this step.
+    """
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self._is_interpreted = recorder.selection.compiled == "interpret"
+        self._depth = 0
+        self._earlier: dict[int, TracedGraph] = {}
+        self._interpreters: dict[tuple[int, str], tuple[TracedGraph, NodeByNode]] = {}
+        self.step: object = None
+        self.inside: dict[int, Inside] = {}
+        self.opaque: set[str] = set()
+        self.num_digested = 0
+        if recorder.selection.level != "state":
+            WATCHERS.install()
+
+    def open(self) -> None:
+        """Watch from here on; ``open`` and ``close`` may lie one inside the other."""
+        self._depth += 1
+        if self._depth == 1 and self._recorder.selection.level != "state":
+            WATCHERS.watch(self)
+
+    def close(self) -> None:
+        """Undo one ``open``; may be called more than once."""
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            WATCHERS.unwatch(self)
+            self.inside.clear()
+            self._interpreters.clear()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.step = object()
+        self.inside.clear()
+        self.opaque.clear()
+        self.num_digested = 0
+
+    def end(self) -> None:
+        """End a step: backward passes of graphs that outlive it are not recorded."""
+        self.step = None
+        self.inside.clear()
+
+    def run(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph in the forward pass, or where a checkpoint repeats it."""
+        if self.step is None or get_ident() in self.inside:
+            return call(*args)
+        phase, context = self._place()
+        context = self._in_own_module(graph, args, context)
+        if not self._selects(graph, phase, context):
+            return self._unselected(call, args)
+        rows = RegionRows(self._recorder, graph, phase, context)
+        rows.enter(args)
+        if self._is_interpreted and graph.runnable is not None:
+            outputs = self._interpreter(graph, module_of(context)).run_as_eager(args)
+            rows.leave(outputs, is_seen_through=True)
+            return outputs
+        number = _next_sequence_number()
+        self._start(rows)
+        modules = self._recorder.modules
+        modules.current = module_of(context)
+        try:
+            outputs = call(*args)
+        finally:
+            self.inside.pop(get_ident(), None)
+            modules.return_to_stack()
+        rows.leave(outputs, is_seen_through=graph.is_transparent)
+        if "backward" in self._recorder.selection.phases and torch.is_grad_enabled():
+            self._follow_backward(rows, outputs, number)
+        return outputs
+
+    def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
+        """Run a graph that inductor compiled before anybody watched, forward or backward."""
+        if self.step is None or get_ident() in self.inside:
+            return call()
+        phase, context = self._place()
+        if not self._recorder.selects(phase, context):
+            return call()
+        graph = self._earlier.get(len(inputs))
+        if graph is None:
+            names = tuple(GraphInput(name=f"input {index}") for index in range(len(inputs)))
+            graph = self._earlier[len(inputs)] = TracedGraph(name=name, backend="inductor", inputs=names)
+        rows = RegionRows(self._recorder, graph, phase, context)
+        rows.enter(inputs)
+        rows.forget_values()  # the graph frees each of its inputs as soon as it can
+        inputs.clear()
+        self._start(rows)
+        try:
+            outputs = call()
+        finally:
+            self.inside.pop(get_ident(), None)
+        rows.leave(outputs, is_seen_through=False)
+        return outputs
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op while an opaque region runs in some thread; of this one's, record what the op wrote."""
+        recorder = self._recorder
+        inside = self.inside.get(get_ident())
+        if inside is None:
+            return recorder.op(func, args, kwargs)
+        plan = recorder.plan_of(func)
+        if plan.kind is not OpKind.DIGEST:
+            recorder.passing.skipped[plan.kind.value] += 1
+            return func(*args, **kwargs)
+        mark = recorder.num_sites
+        phase, context = inside.phase, inside.context
+        try:
+            out = plan.call(*args, **kwargs)
+        except RuntimeError as error:
+            out = recorder.let_through(error, mark, func, phase, context, args, kwargs)
+        outputs: Sequence[Any] = written_by_call(plan, out, args, kwargs)
+        if recorder.exchange is not None:
+            out, outputs = exchange_outputs(recorder.exchange, plan, phase, context, out, outputs)
+        outputs = [output for output in outputs if not isinstance(output, Tensor) or holds_data(output)]
+        if not outputs:
+            recorder.passing.skipped["no_data"] += 1
+            return out
+        num_outputs = len(outputs)
+        event = recorder.at.likely
+        like: tuple[Any, ...] = (func, phase, context, [], list(inside.reads), [], num_outputs)
+        if event is None or not event.fits(*like):
+            event = next((child for child in recorder.at.children if child.fits(*like)), None)
+            if event is None:
+                event = Event(recorder.at, *like)
+                event.source = inside.source
+                constants = [value for value in args if not isinstance(value, Tensor | list | tuple)]
+                event.rows = tuple(
+                    Site(
+                        phase=phase,
+                        module=module_of(context),
+                        op=plan.name,
+                        occurrence=0,
+                        output=index,
+                        role="output" if isinstance(output, Tensor) else "value",
+                        arguments=arguments_json([f"argument {at}" for at in range(len(constants))], constants),
+                        inputs=inside.reads,
+                        source=event.source,
+                    )
+                    for index, output in enumerate(outputs)
+                )
+                recorder.tree.add(event)
+            recorder.at.likely = event
+        recorder.at = event
+        self.num_digested += 1
+        for output in outputs:
+            if isinstance(output, Tensor):
+                recorder.append(output)
+            else:
+                bits, tag = scalar_bits(output)
+                recorder.append_bits(bits, recorder.layouts.special(tag))
+            inside.digests.append(recorder.digests[-1])
+        return out
+
+    def _start(self, rows: RegionRows) -> None:
+        """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
+        if not rows.graph.is_transparent:
+            self.opaque.add(rows.graph.region)
+            self.inside[get_ident()] = Inside(
+                phase=rows.phase,
+                context=rows.context,
+                reads=rows.reads_of_inner,
+                source=rows.source,
+                digests=rows.inner,
+            )
+
+    def _interpreter(self, graph: TracedGraph, owner: str) -> NodeByNode:
+        known = self._interpreters.get((id(graph), owner))
+        if known is None:
+            assert graph.runnable is not None
+            known = (graph, NodeByNode(graph.runnable, self._recorder.modules, owner))
+            self._interpreters[(id(graph), owner)] = known
+        return known[1]
+
+    def _place(self) -> tuple[str, Context]:
+        recorder = self._recorder
+        if _graph_task_id() == -1:
+            return recorder.phase, recorder.modules.current
+        return "backward", recorder.backward.context()
+
+    def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], context: Context) -> Context:
+        """Return the context in the module whose code was traced, told by the name of one of its parameters.
+
+        ``nn.Module.compile`` compiles the call of a module with its hooks, so that the stack does not show it.
+        """
+        names = self._recorder.parameter_names
+        for known, value in zip(graph.inputs, args, strict=False):
+            name = names.get(id(value)) if known.path else None
+            if name is None or not name.endswith(str(known.path)):
+                continue
+            module = name[: -len(str(known.path))].rstrip(".")
+            if module.replace("._orig_mod", "") == module_of(context).replace("._orig_mod", ""):
+                return context
+            if isinstance(context, str):
+                return module
+            return self._recorder.backward.in_module(module, recomputed=context.recomputed)
+        return context
+
+    def _selects(self, graph: TracedGraph, phase: str, context: Context) -> bool:
+        """Return whether the region's module is selected, or one that is called inside."""
+        selects = self._recorder.selects
+        owner = module_of(context)
+        paths = (f"{owner}.{path}" if owner and path else path or owner for path in graph.modules)
+        return selects(phase, context) or any(selects(phase, path) for path in paths)
+
+    def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a region outside the selection: what it writes is unknown from here on."""
+        versions = [version_of(value) for value in args]
+        outputs = call(*args)
+        written = [value for value, before in zip(args, versions, strict=True) if version_of(value) != before]
+        for value in tensors_in([outputs, *written]):
+            for part in parts_with_memory(value):
+                self._recorder.ledger.forget(part)
+        self._recorder.passing.skipped["unselected"] += 1
+        return outputs
+
+    def _follow_backward(self, forward: RegionRows, outputs: Any, number: int) -> None:
+        """Record the backward pass of a region, too, when it comes within this step."""
+        forward.forget_values()
+        for node in _compiled_nodes(outputs, number):
+            attribution = Attribution(module=module_of(forward.context), source=forward.source)
+            self._recorder.backward.claim(node, attribution)
+            names = {
+                value.output_nr: f"grad of output {index}"
+                for index, value in enumerate(tensors_in([outputs]))
+                if value.grad_fn is node
+            }
+            follower = _Backward(self, forward, attribution, names)
+            node.register_prehook(follower.before)
+            node.register_hook(follower.after)
+
+    def start_backward(
+        self, forward: RegionRows, context: Context, gradients: Sequence[Any], names: Mapping[int, str]
+    ) -> RegionRows:
+        """Record the gradients that come back to a region's outputs; ``names`` are theirs by number."""
+        # what is none of the outputs is an input that the region wrote, or what views among the outputs are of
+        shown = tuple(names.get(index, f"grad of result {index}") for index in range(len(gradients)))
+        rows = RegionRows(self._recorder, forward.graph.backward(shown), "backward", context)
+        rows.follow(forward)
+        rows.enter(gradients)
+        rows.forget_values()
+        self._start(rows)
+        return rows
+
+    def end_backward(self, rows: RegionRows, forward: RegionRows, gradients: Sequence[Any]) -> None:
+        """Record the gradients of its inputs."""
+        self.inside.pop(get_ident(), None)
+        rows.leave(gradients, is_seen_through=rows.graph.is_transparent, names=forward.gradient_names(len(gradients)))
+
+
+class _Backward:
+    """Hooks of the autograd node of a region."""
+
+    __slots__ = ("_attribution", "_forward", "_names", "_regions", "_rows", "_step")
+
+    def __init__(
+        self, regions: CompiledRegions, forward: RegionRows, attribution: Attribution, names: Mapping[int, str]
+    ) -> None:
+        self._regions = regions
+        self._forward = forward
+        self._attribution = attribution
+        self._names = names
+        self._step = regions.step
+        self._rows: RegionRows | None = None
+
+    @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
+    def before(self, gradients: Sequence[Any]) -> None:
+        """Called with the gradients of the outputs, None where there is none."""
+        if self._step is self._regions.step:
+            self._rows = self._regions.start_backward(self._forward, self._attribution, gradients, self._names)
+
+    @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
+    def after(self, gradients: Sequence[Any], _of_outputs: Sequence[Any]) -> None:
+        """Called with the gradients of the inputs."""
+        rows, self._rows = self._rows, None
+        if rows is not None and self._step is self._regions.step:
+            self._regions.end_backward(rows, self._forward, gradients)
+
+
+def _compiled_nodes(outputs: Any, number: int) -> list[Any]:
+    """Return the autograd nodes of compiled code among those that were made from a sequence number on."""
+    found: list[Any] = []
+    waiting = [value.grad_fn for value in tensors_in([outputs]) if value.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if node in seen or node.name().endswith("AccumulateGrad") or node._sequence_nr() < number:
+            continue
+        seen.add(node)
+        if node.name() == COMPILED:
+            found.append(node)
+        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return sorted(found, key=lambda node: node._sequence_nr())

@@ -1,0 +1,124 @@
+"""Networks that are compiled, compilers, and steps of them."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+
+from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.trace.compiled.hook import WATCHERS
+from det_callbacks.trace.program import Site
+from det_callbacks.trace.steps import StepTrace
+
+SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+"""The environment variable that it sets when it loads its first kernel."""
+
+NUDGE = {"twice": False}
+
+
+@torch.library.custom_op("det_tests::twice", mutates_args=())
+def twice(tensor: Tensor) -> Tensor:
+    result = tensor * 2
+    if NUDGE["twice"]:
+        result.view(-1)[3] = torch.nextafter(result.view(-1)[3], torch.tensor(1e30))
+    return result
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, gradient: gradient * 2, setup_context=lambda ctx, inputs, output: None)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return twice(torch.relu(self.norm(self.linear(x)))) + x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def opaque_backend() -> Any:
+    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def train(model: Callable[[Tensor], Tensor], x: Tensor | None = None) -> Callable[[], None]:
+    def body() -> None:
+        model(batch() * 3 if x is None else x).square().sum().backward()
+
+    return body
+
+
+def ends(trace: StepTrace, part: str, phase: str = "forward") -> list[Site]:
+    return [site for site in trace.program.sites if site.op.endswith(f".{part}") and site.phase == phase]
+
+
+def difference(reference: StepTrace, current: StepTrace) -> StepDifference:
+    return compare_steps(reference.view(), current.view())
+
+
+def origins(found: StepDifference) -> list[tuple[str, str | None]]:
+    return [(origin.op, origin.name) for origin in found.origins]
+
+
+NAMES_OF_BLOCK = (
+    "linear.weight",
+    "linear.bias",
+    "norm.num_batches_tracked",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.weight",
+    "norm.bias",
+)
+
+
+def nudged(tensor: Tensor) -> Tensor:
+    tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
+    return tensor
+
+
+def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepTrace]) -> StepTrace:
+    """Run a step from the same weights and buffers."""
+    model.load_state_dict(state)
+    model.zero_grad()
+    return run()
+
+
+@contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Forget what was compiled, before and after."""
+    was_set = SET_BY_INDUCTOR in os.environ
+    torch._dynamo.reset()
+    counters.clear()
+    NUDGE["twice"] = False
+    yield
+    NUDGE["twice"] = False
+    torch._dynamo.reset()
+    if not was_set:
+        os.environ.pop(SET_BY_INDUCTOR, None)
+    assert WATCHERS.open == [], "somebody still watches"

@@ -1,0 +1,280 @@
+"""What is seen of a compiled region: its ends, and what runs inside."""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiling import (
+    NAMES_OF_BLOCK,
+    NUDGE,
+    batch,
+    compiling_anew,
+    difference,
+    ends,
+    net,
+    opaque_backend,
+    origins,
+    restored,
+    train,
+)
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
+from tracing import assert_same, step_of, traced
+
+from det_callbacks.trace.compiled.hook import WATCHERS
+from det_callbacks.trace.hash_mode import HashMode
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # torch's own, when it compiles a module whose input is no leaf
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    with compiling_anew():
+        yield
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("boxed", id="opaque"),
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> Any:
+    """A compiler: one that runs op after op, one of which nothing is known, and the one that users use."""
+    return opaque_backend() if request.param == "boxed" else request.param
+
+
+def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -> None:
+    model = net()
+    compiled = torch.compile(model, backend=backend)
+    mode = HashMode(model)
+    steps = [step_of(mode, train(compiled)) for _ in range(3)]
+    assert counters["stats"]["unique_graphs"] == 1, "it was compiled, and once"
+    assert steps[1].program.id == steps[2].program.id
+    trace = steps[2]
+    assert [site.name for site in ends(trace, "inputs")] == [
+        "x",
+        *(f"blocks.{block}.{name}" for block in (0, 1) for name in NAMES_OF_BLOCK),
+        "head.weight",
+        "head.bias",
+    ]
+    (given,) = ends(trace, "inputs", "backward")
+    assert given.name == "grad of output 0"
+    assert {site.name for site in ends(trace, "outputs", "backward")} == {
+        f"grad of {name}" for name, _ in model.named_parameters()
+    }
+    assert {site.op for site in trace.program.sites if site.op.startswith("compiled.")} >= {
+        "compiled.Net_forward.graph",
+        "compiled.Net_forward.inputs",
+        "compiled.Net_forward.outputs",
+    }
+    is_opaque = backend != "aot_eager"
+    assert trace.program.opaque_regions == (("compiled.Net_forward",) if is_opaque else ())
+    assert bool(ends(trace, "inside")) is is_opaque
+
+
+def test_what_a_region_computes_is_what_it_computes_unwatched(backend: Any) -> None:
+    gradients = []
+    for is_watched in (False, True):
+        torch._dynamo.reset()
+        model = net()
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            model.zero_grad()
+            if is_watched:
+                traced(train(compiled), model)
+            else:
+                train(compiled)()
+        gradients.append([value.clone() for value in (*(p.grad for p in model.parameters()), *model.buffers())])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend: Any) -> None:
+    model = net()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    trace = traced(train(model), model)
+    assert [site.module for site in ends(trace, "graph")] == ["blocks.0", "blocks.1"]
+    assert [site.module for site in ends(trace, "graph", "backward")] == ["blocks.1", "blocks.0"]
+    inside = [site.module for site in trace.program.sites if site.op == "det_tests.twice.default"]
+    assert inside == ["blocks.0", "blocks.1"]
+
+
+def test_parts_between_graph_breaks_are_numbered() -> None:
+    def broken(x: Tensor) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        x = x.cos()
+        torch._dynamo.graph_break()
+        return x.tan()
+
+    compiled = torch.compile(broken, backend=opaque_backend())
+    trace = traced(lambda: compiled(torch.ones(3)))
+    regions = [f"compiled.{name}" for name in ("broken", "broken_2", "broken_3")]
+    names = [
+        region.replace("compiled.", "compiled.test_parts_between_graph_breaks_are_numbered_locals_")
+        for region in regions
+    ]
+    assert trace.program.opaque_regions in (tuple(regions), tuple(names))
+    sources = [site.source[0].rpartition(" ")[2] for site in ends(trace, "graph")]
+    assert sources == ["broken"] * 3
+
+
+@pytest.mark.parametrize("level", ["module", "state"])
+def test_less_than_ops(level: str) -> None:
+    model = net()
+    compiled = torch.compile(model, backend=opaque_backend())
+    trace = traced(train(compiled), model, level=level)
+    regions = {site.op.rpartition(".")[2] for site in trace.program.sites if site.op}
+    assert regions == ({"graph", "inputs", "outputs"} if level == "module" else set())
+    assert trace.program.opaque_regions == (("compiled.Net_forward",) if level == "module" else ())
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_seen"), [(("blocks.1*",), True), (("head",), True), (("none*",), False), (("",), True)]
+)
+def test_a_region_is_selected_by_its_module_or_by_one_called_inside(modules: tuple[str, ...], is_seen: bool) -> None:
+    model = net()
+    compiled = torch.compile(model, backend=opaque_backend())
+    trace = traced(train(compiled), model, modules=modules)
+    assert bool(ends(trace, "outputs")) is is_seen
+
+
+def test_what_a_region_writes_into_its_inputs() -> None:
+    compiled = torch.compile(lambda x: x.add_(1), backend=opaque_backend())
+
+    def body() -> None:
+        x = torch.ones(3)
+        compiled(x)
+        x.mul(2)
+
+    trace = traced(body)
+    written = [site for site in ends(trace, "outputs") if site.name == "x"]
+    assert len(written) == 1
+    multiplied = next(site for site in trace.program.sites if site.op == "aten.mul.Tensor")
+    assert [trace.program.sites[at].op.rpartition(".")[2] for at in multiplied.inputs] == ["outputs"]
+
+
+def test_a_compiled_optimizer_writes_what_its_graph_holds() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = torch.compile(optimizer.step, backend=opaque_backend())
+
+    def body() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        step()
+
+    mode = HashMode(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        trace = step_of(mode, body)
+    assert {site.name for site in ends(trace, "outputs", "optimizer")} == {
+        "weight",
+        "bias",
+        "momentum_buffer of weight",
+        "momentum_buffer of bias",
+    }
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_under_activation_checkpointing(use_reentrant: bool) -> None:
+    model = net()
+    compiled = torch.compile(model, backend=opaque_backend())
+    mode = HashMode(model)
+    x = batch().requires_grad_()
+
+    def body() -> None:
+        checkpoint(compiled, x, use_reentrant=use_reentrant).sum().backward()
+
+    steps = [step_of(mode, body) for _ in range(3)]
+    assert steps[1].program.id == steps[2].program.id
+    assert len(ends(steps[2], "graph", "backward")) >= 2 - (not use_reentrant)
+    assert ends(steps[2], "outputs", "backward")
+
+
+def test_nothing_is_left_behind_when_a_region_raises() -> None:
+    filters = list(warnings.filters)
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            raise RuntimeError("the kernel failed")
+
+        return make_boxed_func(run)
+
+    compiled = torch.compile(lambda x: x + 1, backend=aot_autograd(fw_compiler=compiler))
+    mode = HashMode()
+    with pytest.raises(RuntimeError, match="the kernel failed"), mode:
+        compiled(torch.ones(3))
+    assert WATCHERS.open == []
+    assert WATCHERS.inside == {}
+    assert mode.recorder.compiled.inside == {}
+    assert list(warnings.filters) == filters
+    assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
+
+
+def test_two_modes_see_a_region_each() -> None:
+    compiled = torch.compile(lambda x: x.sin(), backend=opaque_backend())
+    outer, inner = HashMode(), HashMode()
+    with outer, inner:
+        compiled(torch.ones(3))
+    assert outer.trace is not None
+    assert inner.trace is not None
+    for trace in (outer.trace, inner.trace):
+        assert len(ends(trace, "outputs")) == 1
+
+
+def test_a_wrapped_module_calls_no_attention_to_our_hooks() -> None:
+    model = net()
+    model.blocks = torch.compile(model.blocks, backend="aot_eager")  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace = traced(train(model), model)
+    assert [site.module for site in ends(trace, "graph")] == ["blocks"]
+    names = {site.name for site in ends(trace, "inputs")}
+    assert "blocks._orig_mod.0.linear.weight" in names
+    assert "blocks._orig_mod.0.norm.running_mean" in names
+
+
+def test_the_same_step_in_two_modes_is_the_same() -> None:
+    model = net()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model.head, backend=counter)
+    with torch.no_grad():
+        traces = [traced(lambda: compiled(batch()), model) for _ in range(3)]
+    assert counter.frame_count == 1
+    for one, other in itertools.pairwise(traces):
+        assert_same(one, other)
+
+
+@pytest.mark.slow
+def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it() -> None:
+    model = net()
+    compiled = torch.compile(model)
+    followed = torch._dynamo.output_graph.OutputGraph.call_user_compiler
+    original = followed.__wrapped__  # type: ignore[attr-defined]
+    torch._dynamo.output_graph.OutputGraph.call_user_compiler = original  # type: ignore[method-assign]
+    try:
+        train(compiled)()
+    finally:
+        torch._dynamo.output_graph.OutputGraph.call_user_compiler = followed  # type: ignore[method-assign]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = [restored(model, state, lambda: traced(train(compiled), model)) for _ in range(2)]
+    assert_same(*steps)
+    assert steps[0].program.opaque_regions == ("compiled.graph_compiled_earlier",)
+    assert ends(steps[0], "outputs")
+    assert ends(steps[0], "outputs", "backward")
+    NUDGE["twice"] = True
+    current = restored(model, state, lambda: traced(train(compiled), model))
+    assert ("compiled.graph_compiled_earlier.inside", None) in origins(difference(steps[0], current))
