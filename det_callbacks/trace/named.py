@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_spans, digest_tensor
+from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import (
@@ -153,7 +154,7 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
     else:
         reads = _writers_of(recorder, tensor)
         _enter(recorder, "output", phase, module, [reads], [name])
-        recorder.append_output(tensor, reads)
+        append_output(recorder, tensor, reads)
 
 
 def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: int, *, role: Role) -> None:

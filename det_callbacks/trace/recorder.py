@@ -276,18 +276,6 @@ class Recorder:
         self.layout_indices.append(slot.index)
         return slot
 
-    def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
-        """Append a module's output; the digest of the one site that wrote the same bytes is taken over."""
-        slot = self.layouts.of(tensor)
-        if len(writers) == 1 and slot.is_raw:
-            (writer,) = writers
-            written = self.layouts.at(self.layout_indices[writer])
-            is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
-            if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
-                self.append_bits(self.digests[writer], slot)
-                return
-        self.append_bits(digest_as_laid_out(tensor, slot), slot)
-
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
         """Append a site whose 64 bits are known."""
         self.digests.append(bits)

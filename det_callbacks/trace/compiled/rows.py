@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_bytes
+from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import input_row, source_of
 from det_callbacks.trace.collective_calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
@@ -248,7 +249,7 @@ class RegionRows:
             bits, tag = scalar_bits(value)
             recorder.append_bits(bits, recorder.layouts.special(tag))
         elif writers:
-            recorder.append_output(value, writers)
+            append_output(recorder, value, writers)
         else:
             recorder.append(value)
 
