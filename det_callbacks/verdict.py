@@ -4,7 +4,8 @@ The field names are those of ``det-callbacks diff --json`` (schema 1); ``Verdict
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from math import prod
 from typing import Any, Literal, get_args
 
 VERDICT_SCHEMA = 1
@@ -30,6 +31,103 @@ EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNumbers:
+    """By how much one tensor differs from the reference's, where both runs kept it.
+
+    A distance in ULPs (units in the last place) is how many numbers of the dtype lie between two: 1 for neighbours.
+
+    Attributes:
+        tensor: what it is to the op: "output 0", or the name of an argument ("self", "tensors[3]").
+        name: parameter, buffer or optimizer state that it is; None for an ordinary activation.
+        shape: sizes in elements.
+        dtype: "float32" and so on.
+        num_differing: elements whose bits differ.
+        ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
+            largest; () for dtypes without a distance. Of a complex number the larger distance of its parts.
+        num_nan: elements that differ and of which one or both are NaN; in no bin of ``ulps``.
+        num_inf: likewise, of which one or both are infinite and none is NaN.
+        max_ulps: the largest distance in ``ulps``; None where nothing is in it.
+        max_absolute: the largest absolute difference of finite elements; None where there are none that differ, or
+            where it is beyond float64.
+        max_relative: the largest of them by the reference's element, where that is not zero; None likewise.
+        first: index of the first element that differs, row-major; None where none does.
+        first_values: its value in the reference and now, as text, exact for its dtype.
+        worst: index of the element with NaN, else with an infinity, else with the largest distance.
+        worst_values: likewise.
+        problem: why there are no numbers; "" where there are.
+    """
+
+    tensor: str
+    name: str | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    num_differing: int = 0
+    ulps: tuple[int, ...] = ()
+    num_nan: int = 0
+    num_inf: int = 0
+    max_ulps: int | None = None
+    max_absolute: float | None = None
+    max_relative: float | None = None
+    first: tuple[int, ...] | None = None
+    first_values: tuple[str, str] | None = None
+    worst: tuple[int, ...] | None = None
+    worst_values: tuple[str, str] | None = None
+    problem: str = ""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: tuples become lists."""
+        row = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**row, "num_elements": self.num_elements}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> "TensorNumbers":
+        """Return what ``to_dict`` gave; KeyError or TypeError where it is not that."""
+        names = (one.name for one in fields(cls))
+        return cls(**{name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """By how much a divergence differs, from tensors that both runs kept (``keep_tensors``).
+
+    Attributes:
+        output: the tensor that the divergence is of; several where it is made of several (a sparse one).
+        inputs: what the op read, those that differ first.
+        num_inputs: all of them, where ``inputs`` has the first ones only.
+        problem: why there are none: what was not kept, or could not be read; "" where there are.
+    """
+
+    output: tuple[TensorNumbers, ...] = ()
+    inputs: tuple[TensorNumbers, ...] = ()
+    num_inputs: int = 0
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "output": [tensor.to_dict() for tensor in self.output],
+            "inputs": [tensor.to_dict() for tensor in self.inputs],
+            "num_inputs": self.num_inputs,
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Numbers":
+        """Return what ``to_dict`` gave; KeyError or TypeError where it is not that."""
+        return cls(
+            output=tuple(map(TensorNumbers.from_dict, content["output"])),
+            inputs=tuple(map(TensorNumbers.from_dict, content["inputs"])),
+            num_inputs=content["num_inputs"],
+            problem=content["problem"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """One aligned place where two runs differ.
 
@@ -52,6 +150,7 @@ class Divergence:
         current_digest: likewise.
         is_origin: True when nothing it read differs, False when it passed a difference on or is itself a source
             (an input, a batch, a weight), None where neither can be proven.
+        numbers: by how much it differs; None where ``keep_tensors`` did not ask for its op.
     """
 
     rank: int
@@ -69,13 +168,28 @@ class Divergence:
     reference_digest: str | None
     current_digest: str | None
     is_origin: bool | None
+    numbers: Numbers | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: tuples become lists."""
         row = asdict(self)
         row["source"] = list(self.source)
         row["shape"] = None if self.shape is None else list(self.shape)
+        row["numbers"] = None if self.numbers is None else self.numbers.to_dict()
         return row
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> "Divergence":
+        """Return what ``to_dict`` gave, also without ``numbers``; KeyError or TypeError where it is not that."""
+        shape, numbers = row["shape"], row.get("numbers")
+        return cls(
+            **{
+                **row,
+                "source": tuple(row["source"]),
+                "shape": None if shape is None else tuple(shape),
+                "numbers": None if numbers is None else Numbers.from_dict(numbers),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +324,8 @@ class Verdict:
                 verdict=data["verdict"],
                 reference=str(data["reference"]),
                 current=str(data["current"]),
-                first_divergence=None if first is None else _divergence(first),
-                origins=tuple(_divergence(origin) for origin in data["origins"]),
+                first_divergence=None if first is None else Divergence.from_dict(first),
+                origins=tuple(map(Divergence.from_dict, data["origins"])),
                 cause=cause,
                 explanation=str(data["explanation"]),
                 counts=Counts(**data["counts"]),
@@ -227,8 +341,3 @@ class Verdict:
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"its structure is not that of a verdict: {type(error).__name__}: {error}") from error
-
-
-def _divergence(row: Mapping[str, Any]) -> Divergence:
-    shape = row["shape"]
-    return Divergence(**{**row, "source": tuple(row["source"]), "shape": None if shape is None else tuple(shape)})

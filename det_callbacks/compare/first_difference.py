@@ -86,7 +86,7 @@ class FirstDifference:
             return self.first
         if ranks.is_collective and ranks.collective is not None:
             by_it = [divergence for key, divergence in self.delivered if key == ranks.collective.key]
-            return replace(self.first, is_origin=self.first in by_it)
+            return replace(self.first, is_origin=replace(self.first, numbers=None) in by_it)
         side = ranks.sides[self.order[-1]]
         if side == "receiver":
             return replace(self.first, is_origin=False)
@@ -114,16 +114,11 @@ class FirstDifference:
         segment, step, position, rank = content["order"]
         return cls(
             order=(segment, step, position, rank),
-            first=_divergence(content["first"]),
+            first=Divergence.from_dict(content["first"]),
             among_ranks=RankDifference.from_dict(content["among_ranks"]),
             delivered=tuple(
-                ((op, group, number), _divergence(row)) for (op, group, number), row in content["delivered"]
+                ((op, group, number), Divergence.from_dict(row)) for (op, group, number), row in content["delivered"]
             ),
-            origins=tuple(map(_divergence, content["origins"])),
+            origins=tuple(map(Divergence.from_dict, content["origins"])),
             words=Words(**{**content["words"], "evidence": tuple(content["words"]["evidence"])}),
         )
-
-
-def _divergence(row: Mapping[str, Any]) -> Divergence:
-    shape = None if row["shape"] is None else tuple(row["shape"])
-    return Divergence(**{**row, "source": tuple(row["source"]), "shape": shape})

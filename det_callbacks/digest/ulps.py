@@ -67,7 +67,7 @@ def count_differing(first: Tensor, second: Tensor) -> tuple[int, int | None]:
     if first.device != second.device:
         first, second = first.cpu(), second.cpu()
     num_differing, largest = 0, 0
-    for one, other in _chunks(_flat(first, second)):
+    for one, other in _chunks(paired_bits(first, second)):
         differs = one != other
         if differs.dim() > 1:
             differs = differs.any(1)
@@ -79,8 +79,8 @@ def count_differing(first: Tensor, second: Tensor) -> tuple[int, int | None]:
     return num_differing, None if largest < 0 else largest
 
 
-def _flat(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bits of both as integers, elements in one order; a complex number is a row of two."""
+def paired_bits(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bits of two tensors of one shape and dtype as integers, row-major; a complex number is a row of two."""
     first, second = first.detach().resolve_conj().resolve_neg(), second.detach().resolve_conj().resolve_neg()
     rows: tuple[int, ...] = (first.numel(),)
     if first.dtype in _PARTS:
@@ -96,13 +96,29 @@ def _chunks(pair: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _largest_distance(first: Tensor, second: Tensor, dtype: torch.dtype) -> int | None:
+    found = distances(first.cpu().numpy(), second.cpu().numpy(), dtype)
+    return None if found is None else int(found.max())
+
+
+def distances(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray | None:
+    """Return how far elements are apart, element by element.
+
+    Args:
+        first: bits, as ``paired_bits`` gives them.
+        second: of as many elements.
+        dtype: of the tensors they are of.
+
+    Returns:
+        uint64, of the same shape; None for dtypes without a distance.
+    """
     dtype = _PARTS.get(dtype, dtype)
-    one, other = _ordered(first.cpu().numpy(), dtype), _ordered(second.cpu().numpy(), dtype)
+    one, other = _ordered(first, dtype), _ordered(second, dtype)
     if one is None or other is None:
         return None
     high, low = np.maximum(one, other), np.minimum(one, other)
     # the difference of two 64-bit integers fits 64 bits without a sign, and wraps to it
-    return int((high.astype(np.uint64) - low.astype(np.uint64)).max())
+    difference: np.ndarray = high.astype(np.uint64) - low.astype(np.uint64)
+    return difference
 
 
 def _ordered(bits: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
