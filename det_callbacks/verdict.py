@@ -87,8 +87,9 @@ class TensorNumbers:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "TensorNumbers":
         """Return what ``to_dict`` gave; KeyError or TypeError where it is not that."""
-        names = (one.name for one in fields(cls))
-        return cls(**{name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names})
+        known: dict[str, Any] = {one.name: row[one.name] for one in fields(cls)}
+        known.update((name, tuple(value)) for name, value in known.items() if isinstance(value, list))
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

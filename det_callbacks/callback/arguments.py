@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.kept import KeepChoice
 from det_callbacks.replay import ReplayChoice
 from det_callbacks.resume.generators import HELD_TYPES
 from det_callbacks.trace.selection import Selection
@@ -104,12 +105,22 @@ def check_replay(selection: Selection) -> None:
         )
 
 
-def check_audit(selection: Selection, replay: ReplayChoice) -> None:
-    """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
-    if selection != Selection() or replay.patterns:
+def check_keep(selection: Selection) -> None:
+    """Raise ``SelectionError`` when no op would be seen whose tensors are to be kept."""
+    if selection.level != "op":
         raise SelectionError(
-            "An audit looks at every op of the steps in audit_steps; leave level, modules, phases, every_n_steps, "
-            f"only_steps and replay at their defaults. Got {selection.to_dict()} and replay={list(replay.patterns)}."
+            f'keep_tensors needs level="op", at which ops are seen; got level={selection.level!r}. Record the '
+            "steps that matter at level op: only_steps=[812]."
+        )
+
+
+def check_audit(selection: Selection, replay: ReplayChoice, keep: KeepChoice) -> None:
+    """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
+    if selection != Selection() or replay.patterns or keep.patterns:
+        raise SelectionError(
+            "An audit looks at every op of the steps in audit_steps, and keeps nothing; leave level, modules, phases, "
+            f"every_n_steps, only_steps, replay and keep_tensors at their defaults. Got {selection.to_dict()}, "
+            f"replay={list(replay.patterns)} and keep_tensors={list(keep.patterns)}."
         )
 
 

@@ -64,6 +64,11 @@ class DeterminismCallback(CallbackOptions):
             mode taken from the reference.
         replay_budget_mib: record: MiB that a step may save; more is a ReplayError.
         replay_total_mib: record: MiB that the run may save.
+        keep_tensors: record: ops whose outputs, and what they read, are kept with each step, so that a verdict says by
+            how much they differ: ``[phase/][module:]op`` patterns. Verify: taken from the reference; the same are kept
+            of the steps that differ.
+        keep_budget_mib: record: MiB that a process may keep in all, and hold in memory for a step; what comes after
+            that is not kept, and said.
         audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
         audit_steps: audit: the steps to audit, by number.
         audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
@@ -169,6 +174,7 @@ class DeterminismCallback(CallbackOptions):
             allow=() if self.settings is None else self.settings.allow,
             choices=self.choices,
             replay=self.replay.patterns,
+            keep=self.keep,
             validation_batches=run.has_validations(self.validation_batches),
         )
         self._together.check_start(trainer, pl_module, manifest)

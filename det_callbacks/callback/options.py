@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback
-from det_callbacks.callback.arguments import check_arguments, check_audit, check_replay
+from det_callbacks.callback.arguments import check_arguments, check_audit, check_keep, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.metrics import Metrics
@@ -16,6 +16,7 @@ from det_callbacks.callback.spawned import InheritedSettings
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import MarksPoints, Tracing
 from det_callbacks.callback.verifying import Verifying
+from det_callbacks.kept import KEEP_BUDGET_MIB, KeepChoice
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
@@ -47,6 +48,8 @@ class CallbackOptions(MarksPoints, AlertCallback):
         replay: Sequence[str] | str | Path = (),
         replay_budget_mib: float = BUDGET_MIB,
         replay_total_mib: float = TOTAL_MIB,
+        keep_tensors: Sequence[str] = (),
+        keep_budget_mib: float = KEEP_BUDGET_MIB,
         audit: Literal["ops", "step"] = "ops",
         audit_steps: Sequence[int] = (0, 1, 2),
         audit_runs: int = 2,
@@ -101,8 +104,11 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
         if self.replay.patterns and mode == "record":
             check_replay(self.selection)
+        self.keep = KeepChoice.of(keep_tensors, budget_mib=keep_budget_mib)
+        if self.keep.patterns and mode == "record":
+            check_keep(self.selection)
         if mode == "audit":
-            check_audit(self.selection, self.replay)
+            check_audit(self.selection, self.replay, self.keep)
         self.audit = audit
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs

@@ -1,7 +1,7 @@
 """What a fit is recorded into."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from det_callbacks.errors import (
     RankError,
     SelectionError,
 )
+from det_callbacks.kept import KeepChoice, Keeper, KeptCounts
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
 from det_callbacks.trace.evidence import Row
@@ -42,21 +43,27 @@ class Recording:
         path: folder of the reference.
         overwrite: replace a run that is there.
         replay: whose outputs are saved.
+        keep: whose tensors are kept.
         peers: the processes that record together.
 
     Attributes:
         saver: where the tensors of a step are kept; None before a fit, and in a step that the run holds already.
         saved: what the run kept of a step that it holds already, to be put back.
         exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
+        keeper: what keeps tensors of the steps; None when none are kept, and before a fit.
         verdict: of a resumed fit that disagreed with the run; None of every other one.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool, replay: ReplayChoice, peers: Peers = ALONE) -> None:
+    def __init__(
+        self, path: Path, *, overwrite: bool, replay: ReplayChoice, keep: KeepChoice, peers: Peers = ALONE
+    ) -> None:
         self.path = path
         self._replay = replay
+        self._keep = keep
         self.saver: SavedTensors | None = None
         self.saved: SavedStep | None = None
         self.exchange: OpSaver | OpResaver | None = None
+        self.keeper: Keeper | None = None
         self.verdict: Verdict | None = None
         self.peers = peers
         self._overwrite = overwrite
@@ -78,7 +85,7 @@ class Recording:
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
-            SelectionError: it is gone on with, and was recorded with other replay patterns.
+            SelectionError: it is gone on with, and was recorded with other patterns to replay or to keep.
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
@@ -97,6 +104,8 @@ class Recording:
             self._writer = RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
         if self._tensors is not None:
             self._tensors.start_segment(self._writer.stream, self._writer.segment)
+            if self.keeper is not None:
+                self.keeper.start_segment(self._writer.stream, self._writer.segment)
             return
         self._tensors = SavedTensors(
             self._writer.stream,
@@ -109,6 +118,14 @@ class Recording:
         if patterns := self._replay.patterns:
             ops = OpSaver(patterns, self._tensors)
             self.exchange = OpResaver(ops, OpReplayer(patterns)) if self._agreement is not None else ops
+        if self._keep.patterns:
+            self.keeper = Keeper(
+                self._keep,
+                self._writer.stream,
+                run_id=self._writer.run_id,
+                rank=self.peers.rank,
+                segment=self._writer.segment,
+            )
 
     @property
     def may_stop(self) -> bool:
@@ -155,13 +172,13 @@ class Recording:
                 f"{self.path} was recorded with validation_batches={validations[0]}, and this attempt asks for "
                 f"{validations[1]}. Nothing was changed. Resume with the same, or record to another folder."
             )
-        recorded = list(earlier.manifest.get("replay", ()))
-        if set(recorded) != set(self._replay.patterns):
-            raise SelectionError(
-                f"{self.path} was recorded with replay={recorded}, and this attempt asks for "
-                f"{list(self._replay.patterns)}. Nothing was changed. Resume with the same patterns, or record to "
-                "another folder."
-            )
+        for name, asked in (("replay", self._replay.patterns), ("keep_tensors", self._keep.patterns)):
+            recorded = list(earlier.manifest.get(name, ()))
+            if set(recorded) != set(asked):
+                raise SelectionError(
+                    f"{self.path} was recorded with {name}={recorded}, and this attempt asks for {list(asked)}. "
+                    "Nothing was changed. Resume with the same patterns, or record to another folder."
+                )
         return earlier
 
     @property
@@ -193,6 +210,8 @@ class Recording:
             self.exchange.begin(self.saved)
         elif self.exchange is not None:
             self.exchange.begin_step()
+        if self.keeper is not None:
+            self.keeper.begin()
         return expectation
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
@@ -217,6 +236,8 @@ class Recording:
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
+        if self.keeper is not None:
+            self.keeper.write(trace, step)  # first, likewise
         self.chain = writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         self.program = trace.program.id
         return False
@@ -253,6 +274,8 @@ class Recording:
         """
         writer = self._running()
         agreement = self._agreement
+        if self.keeper is not None:
+            self.keeper.close()
         ended = self.peers.agree(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and agreement is not None:
             self._take_back(ended)
@@ -282,12 +305,21 @@ class Recording:
                     saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
                     num_agreed=None if agreement is None else num_agreed,
                     num_ranks=self.peers.world_size,
+                    kept=reduce(KeptCounts.with_rank, (KeptCounts.from_dict(end["kept"]) for end in ended))
+                    if self.keeper is not None
+                    else None,
                 )
             )
         if self.exchange is not None and self.exchange.unused:
             rank_zero_warn(
                 f"Nothing was saved for the replay patterns {', '.join(map(repr, self.exchange.unused))}: no op that "
                 "they mean ran. det-callbacks show --ops names those that did.",
+                category=CoverageWarning,
+            )
+        if self.keeper is not None and self.keeper.unused:
+            rank_zero_warn(
+                f"Nothing was kept for the keep_tensors patterns {', '.join(map(repr, self.keeper.unused))}: no op "
+                "that they mean ran. det-callbacks show --ops names those that did.",
                 category=CoverageWarning,
             )
 
@@ -299,6 +331,7 @@ class Recording:
             "num_steps": self._num_steps,
             "num_sites": self._num_sites,
             "num_bytes": self._running().bytes_written,
+            "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
             "num_agreed": 0 if agreement is None else agreement.num_steps,
             "has_diverged": self._has_diverged,
             "found": agreement.findings().to_dict() if agreement is not None and is_comparison else None,
@@ -328,8 +361,10 @@ class Recording:
         """Take the attempt back; another fit would go on with the run anew."""
         if self._tensors is not None:
             self._tensors.delete()
+        if self.keeper is not None:
+            self.keeper.delete()
         self._running().discard_attempt()
-        self._writer = self._agreement = self._tensors = self.exchange = None
+        self._writer = self._agreement = self._tensors = self.exchange = self.keeper = None
         self._has_diverged = False
         self._num_steps = self._num_sites = 0
 
@@ -344,6 +379,8 @@ class Recording:
                 "held already: it is as it was before"
             )
             return
+        if self.keeper is not None:
+            self.keeper.close()
         self._running().close(complete=False)
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
         self.say(

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
+from det_callbacks.kept import KeepChoice
 from det_callbacks.replay import ReplayChoice
 from det_callbacks.trace.peers import Peers
 
@@ -20,6 +21,7 @@ class RunArguments(Protocol):
     on_divergence: Literal["raise", "collect", "warn"]
     overwrite: bool
     replay: ReplayChoice
+    keep: KeepChoice
     audit: Literal["ops", "step"]
     audit_steps: tuple[int, ...]
     audit_runs: int
@@ -37,7 +39,13 @@ def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Au
         )
     assert arguments.reference is not None
     if arguments.mode == "record":
-        return Recording(arguments.reference, peers=peers, overwrite=arguments.overwrite, replay=arguments.replay)
+        return Recording(
+            arguments.reference,
+            peers=peers,
+            overwrite=arguments.overwrite,
+            replay=arguments.replay,
+            keep=arguments.keep,
+        )
     return Verifying(
         arguments.reference,
         arguments.current,
@@ -45,4 +53,5 @@ def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Au
         steps=arguments.steps,
         on_divergence=arguments.on_divergence,
         replay=arguments.replay.patterns,
+        keep=arguments.keep.patterns,
     )

@@ -52,6 +52,7 @@ class Tracing:
         recorder = self._hash_mode.recorder
         recorder.alerts = alerts
         recorder.exchange = run.exchange
+        recorder.keeper = run.keeper
         recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
         self._observations = Observations(
             recorder,

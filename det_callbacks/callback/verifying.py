@@ -21,6 +21,7 @@ from det_callbacks.errors import (
     RankError,
     SelectionError,
 )
+from det_callbacks.kept import KeepChoice, Keeper, kept_path
 from det_callbacks.replay import OpReplayer, SavedStep
 from det_callbacks.report import (
     count,
@@ -32,6 +33,7 @@ from det_callbacks.report import (
 )
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
@@ -48,12 +50,14 @@ class Verifying:
         steps: "all" or "common".
         on_divergence: "raise", "collect" or "warn".
         replay: patterns; none are those of the reference.
+        keep: patterns; likewise.
         peers: the processes that verify together.
 
     Attributes:
         saver: nothing: what keeps tensors of a step.
         saved: what the reference kept of the step under way.
         exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
+        keeper: what keeps tensors of the steps that differ; None when the reference kept none, and before a fit.
         verdict: of what has run so far; None before the end of a fit.
     """
 
@@ -65,12 +69,14 @@ class Verifying:
         steps: str,
         on_divergence: Literal["raise", "collect", "warn"],
         replay: Sequence[str] = (),
+        keep: Sequence[str] = (),
         peers: Peers = ALONE,
     ) -> None:
-        self._replay = tuple(replay)
+        self._asked = {"replay": tuple(replay), "keep_tensors": tuple(keep)}
         self.saver = None
         self.saved: SavedStep | None = None
         self.exchange: OpReplayer | None = None
+        self.keeper: Keeper | None = None
         self.verdict: Verdict | None = None
         self.peers = peers
         self.path = reference
@@ -126,16 +132,17 @@ class Verifying:
 
     def _open(self, selection: Selection) -> tuple[Run, Selection]:
         run, selection = open_reference(self.path, selection, steps=self._steps, peers=self.peers)
-        self._patterns_of(run)
+        for name in self._asked:
+            self._patterns_of(run, name)
         return run, selection
 
-    def _patterns_of(self, run: Run) -> tuple[str, ...]:
+    def _patterns_of(self, run: Run, name: str) -> tuple[str, ...]:
         """Return the patterns that the reference was recorded with; raise ``SelectionError`` when others were asked."""
-        recorded = tuple(run.manifest.get("replay", ()))
-        if self._replay and set(self._replay) != set(recorded):
+        recorded, asked = tuple(run.manifest.get(name, ())), self._asked[name]
+        if asked and set(asked) != set(recorded):
             raise SelectionError(
-                f"The reference {run.path} was recorded with replay={list(recorded)}, and this run asks for "
-                f"{list(self._replay)}. Leave replay out to take over the reference's, or record again."
+                f"The reference {run.path} was recorded with {name}={list(recorded)}, and this run asks for "
+                f"{list(asked)}. Leave {name} out to take over the reference's, or record again."
             )
         return recorded
 
@@ -156,15 +163,31 @@ class Verifying:
         if self._verification is None:
             self._selection = selection
             run, _ = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
-            if patterns := self._patterns_of(run):
+            if patterns := self._patterns_of(run, "replay"):
                 self.exchange = OpReplayer(patterns)
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
             self._verification = Verification(
                 run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
             )
+            self._begin_keeping(self._verification)
         self._segment += 1
+        if self.keeper is not None and self._segment:
+            stream = stream_path(self._verification.current, self.peers.rank, 0, self._segment)
+            self.keeper.start_segment(stream, self._segment)
         self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
+
+    def _begin_keeping(self, verification: Verification) -> None:
+        choice = KeepChoice.from_manifest(verification.reference.manifest)
+        if choice.patterns:
+            self.keeper = Keeper(
+                choice,
+                stream_path(verification.current, verification.rank, 0, 0),
+                run_id=verification.run_id,
+                rank=verification.rank,
+                segment=0,
+            )
+            verification.keep_tensors = self.keeper.write
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step.
@@ -183,7 +206,14 @@ class Verifying:
             self.saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
         if self.exchange is not None:
             self.exchange.begin(self.saved)
+        if self.keeper is not None:
+            self.keeper.begin(is_wanted=expectation is not None and self._has_kept(step))
         return expectation
+
+    def _has_kept(self, step: int) -> bool:
+        """Return whether the reference kept tensors of a step that it has."""
+        reference = self._running().reference.rank(self.peers.rank)
+        return kept_path(reference.stream_of(self._segment, step), step).exists()
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether to stop because it differs."""
@@ -242,6 +272,8 @@ class Verifying:
             NothingComparedError: no step was compared.
         """
         verification = self._running()
+        if self.keeper is not None:
+            self.keeper.close()
         verification.set_replayed({**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})})
         if is_resumed and not is_early and not verification.has_steps(self._segment):
             verification.close(complete=False)

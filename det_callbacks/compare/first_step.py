@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.runs import begin_verdict
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -101,6 +102,7 @@ def find_first_step(ours: Run, theirs: Run, reference: str | Path, current: str 
             "that the runs agree. Verify again, or record this training and compare the two recordings."
         )
     builder.set_agreeing({*ours.ranks} - {step.rank for step in found})
+    builder.measure(KeptNumbers.of(ours, KeptRun.of(theirs, "the current run")))
     found.sort(key=lambda step: (step.segment, step.step, step.rank))
     return FirstStep(
         ranks=tuple(found),

@@ -11,6 +11,7 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
@@ -87,6 +88,9 @@ class Verification:
         self._writer = RunWriter.create(
             current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
         )
+        self._measure = KeptNumbers.of(reference, KeptRun.written(current, self.run_id))
+        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
+        """Keeps the tensors of a step that differs, before the step."""
         self._view: StepView | None = None
         self._num_kept = 0
         self.num_steps = 0
@@ -259,6 +263,7 @@ class Verification:
             RankError: on another rank.
         """
         builder = self._builder_with(pending)
+        builder.measure(self._measure)
         if self._peers.world_size == 1:
             verdict, self.differs_anywhere = builder.finish(), self.has_divergence
         else:
@@ -278,6 +283,7 @@ class Verification:
 
     def finish_alone(self) -> Verdict:
         """Write the verdict on the steps of this rank, where the others do not come to the end of the fit any more."""
+        self._builder.measure(self._measure)
         verdict = self._builder.finish()
         if self._peers.world_size == 1:
             self.write(verdict)
@@ -327,6 +333,7 @@ class Verification:
         if self._num_kept == KEPT_STEPS:
             return
         self._num_kept += 1
+        self.keep_tensors(trace, step)
         self._writer.put_program(trace.program)
         self._writer.put_layout(trace.layout)
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)

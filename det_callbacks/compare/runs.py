@@ -9,6 +9,7 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.validations import compare_validations
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -110,6 +111,7 @@ def compare_runs(
             f"({_shown_steps(theirs)}) have no step in common. That is no match. Check that they are recordings of the "
             "same training, and with the same every_n_steps."
         )
+    builder.measure(KeptNumbers.of(ours, KeptRun.of(theirs, "the current run")))
     return builder.finish()
 
 

@@ -9,6 +9,7 @@ from det_callbacks.compare.answer import EvidenceFinder, answer
 from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.first_difference import FirstDifference, Words
+from det_callbacks.compare.numbers import Measure, measured
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.tally import Tally
@@ -149,6 +150,10 @@ class VerdictBuilder:
     def set_unrestored(self, names: Sequence[str]) -> None:
         """Set which restored state is not what the reference ended the step before with."""
         self._unrestored = tuple(names)
+
+    def measure(self, measure: Measure) -> None:
+        """Say by how much the first differences differ, where both runs kept the tensors; reads what they kept."""
+        self._first |= measured(self._first, measure)
 
     def set_replayed(self, replayed: Mapping[str, Any]) -> None:
         """Set what was put back instead of compared downstream: op -> count, differing, mib_per_step."""

@@ -80,7 +80,7 @@ def count_differing(first: Tensor, second: Tensor) -> tuple[int, int | None]:
 
 
 def paired_bits(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bits of two tensors of one shape and dtype as integers, row-major; a complex number is a row of two."""
+    """Return the bits of two tensors of one shape and dtype as integers, row-major; a complex one is a row of two."""
     first, second = first.detach().resolve_conj().resolve_neg(), second.detach().resolve_conj().resolve_neg()
     rows: tuple[int, ...] = (first.numel(),)
     if first.dtype in _PARTS:

@@ -33,7 +33,8 @@ def start_facts(manifest: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     }
     selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
     known = {name: value for name, value in others.items() if value is not None}
-    return {**environment, **selection, "replay": list(manifest.get("replay", ())), **known}
+    saved = {name: list(manifest.get(name, ())) for name in ("replay", "keep_tensors")}
+    return {**environment, **selection, **saved, **known}
 
 
 def require_same(told: Sequence[Mapping[str, Any]]) -> None:

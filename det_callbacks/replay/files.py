@@ -84,17 +84,27 @@ class StepFile:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def replay_folder(stream: Path) -> Path:
-    """Return the folder of the saved tensors whose steps are in a stream (``attempt-000.segment-001.arrows``)."""
+def stream_folder(stream: Path, kind: str) -> Path:
+    """Return the folder of the tensors of one kind whose steps are in a stream (``attempt-000.segment-001.arrows``)."""
     known = _STREAM.fullmatch(stream.name)
     if known is None:
         raise ValueError(f"{stream} is no stream of steps")
-    return stream.parent / REPLAY / (known[1] + (known[2] or ".segment-000"))
+    return stream.parent / kind / (known[1] + (known[2] or ".segment-000"))
+
+
+def step_path(stream: Path, kind: str, step: int) -> Path:
+    """Return the file of the tensors of one kind of a step that is in a stream."""
+    return stream_folder(stream, kind) / f"step-{step:09d}.safetensors"
+
+
+def replay_folder(stream: Path) -> Path:
+    """Return the folder of the saved tensors whose steps are in a stream."""
+    return stream_folder(stream, REPLAY)
 
 
 def replay_path(stream: Path, step: int) -> Path:
     """Return the file of the saved tensors of a step that is in a stream."""
-    return replay_folder(stream) / f"step-{step:09d}.safetensors"
+    return step_path(stream, REPLAY, step)
 
 
 def write_step(

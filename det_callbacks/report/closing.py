@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from det_callbacks.kept import KeptCounts
 from det_callbacks.verdict import Verdict
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
@@ -22,6 +23,7 @@ def recorded_line(
     saved: Mapping[str, Any] | None = None,
     num_agreed: int | None = None,
     num_ranks: int = 1,
+    kept: KeptCounts | None = None,
 ) -> str:
     """Return the closing line of a recording.
 
@@ -34,6 +36,7 @@ def recorded_line(
         saved: what was saved for replay, as in ``Coverage.replayed``.
         num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
         num_ranks: processes that recorded; the other numbers are of all of them.
+        kept: tensors that were; None where nobody asked for any.
     """
     noun = "step" if num_agreed is None else "new step"
     ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
@@ -42,6 +45,19 @@ def recorded_line(
         f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
         f"{count(num_sites, 'site')} at level {level}, "
         f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
+        f"{'' if kept is None else kept_words(kept)}"
+    )
+
+
+def kept_words(kept: KeptCounts) -> str:
+    """Return what was kept, and what was not, as the end of a closing line."""
+    text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
+    short = kept.shortage
+    if short is None:
+        return text
+    return (
+        f"{text}, and NOT those of {count(short.num_calls, 'call')} from step {short.first_step} on: {short.reason}; "
+        "by how much these differ cannot be told later"
     )
 
 

@@ -28,6 +28,7 @@ _SAME = (
     "purpose",
     "keeps",
     "replay",
+    "keep_tensors",
     "validation_batches",
     "settings",
     "attempts",

@@ -20,7 +20,7 @@ from det_callbacks.trace.building import build_op_event, source_of
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.compiled import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.exchange import OutputExchange, exchange_outputs
+from det_callbacks.trace.exchange import OutputExchange, TensorKeeper, begin_kept_call, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
 from det_callbacks.trace.modules import ModuleStack
@@ -55,6 +55,7 @@ class Recorder:
         phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
         alerts: what is told of ops without a deterministic implementation; set before the first step.
         exchange: what may put other bits into an op's outputs before they are digested.
+        keeper: what keeps the tensors of chosen ops.
         names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
     """
@@ -63,6 +64,7 @@ class Recorder:
         self.selection = selection
         self.alerts: Alerts | None = None
         self.exchange: OutputExchange | None = None
+        self.keeper: TensorKeeper | None = None
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
         self.phase = "other"
@@ -162,6 +164,7 @@ class Recorder:
         is_functional = plan.is_functional
         expected = self._expected
         was_changed = False
+        kept = None
         try:
             if plan.is_overwrite:
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
@@ -186,6 +189,8 @@ class Recorder:
                 self.reads.read_generator(args, kwargs, reads, names)
             if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
                 was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
+            if self.keeper is not None:
+                kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs)
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = self.let_through(error, mark, func, phase, context, args, kwargs)
@@ -209,6 +214,8 @@ class Recorder:
 
         if self.exchange is not None:
             out, outputs = exchange_outputs(self.exchange, plan, phase, context, out, outputs)
+        if self.keeper is not None and kept is not None:
+            self.keeper.end_call(kept, outputs, len(digests))
         event = self.at.likely
         if (
             event is None

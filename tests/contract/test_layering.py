@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("patterns",),
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
-    ("observe", "replay", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export", "check"),
+    ("observe", "replay", "kept", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export", "check"),
     ("bisect", "report", "checkpoint", "ranks"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),

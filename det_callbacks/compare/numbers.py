@@ -1,0 +1,228 @@
+"""By how much two runs differ where they do, from the tensors that both kept."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from det_callbacks.compare.first_difference import FirstDifference
+from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.kept import KeepChoice, KeptCall, KeptStep, KeptTensor, kept_path, read_shortage
+from det_callbacks.replay.files import StepPlace
+from det_callbacks.replay.parts import Part
+from det_callbacks.trace.run_files import stream_path
+from det_callbacks.trace.store import Run
+from det_callbacks.verdict import Divergence, Numbers, TensorNumbers
+
+MAX_RANKS = 16
+"""Ranks whose tensors are looked into, those that differ first."""
+MAX_ORIGINS = 20
+"""Origins of a rank that are; each takes the time to read what was kept of it."""
+MAX_INPUTS = 16
+"""Inputs of an op that are listed, those that differ first."""
+
+Measure: TypeAlias = Callable[[int, Divergence], Numbers | None]
+"""(segment, divergence) -> by how much it differs."""
+
+StreamOf: TypeAlias = Callable[[int, int, int], Path]
+"""(rank, segment, step) -> the stream that a step is in; KeyError where there is none."""
+
+_INTEGERS = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRun:
+    """One of the two runs, as far as kept tensors are concerned.
+
+    Attributes:
+        name: "the reference" or "the current run".
+        run_id: of it.
+        stream_of: where its steps are.
+    """
+
+    name: str
+    run_id: str
+    stream_of: StreamOf
+
+    @classmethod
+    def of(cls, run: Run, name: str) -> "KeptRun":
+        """Return what is needed of a run that is open for reading."""
+        return cls(
+            name=name, run_id=run.run_id, stream_of=lambda rank, segment, step: run.rank(rank).stream_of(segment, step)
+        )
+
+    @classmethod
+    def written(cls, folder: Path, run_id: str) -> "KeptRun":
+        """Return what is needed of a verification that is being written: it has one attempt."""
+        return cls(
+            name="the current run",
+            run_id=run_id,
+            stream_of=lambda rank, segment, _: stream_path(folder, rank, 0, segment),
+        )
+
+
+class KeptNumbers:
+    """Says by how much a divergence differs, from what two runs kept of it; a ``Measure``.
+
+    Bits are those of the digests that differ, or there are no numbers: each tensor is checked against its digest, and
+    belongs to a site of the digest that the run holds.
+
+    Args:
+        reference: run that was recorded with ``keep_tensors``.
+        current: the other one.
+        choice: what the reference was asked to keep.
+    """
+
+    def __init__(self, reference: KeptRun, current: KeptRun, choice: KeepChoice) -> None:
+        self._sides = reference, current
+        self._patterns = choice.parsed()
+        self._steps: dict[tuple[str, int, int, int], KeptStep | str] = {}
+
+    @classmethod
+    def of(cls, reference: Run, current: KeptRun) -> "KeptNumbers":
+        """Return those of a reference and a run.
+
+        Raises:
+            ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
+        """
+        try:
+            choice = KeepChoice.from_manifest(reference.manifest)
+        except SelectionError as error:
+            path = str(reference.path / "run.json")
+            raise ReferenceFormatError(f"{path}: {error} Record the run again.", path) from error
+        return cls(KeptRun.of(reference, "the reference"), current, choice)
+
+    def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
+        """Return by how much a divergence differs; None where nothing was to be kept there, or one side has no tensor.
+
+        Args:
+            segment: fit of the step.
+            divergence: of a step that both runs have.
+        """
+        place = divergence.phase, divergence.module, divergence.op
+        if not divergence.op or not any(pattern.matches(*place) for pattern in self._patterns):
+            return None
+        digests = divergence.reference_digest, divergence.current_digest
+        if divergence.kind in ("missing", "extra") or divergence.shape is None:
+            return None
+        calls: list[KeptCall] = []
+        for side, digest in zip(self._sides, digests, strict=True):
+            found = self._find(side, segment, divergence, str(digest))
+            if isinstance(found, str):
+                return Numbers(problem=found)
+            calls.append(found)
+        return _compare(*calls)
+
+    def _find(self, side: KeptRun, segment: int, divergence: Divergence, digest: str) -> KeptCall | str:
+        """Return what a run kept; a sentence where it did not, or where that cannot be read."""
+        key = side.name, divergence.rank, segment, divergence.step
+        if key not in self._steps:
+            self._steps[key] = _open(side, divergence.rank, segment, divergence.step)
+        step = self._steps[key]
+        if isinstance(step, str):
+            return step
+        try:
+            call = step.find(divergence, digest)
+            return call or _missing(side, divergence.rank, segment, divergence.step)
+        except ReferenceFormatError as error:
+            return f"what {side.name} kept could not be read: {error}"
+
+
+def measured(known: Mapping[int, FirstDifference], measure: Measure) -> dict[int, FirstDifference]:
+    """Return the first differences of the first ranks with their numbers.
+
+    Args:
+        known: by rank; what was compared elsewhere stays as it is.
+        measure: says by how much a divergence differs.
+    """
+    first = sorted(known.items(), key=lambda item: item[1].order)[:MAX_RANKS]
+    return {rank: _measured(one, measure) for rank, one in first if one.context is not None}
+
+
+def _measured(known: FirstDifference, measure: Measure) -> FirstDifference:
+    segment = known.order[0]
+    first = replace(known.first, numbers=measure(segment, known.first))
+    origins = (
+        first if origin == known.first else replace(origin, numbers=measure(segment, origin))
+        for origin in known.origins[:MAX_ORIGINS]
+    )
+    return replace(known, first=first, origins=(*origins, *known.origins[MAX_ORIGINS:]))
+
+
+def _open(side: KeptRun, rank: int, segment: int, step: int) -> KeptStep | str:
+    try:
+        path = kept_path(side.stream_of(rank, segment, step), step)
+        if not path.exists():
+            return _missing(side, rank, segment, step)
+        return KeptStep(path, StepPlace(run_id=side.run_id, rank=rank, segment=segment, step=step))
+    except KeyError:
+        return f"{side.name} has no such step"
+    except ReferenceFormatError as error:
+        return f"what {side.name} kept could not be read: {error}"
+
+
+def _missing(side: KeptRun, rank: int, segment: int, step: int) -> str:
+    text = f"{side.name} did not keep it"
+    try:
+        shortage = read_shortage(side.stream_of(rank, segment, step))
+    except ReferenceFormatError as error:
+        return f"{text}, and why cannot be read: {error}"
+    if shortage is None or shortage.first_step > step:
+        return text
+    return f"{text}: from step {shortage.first_step} on, {shortage.reason}"
+
+
+def _compare(reference: KeptCall, current: KeptCall) -> Numbers:
+    output = _compare_tensors(reference.output, current.output)
+    inputs: list[TensorNumbers] = []
+    for label in dict.fromkeys((*reference.inputs, *current.inputs)):
+        ours, theirs = reference.inputs.get(label), current.inputs.get(label)
+        if ours is not None and theirs is not None:
+            inputs += _compare_tensors(ours, theirs)
+        else:
+            side = "the current run" if ours is None else "the reference"
+            inputs.append(TensorNumbers(tensor=label, problem=f"only {side} kept it"))
+    listed = sorted(inputs, key=lambda one: not (one.num_differing or one.problem))[:MAX_INPUTS]
+    return Numbers(output=tuple(output), inputs=tuple(listed), num_inputs=len(inputs))
+
+
+def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> list[TensorNumbers]:
+    """Return the numbers of a tensor, of each part where it is made of several."""
+    label = TensorNumbers(tensor=reference.label, name=reference.name or current.name)
+    ours, theirs = reference.saved, current.saved
+    if (ours.shape, ours.dtype, ours.layout) != (theirs.shape, theirs.dtype, theirs.layout):
+        shapes = [f"{one.dtype} {list(one.shape)}" + _layout(one.layout) for one in (ours, theirs)]
+        problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
+        return [replace(label, problem=problem)]
+    if [part.name for part in ours.parts] != [part.name for part in theirs.parts]:
+        return [replace(label, problem="it is made of other parts in the reference and now")]
+    return [
+        _compare_parts(replace(label, tensor=f"{label.tensor} {one.name}".rstrip()), one, other)
+        for one, other in zip(ours.parts, theirs.parts, strict=True)
+    ]
+
+
+def _compare_parts(label: TensorNumbers, reference: Part, current: Part) -> TensorNumbers:
+    if (reference.shape, reference.dtype) != (current.shape, current.dtype):
+        shapes: Sequence[str] = [
+            f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (reference, current)
+        ]
+        return replace(label, problem=f"{shapes[0]} in the reference and {shapes[1]} now")
+    return tensor_numbers(label, _elements(reference), _elements(current))
+
+
+def _elements(part: Part) -> Tensor:
+    """Return the elements of a part; of packed ones, which have no element of their own in memory, the bytes."""
+    dtype = _INTEGERS.get(part.dtype, part.dtype)
+    if dtype.itemsize * prod(part.shape) != part.bits.numel():
+        return part.bits
+    return part.bits.view(dtype).reshape(part.shape)
+
+
+def _layout(name: str) -> str:
+    return "" if name == "strided" else f" {name}"
