@@ -11,6 +11,7 @@ from typing import Any, Literal
 from det_callbacks.checkpoint.nearest import FoundCheckpoint, nearest_checkpoint
 from det_callbacks.command_line import HYDRA, PLACE, WITHHELD
 from det_callbacks.compare.first_step import FirstStep, find_first_step
+from det_callbacks.compare.numbers import to_keep
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.store import Run
 
@@ -144,13 +145,15 @@ def bisect_runs(reference: str | Path, current: str | Path, *, checkpoints: Iter
     is_origin = bool(verdict and verdict.first_divergence and verdict.first_divergence.is_origin)
     if is_origin and found.ranks:
         steps = range(found.ranks[0].step, found.ranks[0].step + 1)  # what it read agrees, so no step before it
+    wanted = None if verdict is None else to_keep(verdict)
+    keep = wanted[1] if wanted is not None and len(steps) == 1 and found.ranks else None
     level: Literal["op", "state"] = "op" if len(steps) <= MAX_OP_STEPS else "state"
-    if not steps or (len(steps) == 1 and _holds_all(runs)):
+    if not steps or (len(steps) == 1 and _holds_all(runs) and keep is None):
         next_command = shlex.join(("det-callbacks", "diff", *names)) if steps else None
         return Bisection(
             reference=names[0], current=names[1], found=found, steps=steps, reruns=(), level=level, then=next_command
         )
-    reruns = tuple(_rerun(run, name, steps, level, checkpoints) for run, name in zip(runs, names, strict=True))
+    reruns = tuple(_rerun(run, name, steps, level, keep, checkpoints) for run, name in zip(runs, names, strict=True))
     command = ("diff",) if level == "op" else ("bisect",)
     return Bisection(
         reference=names[0],
@@ -181,11 +184,18 @@ def _holds_all(runs: Sequence[Run]) -> bool:
 
 
 def _rerun(
-    run: Run, name: str, steps: range, level: Literal["op", "state"], checkpoints: Iterable[str | Path]
+    run: Run,
+    name: str,
+    steps: range,
+    level: Literal["op", "state"],
+    keep: str | None,
+    checkpoints: Iterable[str | Path],
 ) -> Rerun:
-    span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-    folder = f"{name}-step-{span}"
+    span = f"-step-{steps[0]}" if len(steps) == 1 else f"-step-{steps[0]}-{steps[-1]}"
+    folder = f"{name.removesuffix(span)}{span}" + ("" if keep is None else "-kept")
     arguments: dict[str, Any] = {"level": level, "only_steps": list(steps)} if level == "op" else {"level": level}
+    if keep is not None:
+        arguments["keep_tensors"] = [keep]
     return Rerun(
         run=name,
         folder=folder,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 
 from det_callbacks.errors import SettingsError
 
@@ -46,6 +47,16 @@ class OpPattern:
                 f"The op pattern {text!r} asks for the phase {phase!r}; the phases are {', '.join(PHASES)}."
             )
         return pattern
+
+    @staticmethod
+    def exactly(phase: str, module: str, op: str) -> str:
+        """Return the pattern that means the ops of one place and no others.
+
+        Example:
+            >>> OpPattern.exactly("forward", "net.0", "aten.addmm.default")
+            'forward/net.0:aten.addmm.default'
+        """
+        return f"{escape(phase)}/{escape(module)}:{escape(op)}"
 
     def matches(self, phase: str, module: str, op: str) -> bool:
         """Return whether an op at this place is meant."""

@@ -12,7 +12,7 @@ from det_callbacks.errors import CheckpointFormatError
 MAX_FOLDERS = 5_000
 """Folders that are looked into, which takes a second or two."""
 
-_LEFT_OUT = frozenset({"node_modules", "__pycache__", "programs", "layouts", "replay", "kept"})
+_LEFT_OUT = frozenset({"node_modules", "__pycache__", "programs", "layouts", "replay"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

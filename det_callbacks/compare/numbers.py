@@ -13,11 +13,12 @@ from det_callbacks.compare.first_difference import FirstDifference
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.kept import KeepChoice, KeptCall, KeptStep, KeptTensor, kept_path, read_shortage
+from det_callbacks.patterns import OpPattern
 from det_callbacks.replay.files import StepPlace
 from det_callbacks.replay.parts import Part
 from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.store import Run
-from det_callbacks.verdict import Divergence, Numbers, TensorNumbers
+from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
 """Ranks whose tensors are looked into, those that differ first."""
@@ -32,6 +33,7 @@ Measure: TypeAlias = Callable[[int, Divergence], Numbers | None]
 StreamOf: TypeAlias = Callable[[int, int, int], Path]
 """(rank, segment, step) -> the stream that a step is in; KeyError where there is none."""
 
+_COLLECTIVES = ("c10d.", "_c10d_functional", "c10d_functional.", "symm_mem.")
 _INTEGERS = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 
 
@@ -131,6 +133,21 @@ class KeptNumbers:
             return call or _missing(side, divergence.rank, segment, divergence.step)
         except ReferenceFormatError as error:
             return f"what {side.name} kept could not be read: {error}"
+
+
+def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
+    """Return the divergence whose tensors would have to be kept to say by how much it differs, and their pattern.
+
+    None where that is known, where nothing differs, or where no op made the difference.
+    """
+    first = verdict.origins[0] if verdict.origins else verdict.first_divergence
+    if first is None or first.kind not in ("content", "argument") or first.shape is None:
+        return None
+    is_known = first.numbers is not None and not first.numbers.problem
+    # what a collective delivers comes later than its call: it is no output of an op
+    if is_known or not first.op or first.op.startswith(_COLLECTIVES):
+        return None
+    return first, OpPattern.exactly(first.phase, first.module, first.op)
 
 
 def measured(known: Mapping[int, FirstDifference], measure: Measure) -> dict[int, FirstDifference]:

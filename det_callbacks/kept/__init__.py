@@ -2,7 +2,7 @@
 
 from det_callbacks.kept.choice import KEEP_BUDGET_MIB, KeepChoice
 from det_callbacks.kept.counts import KeptCounts, Shortage
-from det_callbacks.kept.files import kept_path, read_shortage
+from det_callbacks.kept.files import kept_path, read_shortage, shortages
 from det_callbacks.kept.keeper import Keeper
 from det_callbacks.kept.reading import KeptCall, KeptStep, KeptTensor
 
@@ -17,4 +17,5 @@ __all__ = [
     "Shortage",
     "kept_path",
     "read_shortage",
+    "shortages",
 ]

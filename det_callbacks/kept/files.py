@@ -12,7 +12,8 @@ from pathlib import Path
 
 from det_callbacks.kept.counts import Shortage
 from det_callbacks.replay.files import step_path, stream_folder
-from det_callbacks.trace.run_files import damaged, replace_atomically
+from det_callbacks.trace.run_files import damaged, rank_folder, replace_atomically
+from det_callbacks.trace.store import Run
 
 KEPT = "kept"
 
@@ -49,3 +50,14 @@ def read_shortage(stream: Path) -> Shortage | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, error) from error
+
+
+def shortages(run: Run, rank: int) -> list[tuple[Path, Shortage]]:
+    """Return what a rank did not keep, by the stream of each fit and attempt.
+
+    Raises:
+        ReferenceFormatError: a file that says so is damaged.
+    """
+    streams = sorted((run.path / rank_folder(rank)).glob("attempt-*.arrows"))
+    found = ((stream, read_shortage(stream)) for stream in streams if ".evidence" not in stream.suffixes)
+    return [(stream, shortage) for stream, shortage in found if shortage is not None]

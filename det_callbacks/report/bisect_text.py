@@ -73,6 +73,11 @@ def _render_reruns(bisection: Bisection, console: Console) -> None:
         what = f"The difference begins in one of steps {steps[0]} to {steps[-1]}. Record all of them at level state"
     elif len(steps) == 1:
         what = f"Record step {steps[0]} at level op"
+        if kept := bisection.reruns[0].arguments.get("keep_tensors"):
+            _line(console, "The runs hold the op that differs:")
+            _line(console, f"  det-callbacks diff {bisection.reference} {bisection.current}")
+            _line(console, "")
+            what = f"To see by how much {kept[0]} differs, record step {steps[0]} with its tensors"
     else:
         what = f"The difference begins in one of steps {steps[0]} to {steps[-1]}. Record these at level op"
     _line(console, f"{what}, on both sides:", "bold")

@@ -23,6 +23,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
         "weight_loads": [load.to_dict() for load in run.weight_loads(rank.rank)],
         "replay": list(run.manifest.get("replay", ())),
+        "keep_tensors": list(run.manifest.get("keep_tensors", ())),
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from det_callbacks.compare.loads import describe_load
 from det_callbacks.digest import format_digest
+from det_callbacks.kept import KEEP_BUDGET_MIB, shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
 from det_callbacks.trace.alerts import NondeterministicOp
@@ -43,6 +44,14 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         console.print(Text(f"resumed: fit {segment} went on from a checkpoint with step {step}"), soft_wrap=True)
     if patterns := run.manifest.get("replay"):
         console.print(Text(f"saved for replay: {', '.join(patterns)}"), soft_wrap=True)
+    if patterns := run.manifest.get("keep_tensors"):
+        budget = run.manifest.get("keep_budget_mib", KEEP_BUDGET_MIB)
+        console.print(Text(f"tensors kept, up to {budget:g} MiB: {', '.join(patterns)}"), soft_wrap=True)
+        for stream, shortage in shortages(run, rank.rank):
+            line = (
+                f"NOT kept in {stream.stem}: {count(shortage.num_calls, 'call')} from step {shortage.first_step} on: "
+            )
+            console.print(Text(f"{line}{shortage.reason}"), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))
     rows = [
         ("...",) * 7

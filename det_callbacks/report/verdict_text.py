@@ -1,11 +1,14 @@
 """A verdict in words, for a person who has to act on it."""
 
+import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from det_callbacks.compare.numbers import to_keep
 from det_callbacks.report.closing import count
+from det_callbacks.report.numbers_text import render_numbers
 from det_callbacks.report.tables import print_table, to_text
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -61,6 +64,7 @@ def render_verdict(verdict: Verdict, console: Console) -> None:
     if verdict.first_divergence is not None:
         _heading(console, "First divergence")
         _render_divergence(verdict.first_divergence, console)
+    render_numbers(verdict, console)
     if verdict.origins:
         _render_origins(verdict, console)
     _render_coverage(verdict, console)
@@ -163,6 +167,14 @@ def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
     rank = f" --rank {first.rank}" if first.rank else ""
     for path in dict.fromkeys((verdict.reference, verdict.current)):
         _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
+    if (wanted := to_keep(verdict)) is not None:
+        divergence, pattern = wanted
+        _line(console, f"  det-callbacks bisect {verdict.reference} {verdict.current}")
+        _line(
+            console,
+            f"      how to record step {divergence.step} again on both sides, to see by how much it differs: with "
+            f"only_steps=[{divergence.step}] and keep_tensors={json.dumps([pattern])}",
+        )
 
 
 def _tensor(divergence: Divergence) -> str:

@@ -174,8 +174,10 @@ def test_what_it_says_to_record_names_the_op(runs: Path, command: Command, tmp_p
     assert status == 1
     assert [origin["op"] for origin in verdict["origins"]] == ["bisected.double.default"]
     assert (verdict["first_divergence"]["step"], verdict["first_divergence"]["is_origin"]) == (FAULT, True)
-    # and there is nothing further to record
-    assert bisect_runs(tmp_path / "good", tmp_path / "bad").reruns == ()
+    # and by how much it differs is all that is left to be recorded
+    assert [rerun.arguments for rerun in bisect_runs(tmp_path / "good", tmp_path / "bad").reruns] == [
+        {"level": "op", "only_steps": [FAULT], "keep_tensors": ["forward/:bisected.double.default"]}
+    ] * 2
 
 
 def test_a_verification_is_as_good_as_a_recording(runs: Path, tmp_path: Path) -> None:
@@ -208,12 +210,27 @@ def test_many_suspects_are_recorded_at_level_state_first(tmp_path: Path) -> None
     assert bisection.then.startswith("det-callbacks bisect ")
 
 
-def test_runs_that_hold_every_op_need_no_other_recording(tmp_path: Path, command: Command) -> None:
+def test_runs_that_hold_every_op_are_recorded_again_for_the_numbers_only(tmp_path: Path, command: Command) -> None:
     for name, fault in (("good", None), ("bad", 2)):
         record(tmp_path / name, fault=fault, epochs=1, level="op")
     status, out, _ = command("bisect", tmp_path / "good", tmp_path / "bad")
     assert status == 1
-    assert out.splitlines()[-1] == f"  det-callbacks diff {tmp_path}/good {tmp_path}/bad"
+    assert f"The runs hold the op that differs:\n  det-callbacks diff {tmp_path}/good {tmp_path}/bad\n" in out
+    bisection = bisect_runs(tmp_path / "good", tmp_path / "bad")
+    assert [rerun.folder for rerun in bisection.reruns] == [
+        f"{tmp_path}/{name}-step-2-kept" for name in ("good", "bad")
+    ]
+    for rerun, fault in zip(bisection.reruns, (None, 2), strict=True):
+        callback = DeterminismCallback(rerun.folder, mode="record", **rerun.arguments)
+        Fit(callback, model=faulty(fault), max_epochs=1).run()
+    again = bisect_runs(*(rerun.folder for rerun in bisection.reruns))
+    assert again.reruns == ()
+    assert again.found.verdict is not None
+    (origin,) = again.found.verdict.origins
+    assert origin.numbers is not None
+    assert [tensor.num_differing for tensor in origin.numbers.output] == [1]
+    _, out, _ = command("bisect", *(rerun.folder for rerun in bisection.reruns))
+    assert out.splitlines()[-1] == f"  {bisection.then}"
     assert "DeterminismCallback" not in out
 
 

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from det_callbacks.errors import ReportError
 from det_callbacks.report.closing import count
 from det_callbacks.report.html.model import Report, build_report
+from det_callbacks.report.numbers_text import histogram, how_much, input_lines, place_of, shown_numbers
 from det_callbacks.report.verdict_text import KINDS, role_of
 from det_callbacks.trace.run_files import replace_atomically
 from det_callbacks.trace.store import Run
@@ -81,6 +82,7 @@ def render_report(report: Report) -> str:
             report=report,
             verdict=report.verdict,
             word=_WORDS[report.verdict.verdict],
+            with_numbers=shown_numbers(report.verdict),
             policy=policy,
             style=Markup((_HERE / "templates" / "report.css").read_text(encoding="utf-8")),
             scripts=[Markup(script) for script in scripts],
@@ -101,7 +103,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        count=count, number=lambda value: f"{value:,}", kind_text=KINDS.get, role=role_of, ranges=_ranges
+        bins=histogram,
+        count=count,
+        how_much=how_much,
+        input_lines=input_lines,
+        place=place_of,
+        number=lambda value: f"{value:,}",
+        kind_text=KINDS.get,
+        role=role_of,
+        ranges=_ranges,
     )
     return environment
 

@@ -1,0 +1,146 @@
+"""By how much two runs differ, in words and in a small table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from det_callbacks.report.closing import count
+from det_callbacks.report.tables import print_table
+from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
+
+MAX_SHOWN = 5
+"""Divergences with numbers that a verdict's text shows: the first one and origins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """Elements of one range of distances.
+
+    Attributes:
+        label: "0", "1", "2-3", ..., "NaN" or "Inf".
+        num_elements: in it.
+        share: of the fullest bin, from 0 to 1, without those of 0 ULPs.
+    """
+
+    label: str
+    num_elements: int
+    share: float
+
+
+def how_much(tensor: TensorNumbers) -> str:
+    """Return by how much a tensor differs: "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
+    if tensor.problem:
+        return tensor.problem
+    total = count(tensor.num_elements, "element")
+    if not tensor.num_differing:
+        return f"equal bits ({total})"
+    parts = [f"{tensor.num_differing:,} of {total} differ"]
+    if tensor.max_ulps is not None:
+        up_to = "" if tensor.num_differing == 1 else "up to "
+        parts.append(f"by {up_to}{count(tensor.max_ulps, 'ULP')}{_sizes(tensor)}")
+    elif tensor.max_absolute is not None:
+        parts.append(f"by up to {tensor.max_absolute:.3g}")
+    if tensor.num_nan:
+        parts.append(f"{tensor.num_nan:,} with a NaN")
+    if tensor.num_inf:
+        parts.append(f"{tensor.num_inf:,} with an infinity")
+    text = ", ".join(parts)
+    if tensor.first is not None and tensor.first_values is not None:
+        text += f", first at {list(tensor.first)}: {_pair(tensor.first_values)}"
+    if tensor.worst is not None and tensor.worst_values is not None and tensor.worst != tensor.first:
+        text += f"; worst at {list(tensor.worst)}: {_pair(tensor.worst_values)}"
+    return text
+
+
+def histogram(tensor: TensorNumbers) -> tuple[Bin, ...]:
+    """Return the elements of a tensor by distance, bins without any left out; () where no distance is known."""
+    if tensor.problem or not (tensor.ulps or tensor.num_nan or tensor.num_inf):
+        return ()
+    rows = [(_label(index), number) for index, number in enumerate(tensor.ulps)]
+    rows += [("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
+    fullest = max((number for label, number in rows if label != "0"), default=0) or 1
+    return tuple(
+        Bin(label=label, num_elements=number, share=min(1.0, number / fullest)) for label, number in rows if number
+    )
+
+
+def shown_numbers(verdict: Verdict) -> tuple[Divergence, ...]:
+    """Return the divergences of a verdict whose numbers are shown: the first one, and the first origins."""
+    first = verdict.first_divergence
+    known = dict.fromkeys(() if first is None else (first,)) | dict.fromkeys(verdict.origins)
+    return tuple(divergence for divergence in known if divergence.numbers is not None)[:MAX_SHOWN]
+
+
+def render_numbers(verdict: Verdict, console: Console) -> None:
+    """Print by how much the first divergence and the first origins differ; nothing where nothing was to be kept."""
+    divergences = shown_numbers(verdict)
+    for divergence in divergences:
+        numbers = divergence.numbers
+        assert numbers is not None, "it was chosen by them"
+        where = "" if divergence == verdict.first_divergence else f", {place_of(divergence)}"
+        _line(console, "")
+        _line(console, f"By how much{where}", "bold")
+        _render(numbers, console)
+
+
+def place_of(divergence: Divergence) -> str:
+    """Return where a divergence is, in a few words."""
+    module = f" in {divergence.module}" if divergence.module else ""
+    rank = f", rank {divergence.rank}" if divergence.rank else ""
+    return f"{divergence.phase}: {divergence.op} #{divergence.occurrence}, output {divergence.output}{module}{rank}"
+
+
+def input_lines(numbers: Numbers) -> tuple[tuple[str, str], ...]:
+    """Return what an op read, by how much it differs, and how many inputs are not listed."""
+    lines = [(_name(tensor), how_much(tensor)) for tensor in numbers.inputs]
+    if numbers.num_inputs > len(numbers.inputs):
+        lines.append(("", f"and {count(numbers.num_inputs - len(numbers.inputs), 'further input')}"))
+    return tuple(lines)
+
+
+def _render(numbers: Numbers, console: Console) -> None:
+    if numbers.problem:
+        _line(console, f"  cannot be told: {numbers.problem}")
+        return
+    lines = [(_name(tensor), how_much(tensor)) for tensor in numbers.output]
+    lines += [(f"read: {name}" if name else "", text) for name, text in input_lines(numbers)]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        _line(console, f"  {name:<{width}}  {text}")
+    for tensor in numbers.output:
+        if tensor.num_differing and (bins := histogram(tensor)):
+            _line(console, "")
+            _render_bins(bins, console)
+
+
+def _render_bins(bins: Sequence[Bin], console: Console) -> None:
+    total = sum(one.num_elements for one in bins)
+    rows = [(one.label, f"{one.num_elements:,}", f"{100 * one.num_elements / total:.3g} %") for one in bins]
+    print_table(console, ("ULPs", "elements", "share"), rows, numbers="ULPs elements share")
+
+
+def _name(tensor: TensorNumbers) -> str:
+    return f"{tensor.tensor} ({tensor.name})" if tensor.name else tensor.tensor
+
+
+def _label(index: int) -> str:
+    return str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}"
+
+
+def _sizes(tensor: TensorNumbers) -> str:
+    sizes = [
+        f"{name} {value:.3g}"
+        for name, value in (("absolute", tensor.max_absolute), ("relative", tensor.max_relative))
+        if value is not None
+    ]
+    return f" ({', '.join(sizes)})" if sizes else ""
+
+
+def _pair(values: tuple[str, str]) -> str:
+    return f"{values[0]} in the reference, {values[1]} now"
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)
