@@ -58,8 +58,8 @@ def tensor_numbers(label: TensorNumbers, reference: Tensor, current: Tensor) -> 
         num_nan=tally.num_nan,
         num_inf=tally.num_inf,
         max_ulps=tally.max_ulps,
-        max_absolute=tally.max_absolute,
-        max_relative=tally.max_relative,
+        max_absolute=tally.largest(0),
+        max_relative=tally.largest(1),
     )
     if tally.first is None or tally.worst is None:
         return found
@@ -103,13 +103,11 @@ class _Tally:
     num_nan: int = 0
     num_inf: int = 0
     max_ulps: int | None = None
-    max_absolute: float | None = None
-    max_relative: float | None = None
     first: _Element | None = None
     worst: _Element | None = None
     _bins: np.ndarray = field(default_factory=lambda: np.zeros(65, dtype=np.int64))
     _has_distance: bool = True
-    _is_beyond: bool = False
+    _largest: list[float] = field(default_factory=lambda: [-1.0, -1.0])
 
     def add(self, start: int, one: np.ndarray, other: np.ndarray, reference: Tensor, current: Tensor) -> None:
         differs = one != other
@@ -172,14 +170,17 @@ class _Tally:
     def _note(self, absolute: np.ndarray, sizes: np.ndarray, is_finite: np.ndarray) -> None:
         if not is_finite.any():
             return
-        self._is_beyond |= not isfinite(largest := float(absolute[is_finite].max()))
-        self.max_absolute = None if self._is_beyond else max(self.max_absolute or 0.0, largest)
+        self._largest[0] = max(self._largest[0], float(absolute[is_finite].max()))
         is_relative = is_finite & (sizes > 0)
         if is_relative.any():
             with np.errstate(over="ignore"):
                 relative = float((absolute[is_relative] / sizes[is_relative]).max())
-            if isfinite(relative):
-                self.max_relative = max(self.max_relative or 0.0, relative)
+            self._largest[1] = max(self._largest[1], relative)
+
+    def largest(self, kind: int) -> float | None:
+        """Return the largest absolute (0) or relative (1) difference; None where there is none in float64."""
+        found = self._largest[kind]
+        return found if found >= 0 and isfinite(found) else None
 
     def histogram(self, num_elements: int) -> tuple[int, ...]:
         """Return the elements by distance, equal ones among those of 0 ULPs; () where there are no distances."""

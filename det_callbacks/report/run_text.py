@@ -48,10 +48,8 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         budget = run.manifest.get("keep_budget_mib", KEEP_BUDGET_MIB)
         console.print(Text(f"tensors kept, up to {budget:g} MiB: {', '.join(patterns)}"), soft_wrap=True)
         for stream, shortage in shortages(run, rank.rank):
-            line = (
-                f"NOT kept in {stream.stem}: {count(shortage.num_calls, 'call')} from step {shortage.first_step} on: "
-            )
-            console.print(Text(f"{line}{shortage.reason}"), soft_wrap=True)
+            missing = f"{count(shortage.num_calls, 'call')} from step {shortage.first_step} on"
+            console.print(Text(f"NOT kept in {stream.stem}: {missing}: {shortage.reason}"), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))
     rows = [
         ("...",) * 7
