@@ -312,6 +312,8 @@ class Verifying:
     def stop(self, reason: str) -> None:
         """Close the files: an exception ended the fit. What was found stays found, on each rank by itself."""
         verification = self._running()
+        if self.keeper is not None:
+            self.keeper.close()
         if verification.has_divergence:
             self.verdict = verification.finish_alone()
         verification.close(complete=False)

@@ -154,11 +154,11 @@ def measured(known: Mapping[int, FirstDifference], measure: Measure) -> dict[int
     """Return the first differences of the first ranks with their numbers.
 
     Args:
-        known: by rank; what was compared elsewhere stays as it is.
+        known: by rank; what has its numbers stays as it is.
         measure: says by how much a divergence differs.
     """
     first = sorted(known.items(), key=lambda item: item[1].order)[:MAX_RANKS]
-    return {rank: _measured(one, measure) for rank, one in first if one.context is not None}
+    return {rank: _measured(one, measure) for rank, one in first if one.first.numbers is None}
 
 
 def _measured(known: FirstDifference, measure: Measure) -> FirstDifference:
@@ -219,7 +219,7 @@ def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> list[TensorN
     if [part.name for part in ours.parts] != [part.name for part in theirs.parts]:
         return [replace(label, problem="it is made of other parts in the reference and now")]
     return [
-        _compare_parts(replace(label, tensor=f"{label.tensor} {one.name}".rstrip()), one, other)
+        _compare_parts(replace(label, tensor=f"{label.tensor}, {one.name}" if one.name else label.tensor), one, other)
         for one, other in zip(ours.parts, theirs.parts, strict=True)
     ]
 

@@ -45,9 +45,9 @@ class KeptCounts:
     shortage: Shortage | None = None
 
     def with_rank(self, other: "KeptCounts") -> "KeptCounts":
-        """Return the counts of two processes together; the steps are those of the one that kept more of them."""
+        """Return the counts of two processes, or fits, together; the steps are those of the one with more of them."""
         known = [one for one in (self.shortage, other.shortage) if one is not None]
-        first = min(known, key=lambda one: one.first_step, default=None)
+        first = known[0] if known else None
         return KeptCounts(
             num_tensors=self.num_tensors + other.num_tensors,
             num_steps=max(self.num_steps, other.num_steps),

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from det_callbacks.digest import format_digest
-from det_callbacks.errors import ReplayError
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.kept.choice import KeepChoice
 from det_callbacks.kept.counts import KeptCounts, Shortage
 from det_callbacks.kept.files import KEPT, kept_folder, kept_path, write_shortage
@@ -68,10 +68,20 @@ class Keeper(OpSelection):
         self._in_step = 0
         kept = stream.parent / KEPT
         self._total = sum(file.stat().st_size for file in kept.rglob("*.safetensors")) if kept.is_dir() else 0
-        self.counts = KeptCounts()
+        self._written = KeptCounts()
+        self._shortages: dict[int, Shortage] = {}
+
+    @property
+    def counts(self) -> KeptCounts:
+        """What was kept so far, and what was not, in all fits."""
+        counts = self._written
+        for shortage in self._shortages.values():
+            counts = counts.with_rank(KeptCounts(shortage=shortage))
+        return counts
 
     def start_segment(self, stream: Path, segment: int) -> None:
         """Go on with the steps of another fit."""
+        self.close()
         self.clear()
         self._stream = stream
         self._place = replace(self._place, segment=segment)
@@ -96,7 +106,8 @@ class Keeper(OpSelection):
         if not self._is_wanted:
             return None
         call = _Call(op=op)
-        held = [(argument, name, tensor) for argument, name, tensor in reads if holds_data(unwrapped(tensor))]
+        unwrapping = ((argument, name, unwrapped(tensor)) for argument, name, tensor in reads)
+        held = [read for read in unwrapping if holds_data(read[2])]
         copies = self._copy(call, [tensor for _, _, tensor in held])
         if copies is None:
             return None
@@ -105,15 +116,12 @@ class Keeper(OpSelection):
 
     def end_call(self, call: _Call, outputs: Sequence[Any], position: int) -> None:
         """Copy what a call wrote; see ``TensorKeeper``."""
-        held = [
-            (index, output)
-            for index, output in enumerate(outputs)
-            if isinstance(output, Tensor) and holds_data(unwrapped(output))
-        ]
+        unwrapping = ((index, unwrapped(out)) for index, out in enumerate(outputs) if isinstance(out, Tensor))
+        held = [(index, output) for index, output in unwrapping if holds_data(output)]
         copies = self._copy(call, [output for _, output in held]) if held else []
         if not copies:
-            self._in_step -= call.num_bytes
             return
+        self._in_step += call.num_bytes
         call.outputs = [(index, copy) for (index, _), copy in zip(held, copies, strict=True)]
         call.position = position
         self._kept.append(call)
@@ -122,14 +130,13 @@ class Keeper(OpSelection):
         """Return copies, None where they do not fit or cannot be made."""
         try:
             needed = sum(map(num_bytes, tensors))
-            if self._total + self._in_step + needed > self._budget_mib * MIB:
+            if self._total + self._in_step + call.num_bytes + needed > self._budget_mib * MIB:
                 self._left_out.append(f"the budget of {self._budget_mib:g} MiB (keep_budget_mib) was used up")
                 return None
             copies = [copy_bits(tensor) for tensor in tensors]
-        except ReplayError as error:  # a layout whose memory cannot be reached
+        except DetCallbacksError as error:  # memory that cannot be reached, or is not there; the training goes on
             self._left_out.append(str(error))
             return None
-        self._in_step += needed
         call.num_bytes += needed
         return copies
 
@@ -163,32 +170,31 @@ class Keeper(OpSelection):
             self._left_out += [f"{path} could not be written ({error})"] * num_calls
             return
         self._total += written
-        self.counts = replace(
-            self.counts,
-            num_tensors=self.counts.num_tensors + len(tensors),
-            num_steps=self.counts.num_steps + 1,
-            num_bytes=self.counts.num_bytes + written,
+        self._written = replace(
+            self._written,
+            num_tensors=self._written.num_tensors + len(tensors),
+            num_steps=self._written.num_steps + 1,
+            num_bytes=self._written.num_bytes + written,
         )
 
     def _note_shortage(self, step: int) -> None:
-        known = self.counts.shortage or Shortage(first_step=step, num_calls=0, reason=self._left_out[0])
-        shortage = replace(known, num_calls=known.num_calls + len(self._left_out))
-        is_first = self.counts.shortage is None
-        self.counts = replace(self.counts, shortage=shortage)
-        if is_first:  # with all of them at the end
+        is_first = self._place.segment not in self._shortages
+        none = Shortage(first_step=step, num_calls=0, reason=self._left_out[0])
+        known = none if is_first else self._shortages[self._place.segment]
+        self._shortages[self._place.segment] = replace(known, num_calls=known.num_calls + len(self._left_out))
+        if is_first:  # a kill loses the number only
             self.close()
 
     def close(self) -> None:
-        """Write how much was not kept; where the disk is full, only the closing line says it."""
-        if self.counts.shortage is None:
+        """Write what was not kept in this fit; where the disk is full, only the closing line says it."""
+        shortage = self._shortages.get(self._place.segment)
+        if shortage is None:
             return
         try:
-            write_shortage(self._stream, self.counts.shortage)
+            write_shortage(self._stream, shortage)
         except OSError as error:
-            shortage = self.counts.shortage
-            self.counts = replace(
-                self.counts, shortage=replace(shortage, reason=f"{shortage.reason}, which could not be noted ({error})")
-            )
+            reason = f"{shortage.reason}, which could not be noted ({error})"
+            self._shortages[self._place.segment] = replace(shortage, reason=reason)
 
     def delete(self) -> None:
         """Delete everything that was kept beside the stream: its attempt is taken back."""

@@ -1,0 +1,222 @@
+"""Keeping and finding tensors of ops, without a Trainer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun
+from det_callbacks.digest import digest_tensor, format_digest
+from det_callbacks.kept import KeepChoice, Keeper, KeptStep, kept_path, read_shortage
+from det_callbacks.replay.files import StepPlace
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.run_files import stream_path
+from det_callbacks.trace.steps import StepTrace
+from det_callbacks.verdict import Divergence, Numbers
+
+Body = Callable[[], Any]
+
+
+ADD = Divergence(
+    rank=0,
+    step=0,
+    phase="forward",
+    module="",
+    op="aten.add.Tensor",
+    occurrence=0,
+    output=0,
+    name=None,
+    kind="content",
+    source=(),
+    shape=(2,),
+    dtype="float32",
+    reference_digest=None,
+    current_digest=None,
+    is_origin=None,
+)
+
+
+def keeper(folder: Path, *patterns: str, segment: int = 0, budget: float = 8.0) -> Keeper:
+    stream = stream_path(folder, 0, 0, segment)
+    stream.parent.mkdir(parents=True, exist_ok=True)
+    choice = KeepChoice(patterns=patterns, budget_mib=budget)
+    return Keeper(choice, stream, run_id=folder.name, rank=0, segment=segment)
+
+
+def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
+    with HashMode() as mode:
+        mode.recorder.keeper = keeping
+        keeping.begin()
+        body()
+    assert mode.trace is not None
+    keeping.write(mode.trace, step)
+    return mode.trace
+
+
+def run_of(folder: Path, name: str) -> KeptRun:
+    return replace(KeptRun.written(folder, folder.name), name=name)
+
+
+def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0, output: int = 0) -> Divergence:
+    """Return the divergence of a site that both have."""
+    digests = []
+    for one in (first, second):
+        (place,) = [
+            index
+            for index, site in enumerate(one.program.sites)
+            if (site.op, site.occurrence, site.output, site.role) == (op, occurrence, output, "output")
+        ]
+        digests.append(format_digest(int(one.digests[place])))
+    site = second.program.sites[place]
+    return replace(
+        ADD,
+        phase=site.phase,
+        module=site.module,
+        op=op,
+        occurrence=occurrence,
+        output=output,
+        reference_digest=digests[0],
+        current_digest=digests[1],
+    )
+
+
+def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Numbers | None:
+    """Return the numbers of an op of two steps, each kept in a run of its own."""
+    folders = tmp_path / "ref", tmp_path / "cur"
+    first, second = (trace(keeper(folder, op), body) for folder, body in zip(folders, bodies, strict=True))
+    runs = (run_of(folder, name) for folder, name in zip(folders, ("the reference", "the current run"), strict=True))
+    numbers = KeptNumbers(*runs, KeepChoice(patterns=(op,)))
+    return numbers(0, divergence(first, second, op, **place))
+
+
+def test_a_sparse_tensor_has_numbers_by_part(tmp_path: Path) -> None:
+    def body(scale: float) -> Body:
+        return lambda: (torch.eye(3) * scale).to_sparse() * 2
+
+    numbers = compare(tmp_path, "aten.mul.Tensor", [body(1.0), body(3.0)], occurrence=1)
+    assert numbers is not None
+    assert [(tensor.tensor, tensor.num_differing) for tensor in numbers.output] == [
+        ("output 0, indices", 0),
+        ("output 0, values", 3),
+    ]
+
+
+def test_outputs_and_inputs_of_one_call_belong_together(tmp_path: Path) -> None:
+    """Three equal results of calls that read other tensors: the occurrence decides whose inputs are shown."""
+
+    def body(last: float) -> Body:
+        def run() -> None:
+            for size in (2.0, 4.0, last):
+                torch.sign(torch.full((3,), size))
+
+        return run
+
+    for number in (0, 2):
+        numbers = compare(tmp_path / str(number), "aten.sign.default", [body(8.0), body(9.0)], occurrence=number)
+        assert numbers is not None
+        assert numbers.output[0].num_differing == 0
+        assert numbers.inputs[0].num_differing == (3 if number == 2 else 0)
+
+
+def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> None:
+    """Its site stands before those of the outputs."""
+    keeping = keeper(tmp_path / "run", "aten.add.Tensor")
+    mode = HashMode()
+    mode.recorder.keeper = keeping
+    for step, alpha in enumerate((2.0, 3.0, 5.0, 7.0)):
+        with mode:
+            keeping.begin()
+            torch.add(torch.ones(2), torch.ones(2), alpha=alpha)
+        assert mode.trace is not None
+        keeping.write(mode.trace, step)
+    assert "argument" in [site.role for site in mode.trace.program.sites]
+    stream = stream_path(tmp_path / "run", 0, 0, 0)
+    for step, alpha in enumerate((2.0, 3.0, 5.0, 7.0)):
+        place = StepPlace(run_id="run", rank=0, segment=0, step=step)
+        digest = format_digest(digest_tensor(torch.full((2,), 1 + alpha)))
+        kept = KeptStep(kept_path(stream, step), place)
+        assert kept.find(ADD, format_digest(digest_tensor(torch.full((2,), 2 + alpha)))) is None
+        call = kept.find(ADD, digest)
+        assert call is not None
+        assert call.output.saved.parts[0].bits.view(torch.float32).tolist() == [1 + alpha] * 2
+        assert list(call.inputs) == ["self", "other"]
+
+
+def test_what_is_overwritten_is_not_read(tmp_path: Path) -> None:
+    def body(value: float) -> Body:
+        def run() -> None:
+            target = torch.zeros(4)
+            target.copy_(torch.full((4,), value))
+            torch.add(target, 1.0, out=torch.full((4,), value))
+
+        return run
+
+    numbers = compare(tmp_path, "aten.copy_.default", [body(1.0), body(2.0)])
+    assert numbers is not None
+    assert [tensor.tensor for tensor in numbers.inputs] == ["src"]
+    numbers = compare(tmp_path / "out", "aten.add.out", [body(1.0), body(2.0)])
+    assert numbers is not None
+    assert "out" not in [tensor.tensor for tensor in numbers.inputs]
+    assert [tensor.num_differing for tensor in numbers.output] == [4]
+
+
+def test_a_second_fit_says_what_it_did_not_keep(tmp_path: Path) -> None:
+    """Each fit by itself, since steps may have the same numbers in both."""
+    keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.003)
+    for step in range(3):
+        trace(keeping, lambda: torch.ones(400), step)
+    second = stream_path(tmp_path / "run", 0, 0, 1)
+    keeping.start_segment(second, 1)
+    trace(keeping, lambda: torch.ones(400), 0)
+    keeping.close()
+    first = read_shortage(stream_path(tmp_path / "run", 0, 0, 0))
+    assert first is not None
+    assert (first.first_step, first.num_calls) == (1, 2)
+    again = read_shortage(second)
+    assert again is not None
+    assert (again.first_step, again.num_calls) == (0, 1)
+    shortage = keeping.counts.shortage
+    assert shortage is not None
+    assert (shortage.first_step, shortage.num_calls) == (1, 3)
+
+
+def test_a_step_that_is_not_wanted_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: Tensor) -> Any:
+        raise AssertionError("it was copied")
+
+    keeping = keeper(tmp_path / "run", "*")
+    monkeypatch.setattr("det_callbacks.kept.keeper.copy_bits", refuse)
+    with HashMode() as mode:
+        mode.recorder.keeper = keeping
+        keeping.begin(is_wanted=False)
+        torch.ones(3) + 1
+    assert mode.trace is not None
+    keeping.write(mode.trace, 0)
+    assert not kept_path(stream_path(tmp_path / "run", 0, 0, 0), 0).exists()
+
+
+def test_memory_that_cannot_be_reached_is_left_out_and_said(tmp_path: Path) -> None:
+    keeping = keeper(tmp_path / "run", "aten.to_mkldnn.default", "aten.ones.default")
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no mkldnn")
+    trace(keeping, lambda: torch.ones(3, 3).to_mkldnn())
+    assert keeping.counts.num_tensors == 1
+    assert keeping.counts.shortage is not None
+    assert "cannot be saved" in keeping.counts.shortage.reason
+
+
+def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> None:
+    keeping = keeper(tmp_path / "run", "aten.mm.default", budget=0.001)
+
+    def body() -> None:
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                torch.mm(torch.ones(8, 8), torch.ones(3, 3))
+        torch.mm(torch.ones(8, 8), torch.ones(8, 1))
+
+    trace(keeping, body)
+    assert (keeping.counts.num_tensors, keeping.counts.shortage) == (3, None)
