@@ -257,6 +257,20 @@ def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
     assert files == [f"step-{step:09d}.safetensors" for step in range(1, 8)]
 
 
+def test_a_second_fit_keeps_its_own(tmp_path: Path) -> None:
+    reference, current = tmp_path / "ref", tmp_path / "current"
+    recording = DeterminismCallback(reference, mode="record", keep_tensors=[f"forward/first:{ADDMM}"])
+    verifying = DeterminismCallback(reference, current=current, on_divergence="warn")
+    change = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)))
+    for callback, around in ((recording, {}), (verifying, {"around": change})):
+        fit(callback)
+        fit(callback, **around)
+    assert verifying.verdict is not None
+    assert output_of(verifying.verdict).first == (1, 3)
+    assert output_of(compare_runs(reference, current)).first == (1, 3)
+    assert [path.parent.name for path in current.rglob("kept/*/*2.safetensors")] == ["attempt-000.segment-001"]
+
+
 def test_the_error_holds_the_numbers_too(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"])
     callback = DeterminismCallback(reference, current=tmp_path / "current")

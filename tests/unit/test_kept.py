@@ -169,6 +169,9 @@ def test_a_second_fit_says_what_it_did_not_keep(tmp_path: Path) -> None:
     keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.003)
     for step in range(3):
         trace(keeping, lambda: torch.ones(400), step)
+    early = read_shortage(stream_path(tmp_path / "run", 0, 0, 0))
+    assert early is not None, "it is there before the fit ends, which a kill may prevent"
+    assert (early.first_step, early.num_calls) == (1, 1)
     second = stream_path(tmp_path / "run", 0, 0, 1)
     keeping.start_segment(second, 1)
     trace(keeping, lambda: torch.ones(400), 0)
