@@ -117,8 +117,14 @@ def _render(numbers: Numbers, console: Console) -> None:
 
 def _render_bins(bins: Sequence[Bin], console: Console) -> None:
     total = sum(one.num_elements for one in bins)
-    rows = [(one.label, f"{one.num_elements:,}", f"{100 * one.num_elements / total:.3g} %") for one in bins]
+    rows = [(one.label, f"{one.num_elements:,}", _percent(one.num_elements, total)) for one in bins]
     print_table(console, ("ULPs", "elements", "share"), rows, numbers="ULPs elements share")
+
+
+def _percent(number: int, total: int) -> str:
+    """Return a share with three digits; one that is not all is never 100 %."""
+    text = f"{100 * number / total:.3g}"
+    return "> 99.9 %" if text == "100" and number < total else f"{text} %"
 
 
 def _name(tensor: TensorNumbers) -> str:
