@@ -22,8 +22,8 @@ from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
 """Ranks whose tensors are looked into, those that differ first."""
-MAX_ORIGINS = 20
-"""Origins of a rank that are; each takes the time to read what was kept of it."""
+MAX_ORIGINS = 5
+"""Origins of a rank that are: each takes the time to read what was kept of it, and up to 10 KB to tell other ranks."""
 MAX_INPUTS = 16
 """Inputs of an op that are listed, those that differ first."""
 

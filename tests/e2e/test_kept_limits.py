@@ -106,7 +106,7 @@ def cut(path: Path) -> None:
 
 
 def exchange(path: Path) -> None:
-    shutil.copyfile(path.with_name("step-000000001.safetensors"), path)
+    shutil.copyfile(path.with_name("step-000000002.safetensors"), path)
 
 
 def forge(path: Path) -> None:
@@ -115,20 +115,23 @@ def forge(path: Path) -> None:
     path.write_bytes(content.replace(b'\\"occurrence\\": 0', b'\\"occurrence\\": 1', 1))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    verdict = verify(record(folder / "ref", [FIRST]), around=planted(ADDMM, lambda out, args: out.add_(1.0), step=1))
+    assert output_of(verdict).num_differing == 24
+    return folder
+
+
 @pytest.mark.parametrize("side", ["ref", "current"])
 @pytest.mark.parametrize("damage", [flip, cut, exchange, forge, Path.unlink])
-def test_damage_is_said_and_never_a_number(tmp_path: Path, damage: Callable[[Path], None], side: str) -> None:
-    reference = record(tmp_path / "ref", [FIRST])
-    change = planted(ADDMM, lambda out, args: out.add_(1.0), step=1)
-    whole = verify(reference, around=change)
-    assert output_of(whole).num_differing == 24
-    folder = tmp_path / side
-    (path,) = folder.rglob("kept/*/step-000000001.safetensors")
-    if damage is exchange:
-        shutil.copyfile(path.with_name("step-000000002.safetensors"), path)
-    else:
-        damage(path)
-    verdict = compare_runs(reference, tmp_path / "current")
+def test_damage_is_said_and_never_a_number(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], None], side: str
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (path,) = (tmp_path / side).rglob("kept/*/step-000000001.safetensors")
+    damage(path)
+    verdict = compare_runs(tmp_path / "ref", tmp_path / "current")
     assert verdict.verdict == "diverged"
     numbers = numbers_of(verdict)
     assert (numbers.output, numbers.inputs) == ((), ())
@@ -139,6 +142,7 @@ def test_damage_is_said_and_never_a_number(tmp_path: Path, damage: Callable[[Pat
         assert numbers.problem.startswith(f"what {name} kept could not be read: {path} is damaged: ")
 
 
+@pytest.mark.slow
 def test_what_says_that_nothing_was_kept_may_be_damaged_too(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", [FIRST], budget=0.0001)
     (path,) = reference.rglob("shortage.json")
@@ -149,6 +153,7 @@ def test_what_says_that_nothing_was_kept_may_be_damaged_too(tmp_path: Path) -> N
     assert str(path) in problem
 
 
+@pytest.mark.slow
 def test_tensors_of_another_step_of_the_same_bits_are_no_numbers(tmp_path: Path) -> None:
     """What is kept has to be of the site and the digest that differ: a file of a run that is rewritten is neither."""
     reference = record(tmp_path / "ref", [FIRST])
@@ -163,6 +168,7 @@ def test_tensors_of_another_step_of_the_same_bits_are_no_numbers(tmp_path: Path)
 # attempts
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_resumed_recording_goes_on_keeping(tmp_path: Path) -> None:
     saving = lambda: ModelCheckpoint(  # noqa: E731

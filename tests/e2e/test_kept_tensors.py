@@ -130,6 +130,7 @@ def test_a_nan_on_one_side_is_apart(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "1 with a NaN" in page
 
 
+@pytest.mark.slow
 def test_another_shape_has_no_numbers_and_says_so(tmp_path: Path) -> None:
     class Cut(nn.Module):
         def __init__(self, width: int) -> None:
@@ -152,7 +153,7 @@ def test_another_shape_has_no_numbers_and_says_so(tmp_path: Path) -> None:
     assert [tensor.problem for tensor in numbers_of(verdict).inputs] == ["only the current run kept it", "", ""]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_distances_are_those_of_the_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     model = partial(Small, Double(dtype))
     reference = record(tmp_path / "ref", ["middle.0:aten.mul.Tensor"], model)
@@ -173,6 +174,7 @@ def test_an_in_place_op_is_compared_with_what_it_read_before(tmp_path: Path) -> 
     assert (read.tensor, read.num_differing) == ("self", 0)
 
 
+@pytest.mark.slow
 def test_the_backward_pass(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", ["backward/last:aten.mm.default"])
     verdict = verify(reference, around=planted("aten.mm.default", lambda out, args: ulps_at(out, (1, 2)), call=1))
@@ -197,6 +199,7 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(tmp_path: Path) -> None
     assert not any(tensor.num_differing for tensor in inputs)
 
 
+@pytest.mark.slow
 def test_what_an_op_passed_on_shows_in_what_it_read(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", ["forward/last:*"], lambda: Small(nn.Tanh()))
     change = planted("aten.tanh.default", lambda out, args: ulps_at(out, (1, 1)))
@@ -209,6 +212,7 @@ def test_what_an_op_passed_on_shows_in_what_it_read(tmp_path: Path) -> None:
     assert f"det-callbacks bisect {reference} {tmp_path / 'current'}" in text
 
 
+@pytest.mark.slow
 def test_the_same_ops_twice_are_told_apart(tmp_path: Path) -> None:
     """Equal calls at one place, and one more of them than in the reference."""
 
@@ -234,6 +238,7 @@ def test_the_same_ops_twice_are_told_apart(tmp_path: Path) -> None:
         assert numbers is None or numbers.problem or numbers.output[0].max_absolute is not None
 
 
+@pytest.mark.slow
 def test_two_recordings_are_compared_alike(tmp_path: Path) -> None:
     patterns = [f"forward/first:{ADDMM}"]
     reference = record(tmp_path / "ref", patterns)
@@ -248,6 +253,7 @@ def test_two_recordings_are_compared_alike(tmp_path: Path) -> None:
     assert first.numbers is None
 
 
+@pytest.mark.slow
 def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
     """The first one is shown; the others are there for diff --steps common and for who looks into the files."""
     reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"], max_epochs=2)
@@ -257,6 +263,7 @@ def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
     assert files == [f"step-{step:09d}.safetensors" for step in range(1, 8)]
 
 
+@pytest.mark.slow
 def test_a_second_fit_keeps_its_own(tmp_path: Path) -> None:
     reference, current = tmp_path / "ref", tmp_path / "current"
     recording = DeterminismCallback(reference, mode="record", keep_tensors=[f"forward/first:{ADDMM}"])
@@ -271,6 +278,7 @@ def test_a_second_fit_keeps_its_own(tmp_path: Path) -> None:
     assert [path.parent.name for path in current.rglob("kept/*/*2.safetensors")] == ["attempt-000.segment-001"]
 
 
+@pytest.mark.slow
 def test_the_error_holds_the_numbers_too(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"])
     callback = DeterminismCallback(reference, current=tmp_path / "current")
@@ -314,6 +322,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, options: dict[str, 
         DeterminismCallback(tmp_path / "ref", **{"mode": "record", **options})
 
 
+@pytest.mark.slow
 def test_other_patterns_than_the_references_are_refused(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", ["aten.mm.default"])
     with pytest.raises(
@@ -328,6 +337,7 @@ def test_a_pattern_that_meant_no_op_is_said(tmp_path: Path) -> None:
         record(tmp_path / "ref", ["aten.mm.default", "aten.kthvalue.default"])
 
 
+@pytest.mark.slow
 def test_a_new_recording_removes_what_was_kept(tmp_path: Path) -> None:
     reference = record(tmp_path / "ref", ["aten.mm.default"])
     assert len(list(reference.rglob("kept/*/*"))) == 4
@@ -340,6 +350,7 @@ def test_a_new_recording_removes_what_was_kept(tmp_path: Path) -> None:
     assert not list(reference.rglob("kept"))
 
 
+@pytest.mark.slow
 def test_bits_that_were_put_back_are_those_that_are_kept(tmp_path: Path) -> None:
     """Replay and keep at once: what is kept belongs to the digest, so a verification of a noisy op matches."""
     reference = tmp_path / "ref"

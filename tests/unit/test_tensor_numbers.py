@@ -34,7 +34,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return tuple(torch.tensor(side, dtype=FLOATS[dtype]).view(dtype) for side in (first, second))  # type: ignore[return-value]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(pairs(), st.sampled_from([1, 3, 1 << 20]))
 def test_it_counts_what_a_loop_over_the_elements_counts(pair: tuple[Tensor, Tensor], chunk: int) -> None:
     one, other = pair
