@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import NUDGE, compiling_anew, opaque_backend, twice
 from torch import Tensor
+from verdicts import DIVERGED, MATCH
 
-from det_callbacks.compare.numbers import KeptNumbers, KeptRun
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.kept import KeepChoice, Keeper, KeptStep, kept_path, read_shortage
 from det_callbacks.replay.files import StepPlace
@@ -223,3 +225,44 @@ def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> N
 
     trace(keeping, body)
     assert (keeping.counts.num_tensors, keeping.counts.shortage) == (3, None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling_anew():
+        compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())
+
+        def body(*, is_nudged: bool) -> Body:
+            def run() -> None:
+                monkeypatch.setitem(NUDGE, "twice", is_nudged)
+                compiled(torch.ones(2, 4))
+
+            return run
+
+        run, nudged = body(is_nudged=False), body(is_nudged=True)
+        with HashMode():
+            run()  # compiled before what is compared
+        numbers = compare(tmp_path, "det_tests.twice.default", [run, nudged])
+    assert numbers is not None
+    assert [(tensor.num_differing, tensor.max_ulps, tensor.first) for tensor in numbers.output] == [(1, 1, (0, 3))]
+    assert [(tensor.tensor, tensor.num_differing) for tensor in numbers.inputs] == [("tensor", 0)]
+
+
+def test_only_what_can_be_kept_is_advised() -> None:
+    """Not the end of a compiled region, nor a collective: they are no outputs of an op."""
+    for op, is_advised in (
+        ("aten.mm.default", True),
+        ("compiled.Net_forward.outputs", False),
+        ("c10d.allreduce_.default", False),
+        ("", False),
+    ):
+        verdict = replace(DIVERGED, first_divergence=replace(ADD, op=op), origins=(replace(ADD, op=op),))
+        advised = to_keep(verdict)
+        assert (advised is not None) == is_advised
+        if advised is not None:
+            assert advised[1] == "forward/:aten.mm.default"
+    known = replace(ADD, numbers=Numbers(num_inputs=1))
+    assert to_keep(replace(DIVERGED, first_divergence=known, origins=(known,))) is None
+    missing = replace(ADD, numbers=Numbers(problem="the reference did not keep it"))
+    assert to_keep(replace(DIVERGED, first_divergence=missing, origins=(missing,))) is not None
+    assert to_keep(MATCH) is None

@@ -21,7 +21,7 @@ from det_callbacks.trace.compiled.interpret import NodeByNode
 from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import breaks_graph
-from det_callbacks.trace.exchange import exchange_outputs
+from det_callbacks.trace.exchange import begin_kept_call, exchange_outputs
 from det_callbacks.trace.nodes import COMPILED
 from det_callbacks.trace.overloads import OpKind
 from det_callbacks.trace.program import Site
@@ -161,6 +161,10 @@ class CompiledRegions:
             return func(*args, **kwargs)
         mark = recorder.num_sites
         phase, context = inside.phase, inside.context
+        keeper = recorder.keeper
+        kept = None
+        if keeper is not None:
+            kept = begin_kept_call(keeper, recorder.names, plan, phase, context, args, kwargs)
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
@@ -172,6 +176,8 @@ class CompiledRegions:
         if not outputs:
             recorder.passing.skipped["no_data"] += 1
             return out
+        if keeper is not None and kept is not None:
+            keeper.end_call(kept, outputs, recorder.num_sites)
         num_outputs = len(outputs)
         event = recorder.at.likely
         like: tuple[Any, ...] = (func, phase, context, [], list(inside.reads), [], num_outputs)
