@@ -103,7 +103,14 @@ def make_steps(
 
 
 def measure_time(
-    network: str, optimizer: str, variants: Sequence[str], *, rounds: int, num_steps: int, warm_up: int = 3
+    network: str,
+    optimizer: str,
+    variants: Sequence[str],
+    *,
+    rounds: int,
+    num_steps: int,
+    warm_up: int = 3,
+    compiler: str | None = None,
 ) -> dict[str, Times]:
     """Return the times of each variant, measured in turns.
 
@@ -113,7 +120,7 @@ def measure_time(
     """
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as root:
-        steps, recorders = make_steps(make_workload(network), optimizer, variants, Path(root))
+        steps, recorders = make_steps(make_workload(network, compiler), optimizer, variants, Path(root))
         for step in steps.values():
             for number in range(warm_up):
                 step(number)
@@ -131,14 +138,16 @@ def measure_time(
     return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
 
 
-def measure_memory(network: str, optimizer: str, variant: str, num_steps: int) -> dict[str, float]:
+def measure_memory(
+    network: str, optimizer: str, variant: str, num_steps: int, compiler: str | None = None
+) -> dict[str, float]:
     """Return what a process that trains this variant alone takes in memory and on disk.
 
     ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with the network made
     and no step trained.
     """
     with tempfile.TemporaryDirectory() as root:
-        steps, recorders = make_steps(make_workload(network), optimizer, [variant], Path(root))
+        steps, recorders = make_steps(make_workload(network, compiler), optimizer, [variant], Path(root))
         before = _resident_mib("VmRSS")
         for number in range(num_steps):
             steps[variant](number)
@@ -149,9 +158,12 @@ def measure_memory(network: str, optimizer: str, variant: str, num_steps: int) -
     return result
 
 
-def measure_memory_apart(network: str, optimizer: str, variant: str, num_steps: int) -> dict[str, float]:
+def measure_memory_apart(
+    network: str, optimizer: str, variant: str, num_steps: int, compiler: str | None = None
+) -> dict[str, float]:
     """Return ``measure_memory`` of a new process."""
     command = [sys.executable, __file__, network, optimizer, variant, str(num_steps)]
+    command += [] if compiler is None else [compiler]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, float] = json.loads(done.stdout)
     return result
@@ -169,4 +181,4 @@ def _resident_mib(name: str) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_memory(*sys.argv[1:4], int(sys.argv[4]))))
+    print(json.dumps(measure_memory(*sys.argv[1:4], int(sys.argv[4]), *sys.argv[5:])))

@@ -106,10 +106,12 @@ class Workload:
     loss: Callable[[tuple[Tensor, Tensor]], Tensor]
 
 
-def make_workload(name: str) -> Workload:
-    """Return one of NETWORKS, with weights and data from fixed seeds."""
+def make_workload(name: str, compiler: str | None = None) -> Workload:
+    """Return one of NETWORKS, with weights and data from fixed seeds, compiled by a backend of torch.compile's."""
     torch.manual_seed(0)
     model = _CLASSES[name]()
+    if compiler is not None:
+        model.compile(backend=compiler)
     if name == "mlp":
         examples = torch.randn(64, 64), torch.randint(10, (64,))
     elif name == "resnet":

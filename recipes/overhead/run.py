@@ -36,12 +36,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-steps", type=int, default=4, help="steps for memory and disk, 0 for none; default: %(default)s"
     )
+    parser.add_argument("--compile", metavar="BACKEND", help="compile the networks, all variants: inductor, aot_eager")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     return parser
 
 
 def print_case(case: dict[str, Any], times: dict[str, Times]) -> None:
-    print(f"\n{case['network']}, AdamW {case['optimizer']}")
+    compiled = "" if case["compiler"] is None else f", compiled by {case['compiler']}"
+    print(f"\n{case['network']}{compiled}, AdamW {case['optimizer']}")
     names = ("ms a step", "x plain", "MiB peak", "+ plain", "ops", "sites", "bytes a step")
     print(" " * 22 + "".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
     plain = case["variants"]["plain"].get("peak_growth_mib")
@@ -78,11 +80,17 @@ def main() -> None:
     for network in options.networks:
         for optimizer in options.optimizers:
             times = measure_time(
-                network, optimizer, variants, rounds=options.rounds, num_steps=options.steps or STEPS[network]
+                network,
+                optimizer,
+                variants,
+                rounds=options.rounds,
+                num_steps=options.steps or STEPS[network],
+                compiler=options.compile,
             )
             case: dict[str, Any] = {
                 "network": network,
                 "optimizer": optimizer,
+                "compiler": options.compile,
                 "variants": {
                     variant: {"ratio": taken.ratio, "median_seconds": taken.median, **asdict(taken)}
                     for variant, taken in times.items()
@@ -90,7 +98,9 @@ def main() -> None:
             }
             if options.memory_steps:
                 for variant in variants:
-                    case["variants"][variant] |= measure_memory_apart(network, optimizer, variant, options.memory_steps)
+                    case["variants"][variant] |= measure_memory_apart(
+                        network, optimizer, variant, options.memory_steps, options.compile
+                    )
             print_case(case, times)
             cases.append(case)
     if options.json is not None:

@@ -1,0 +1,244 @@
+"""Compiled models under a Trainer: recorded and verified, seen for what they are, and trained as without us."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from compiling import NUDGE, compiling_anew, net, opaque_backend
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import (
+    DeterminismCallback,
+    DeterminismSettings,
+    DivergenceError,
+    Verdict,
+    compare_runs,
+    enforce_determinism,
+)
+
+OVERHEAD = Path(__file__).parents[2] / "recipes" / "overhead"
+
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*isinstance.treespec, LeafSpec"),
+    # torch's own, when it compiles a module whose input is no leaf
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+BACKENDS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    with compiling_anew():
+        yield
+
+
+class Training(pl.LightningModule):
+    """Trains a network; "eager" in ``fault`` changes what comes out of it at step 2."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.fault = ""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.network(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        return cross_entropy(outputs.flatten(0, -2) * self.factor(batch_idx), batch[1].flatten())
+
+    @torch.compiler.disable
+    def factor(self, batch_idx: int) -> float:
+        return 1 + 2**-23 if self.fault == "eager" and batch_idx == 2 else 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def whole(training: Training, backend: Any) -> Any:
+    return torch.compile(training, backend=backend)
+
+
+def network(training: Training, backend: Any) -> Any:
+    training.network.compile(backend=backend)
+    return training
+
+
+def wrapped(training: Training, backend: Any) -> Any:
+    training.network = torch.compile(training.network, backend=backend)
+    return training
+
+
+def every_module(training: Training, backend: Any) -> Any:
+    for module in training.network.modules():
+        module.compile(backend=backend)
+    training.compile(backend=backend)
+    return training
+
+
+def fit(
+    folder: Path,
+    mode: str,
+    make: Callable[[], nn.Module],
+    data: tuple[Tensor, Tensor],
+    compile_it: Callable[[Training, Any], Any],
+    backend: Any,
+    *,
+    fault: str = "",
+    **options: Any,
+) -> tuple[Verdict | None, list[Tensor]]:
+    """Train in a fresh Dynamo; return the verdict, and the weights."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    training = Training(make())
+    training.fault = fault
+    NUDGE["twice"] = fault == "inside"
+    inputs, targets = (tensor.clone() for tensor in data)
+    if fault == "input":
+        half = len(inputs) // 2
+        flat = inputs[half].view(-1)
+        flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
+    callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
+    trainer = quiet_trainer(callback, default_root_dir=folder, max_steps=4)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=len(inputs) // 4)
+    try:
+        trainer.fit(compile_it(training, backend), loader)
+    except DivergenceError as error:
+        return error.verdict, list(training.parameters())
+    assert counters["stats"]["unique_graphs"], "nothing was compiled"
+    return callback.verdict, [parameter.detach().clone() for parameter in training.parameters()]
+
+
+def small_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compile_it", [whole, network, wrapped])
+def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_it: Callable[..., Any]) -> None:
+    def run(mode: str, fault: str = "") -> Verdict | None:
+        options = {"overwrite": True} if mode == "record" else {}
+        return fit(tmp_path, mode, net, small_data(), compile_it, backend, fault=fault, **options)[0]
+
+    run("record")
+    same = run("verify")
+    assert same is not None
+    assert same.verdict == "match"
+    assert same.counts.steps_compared == 4
+    region = next((name for name in same.coverage.opaque_regions), None)
+    assert (region is not None) is (backend == "inductor")
+
+    given = run("verify", "input")
+    assert given is not None
+    assert given.first_divergence is not None
+    assert (given.first_divergence.step, given.first_divergence.phase) == (2, "data")
+    assert given.cause == "data_content"
+
+    inside = run("verify", "inside")
+    assert inside is not None
+    assert inside.first_divergence is not None
+    assert (inside.first_divergence.step, inside.first_divergence.op) == (0, "det_tests.twice.default")
+    assert inside.cause == "forward"
+    if backend == "inductor":
+        assert {origin.op for origin in inside.origins} <= {f"{region}.inside", f"{region}.outputs"}
+        assert inside.origins
+        assert f"{region}.inside" in inside.explanation
+    else:
+        assert inside.first_divergence.is_origin is True
+
+    if compile_it is whole:
+        return  # there is no eager part
+    eager = run("verify", "eager")
+    assert eager is not None
+    assert eager.first_divergence is not None
+    assert (eager.first_divergence.step, eager.first_divergence.op) == (2, "aten.mul.Tensor")
+    assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["transformer", "resnet"])
+def test_the_networks_of_the_overhead_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(OVERHEAD))
+    models = __import__("models")
+    monkeypatch.setattr(models, "VOCABULARY", 500)
+    generator = torch.Generator().manual_seed(1)
+    if name == "transformer":
+        tokens = torch.randint(500, (8, 33), generator=generator)
+        data = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+        def make() -> nn.Module:
+            return models.Transformer(width=48, layers=2, heads=2)
+    else:
+        data = torch.randn(8, 3, 32, 32, generator=generator), torch.randint(1000, (8,), generator=generator)
+        make = models.ResNet
+    # inductor's embedding backward adds up with several threads at once unless told otherwise: other bits in each run
+    with enforce_determinism(DeterminismSettings(deterministic_algorithms="error")):
+        fit(tmp_path, "record", make, data, network, backend)
+        verdict, watched = fit(tmp_path, "verify", make, data, network, backend)
+        _, alone = fit(tmp_path, "disabled", make, data, network, backend)
+    assert verdict is not None
+    assert verdict.verdict == "match", verdict.explanation
+    assert bool(verdict.coverage.opaque_regions) is (backend == "inductor")
+    assert all(map(torch.equal, watched, alone)), "no observer effect"
+    sys.modules.pop("models", None)
+
+
+@pytest.mark.parametrize("backend", ["opaque", "inductor"])
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(
+    tmp_path: Path, backend: str, level: str
+) -> None:
+    compiler = opaque_backend() if backend == "opaque" else backend
+    fit(tmp_path, "record", net, small_data(), every_module, compiler, level=level)
+    verdict, _ = fit(tmp_path, "verify", net, small_data(), every_module, compiler)
+    assert verdict is not None
+    assert verdict.verdict == "match"
+    assert verdict.coverage.opaque_regions
+    assert verdict.coverage.ops_digested > 0
+    found, _ = fit(tmp_path, "verify", net, small_data(), every_module, compiler, fault="inside")
+    assert found is not None
+    assert found.verdict == "diverged"
+
+
+def test_one_step_is_interpreted_to_name_the_op(tmp_path: Path) -> None:
+    options = {"compiled": "interpret", "only_steps": [2]}
+    weights = [
+        fit(tmp_path / name, "record", net, small_data(), network, "inductor", fault=fault, **options)[1]
+        for name, fault in (("one", ""), ("other", "inside"))
+    ]
+    assert all(len(values) == len(weights[0]) for values in weights)
+    verdict = compare_runs(tmp_path / "one" / "reference", tmp_path / "other" / "reference")
+    assert verdict.coverage.opaque_regions == ()
+    assert verdict.verdict == "diverged"
+    names = {origin.op for origin in verdict.origins} | {verdict.first_divergence and verdict.first_divergence.op}
+    assert not any(str(name).startswith("compiled.") for name in names)
+
+
+def test_interpreted_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "record", net, small_data(), network, "aot_eager", compiled="interpret")
+    assert "compiled regions ran op by op, with other kernels than the compiled ones" in capsys.readouterr().out
+    verdict, _ = fit(tmp_path, "verify", net, small_data(), network, "aot_eager")
+    assert verdict is not None
+    assert verdict.verdict == "match", "taken from the reference"
+    assert "compiled regions ran op by op, with other kernels than the compiled ones" in capsys.readouterr().out
+
+
+def test_the_closing_lines_say_what_was_seen_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, "record", net, small_data(), network, opaque_backend())
+    assert "1 compiled region seen from outside" in capsys.readouterr().out
+    fit(tmp_path, "verify", net, small_data(), network, opaque_backend())
+    assert "1 compiled region seen from outside" in capsys.readouterr().out
