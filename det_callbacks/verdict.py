@@ -215,6 +215,7 @@ class Coverage:
         opaque_regions: names of regions of which only the boundary was seen.
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
+        batches: stage ("validation", "sanity check", "test", "prediction") -> number of its batches that were compared.
     """
 
     ranks: int
@@ -224,6 +225,7 @@ class Coverage:
     ops_skipped: Mapping[str, int] = field(default_factory=dict)
     opaque_regions: tuple[str, ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
+    batches: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +293,7 @@ class Verdict:
                 "ops_skipped": dict(self.coverage.ops_skipped),
                 "opaque_regions": list(self.coverage.opaque_regions),
                 "replayed": dict(self.coverage.replayed),
+                "batches": dict(self.coverage.batches),
             },
             "environment": {
                 "differences": [

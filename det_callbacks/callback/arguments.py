@@ -15,6 +15,13 @@ STEPS = ("all", "common")
 ON_DIVERGENCE = ("raise", "collect", "warn")
 AUDITS = ("ops", "step")
 RESUMES = ("exact", "warn", "plain")
+STAGE_ARGUMENTS = {
+    "sanity check": "sanity_batches",
+    "validation": "validation_batches",
+    "test": "test_batches",
+    "prediction": "predict_batches",
+}
+"""The argument that has the batches of a stage recorded."""
 
 
 def check_arguments(
@@ -36,6 +43,9 @@ def check_arguments(
     watch_callbacks: object,
     keep_batch_values: object,
     validation_batches: object,
+    sanity_batches: object,
+    test_batches: object,
+    predict_batches: object,
     log_metrics: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
@@ -63,6 +73,9 @@ def check_arguments(
         "watch_callbacks": watch_callbacks,
         "keep_batch_values": keep_batch_values,
         "validation_batches": validation_batches,
+        "sanity_batches": sanity_batches,
+        "test_batches": test_batches,
+        "predict_batches": predict_batches,
         "log_metrics": log_metrics,
     }
     for name, value in flags.items():

@@ -1,5 +1,6 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import check_alone, check_processes
+from det_callbacks.callback.arguments import STAGE_ARGUMENTS, check_alone, check_processes
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.bars import say_beside
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.eval_batches import STAGES_OF_TRAINER
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.loops import after_loading, root_folder
@@ -23,7 +25,10 @@ from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.run_kinds import new_run
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
+from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
+from det_callbacks.report import left_out_line, no_batches_text
+from det_callbacks.trace.eval_batches import FIT
 
 
 class DeterminismCallback(CallbackOptions):
@@ -79,8 +84,11 @@ class DeterminismCallback(CallbackOptions):
         generators: name -> generator (torch's, NumPy's, Python's) whose state is noted too, to tell who drew from it.
             Those that the training loaders hold are found.
         watch_callbacks: also note the generators around every hook of the other callbacks, 10 microseconds each.
-        validation_batches: record the batches of validations, too (not of sanity checks), and compare them. In verify
-            mode taken from the reference.
+        validation_batches: record the batches of validations, too, of ``trainer.validate`` as well as in a fit, and
+            compare them. In verify mode taken from the reference, as are the three after it.
+        sanity_batches: likewise, of the sanity check before a fit.
+        test_batches: likewise, of ``trainer.test``, which is a part of the run by itself.
+        predict_batches: likewise, of ``trainer.predict``.
         keep_batch_values: keep indices and text of each batch (file names) as they are, to name the first other sample.
         log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
             and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
@@ -129,7 +137,9 @@ class DeterminismCallback(CallbackOptions):
                 require_digests=self.require_digests, resume=self.resume, peers=self._together
             )
         self._checkpointing.begin_stage(trainer)
+        self._stage = None
         if stage != TrainerFn.FITTING:
+            self._set_up_stage(trainer, pl_module, STAGES_OF_TRAINER[TrainerFn(stage)])
             self._begin_alerts(self.settings, pl_module)
             return
         self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
@@ -140,6 +150,60 @@ class DeterminismCallback(CallbackOptions):
             self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
         if not isinstance(run, Auditing):
             self._loads.open(pl_module)
+
+    def _set_up_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Make ready for a test or the like, where its batches are asked for; where they are not, say so once."""
+        if self.mode == "audit":
+            return
+        run = self._run
+        if self.mode == "record":
+            stages = self._asked_stages
+        else:
+            self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
+            run = run or new_run(self, self._together)
+            assert isinstance(run, Verifying), "nothing else compares"
+            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
+            stages = run.eval_batches(self._asked_stages)
+        if stage not in stages:
+            if self._run is None and trainer.is_global_zero:
+                say_beside(trainer, left_out_line(stage, STAGE_ARGUMENTS[stage], reference=self.reference))
+            return
+        if self.mode == "record":
+            self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
+        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
+        self._run, self._stage = run or new_run(self, self._together), stage
+
+    @override
+    def _begin_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._stage is not None and not self._is_fitting:
+            self._begin_part(trainer, pl_module, is_resumed=False, stage=self._stage)
+
+    def _begin_part(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_resumed: bool, stage: str = FIT
+    ) -> Mapping[str, Any]:
+        """Open the run for a fit, or for what ``stage`` says; return what run.json says of it."""
+        run = self._run
+        assert isinstance(run, Recording | Verifying), "an audit has no parts"
+        run.say = partial(say_beside, trainer)
+        self._stages = run.eval_batches(self._asked_stages)
+        manifest = manifest_of(
+            trainer,
+            pl_module,
+            selection=self.selection,
+            allow=() if self.settings is None else self.settings.allow,
+            choices=self.choices,
+            replay=self.replay.patterns,
+            keep=self.keep,
+            eval_batches=self._stages,
+        )
+        self._together.check_start(trainer, pl_module, manifest)
+        self.verdict = None
+        if isinstance(run, Recording):
+            run.begin_fit(manifest, self.selection, is_resumed=is_resumed, stage=stage)
+        else:
+            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed, stage=stage)
+        self._is_fitting = True
+        return manifest
 
     def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
@@ -167,30 +231,9 @@ class DeterminismCallback(CallbackOptions):
             self._is_fitting = True
             return
         is_resumed = trainer.ckpt_path is not None
-        manifest = manifest_of(
-            trainer,
-            pl_module,
-            selection=self.selection,
-            allow=() if self.settings is None else self.settings.allow,
-            choices=self.choices,
-            replay=self.replay.patterns,
-            keep=self.keep,
-            validation_batches=run.has_validations(self.validation_batches),
-        )
-        self._together.check_start(trainer, pl_module, manifest)
-        self.verdict = None
-        if isinstance(run, Recording):
-            run.begin_fit(manifest, self.selection, is_resumed=is_resumed)
-        else:
-            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed)
+        manifest = self._begin_part(trainer, pl_module, is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
-        self._is_fitting = True
-        evidence = Evidence(
-            self.generators,
-            around_callbacks=self.watch_callbacks,
-            keeps_values=self.keep_batch_values,
-            validations=manifest["validation_batches"],
-        )
+        evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
         self._trace = Tracing(
             pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
         )
@@ -298,7 +341,7 @@ class DeterminismCallback(CallbackOptions):
         if not self._is_fitting:
             return
         observed = {} if self._trace is None else self._trace.observed
-        if self._trace is not None:
+        if self._trace is not None and not is_early:
             self._trace.end_fit(self._step)
         self._close_trace()
         if isinstance(self._run, Auditing):
@@ -320,7 +363,7 @@ class DeterminismCallback(CallbackOptions):
         # a verdict is raised by all ranks together: none has to be told of it
         if self.verdict is None or getattr(exception, "verdict", None) is not self.verdict:
             self._together.fail(exception)
-        was_fitting = self._is_fitting
+        was_fitting, self._stage = self._is_fitting, None
         self._close_trace()
         self._metrics.close()
         self._end_alerts()
@@ -335,12 +378,15 @@ class DeterminismCallback(CallbackOptions):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # only a fit that has nothing to train comes here without on_train_end
-        self._end_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=self._stage is None and trainer.ckpt_path is not None)
         self._end_alerts()
         if self._checkpointing is not None:
             self._checkpointing.end_stage()
         self._replicas.close()
         self._together.end()
+        is_empty, self._stage = self._stage is not None, None
+        if is_empty:
+            raise NothingComparedError(no_batches_text(STAGES_OF_TRAINER[TrainerFn(stage)], reference=self.reference))
 
     def _close_trace(self) -> None:
         if self._is_fitting:

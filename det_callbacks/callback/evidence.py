@@ -15,12 +15,10 @@ from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.callback.workers import NumWorkers
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
 from det_callbacks.resume import find_generators
-from det_callbacks.trace.batches import MAX_SAMPLES, samples_of
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.evidence import SAMPLES, VALIDATION, Row
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.ledger import CONSTANTS, Ledger
 from det_callbacks.trace.named import flatten
-from det_callbacks.trace.tree import scalar_bits
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""
@@ -54,16 +52,12 @@ class Evidence:
         generators: name -> generator of the user's, besides those that the loaders hold.
         around_callbacks: whether the generators are also noted around each hook of every other callback.
         keeps_values: whether the indices and the text in a batch are kept as they are, beside their digests.
-        validations: whether the batches of validations are noted.
     """
 
-    def __init__(
-        self, generators: Mapping[str, Any], *, around_callbacks: bool, keeps_values: bool, validations: bool
-    ) -> None:
+    def __init__(self, generators: Mapping[str, Any], *, around_callbacks: bool, keeps_values: bool) -> None:
         self._registered = dict(generators)
         self._around_callbacks = around_callbacks
         self._keeps_values = keeps_values
-        self._validations = validations
         self._ledger = Ledger()
         self._ledger.held = self._registered
         self._draws = DrawWatch(self._ledger.mark, self._note_setting)
@@ -151,24 +145,6 @@ class Evidence:
         if self._keeps_values:
             for name, text in _texts(drawn.batch, "batch"):
                 self._ledger.note(BATCH, name, digest_bytes(text.encode()), text)
-
-    def note_validation(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Note a batch of a validation, if that was asked for; a pass over its tensors."""
-        if not self._validations:
-            return
-        point = f"{VALIDATION}{batch_idx}" + (f" of loader {dataloader_idx}" if dataloader_idx else "")
-        for name, value in flatten(batch, "batch"):
-            if not isinstance(value, Tensor):
-                self._ledger.note(point, name, scalar_bits(value)[0])
-            elif holds_data(value):
-                self._ledger.note(point, name, digest_tensor(value))
-                if (
-                    not value.is_nested
-                    and value.dim()
-                    and 2 <= value.shape[0] <= MAX_SAMPLES
-                    and (samples := samples_of(value)) is not None
-                ):
-                    self._ledger.note(point, f"{SAMPLES}{name}", samples.digest)
 
     def take(self, step: int) -> list[Row]:
         """Return the evidence up to the end of a step, since the last time."""

@@ -22,7 +22,7 @@ def manifest_of(
     choices: Mapping[str, Any],
     replay: Sequence[str],
     keep: KeepChoice,
-    validation_batches: bool,
+    eval_batches: Sequence[str],
 ) -> dict[str, Any]:
     """Return selection, settings, environment and replay patterns of a fit.
 
@@ -34,7 +34,7 @@ def manifest_of(
         choices: further ones.
         replay: patterns of ops whose outputs are saved or put back.
         keep: whose tensors are kept.
-        validation_batches: whether the batches of validations are recorded.
+        eval_batches: the stages whose batches are recorded.
     """
     all_choices = {
         **trainer_choices(trainer, pl_module),
@@ -49,5 +49,5 @@ def manifest_of(
         "replay": list(replay),
         "keep_tensors": list(keep.patterns),
         **({"keep_budget_mib": keep.budget_mib} if keep.patterns else {}),
-        "validation_batches": validation_batches,
+        "eval_batches": list(eval_batches),
     }

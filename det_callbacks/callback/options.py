@@ -9,12 +9,13 @@ from det_callbacks.callback.alerts import AlertCallback
 from det_callbacks.callback.arguments import check_arguments, check_audit, check_keep, check_replay
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
+from det_callbacks.callback.eval_batches import EvalHooks
 from det_callbacks.callback.metrics import Metrics
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replicas import Replicas
 from det_callbacks.callback.spawned import InheritedSettings
 from det_callbacks.callback.together import Together
-from det_callbacks.callback.tracing import MarksPoints, Tracing
+from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.kept import KEEP_BUDGET_MIB, KeepChoice
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
@@ -24,7 +25,7 @@ from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
 
 
-class CallbackOptions(MarksPoints, AlertCallback):
+class CallbackOptions(EvalHooks, AlertCallback):
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
     def __init__(
@@ -59,6 +60,9 @@ class CallbackOptions(MarksPoints, AlertCallback):
         watch_callbacks: bool = False,
         keep_batch_values: bool = False,
         validation_batches: bool = False,
+        sanity_batches: bool = False,
+        test_batches: bool = False,
+        predict_batches: bool = False,
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
@@ -80,6 +84,9 @@ class CallbackOptions(MarksPoints, AlertCallback):
             watch_callbacks=watch_callbacks,
             keep_batch_values=keep_batch_values,
             validation_batches=validation_batches,
+            sanity_batches=sanity_batches,
+            test_batches=test_batches,
+            predict_batches=predict_batches,
             log_metrics=log_metrics,
         )
         self.reference = None if reference is None else Path(reference)
@@ -118,6 +125,9 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self.watch_callbacks = watch_callbacks
         self.keep_batch_values = keep_batch_values
         self.validation_batches = validation_batches
+        self.sanity_batches = sanity_batches
+        self.test_batches = test_batches
+        self.predict_batches = predict_batches
         self.log_metrics = log_metrics
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
@@ -132,6 +142,7 @@ class CallbackOptions(MarksPoints, AlertCallback):
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_fitting = False
+        self._stage: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""

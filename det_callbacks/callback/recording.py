@@ -1,5 +1,6 @@
 """What a fit is recorded into."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from det_callbacks.callback.arguments import STAGE_ARGUMENTS
 from det_callbacks.callback.progress import Progress
 from det_callbacks.compare.agreement import Agreement
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
+from det_callbacks.compare.wording import count_batches
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -22,6 +25,7 @@ from det_callbacks.errors import (
 from det_callbacks.kept import KeepChoice, Keeper, KeptCounts
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
 from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
+from det_callbacks.trace.eval_batches import FIT, Batch, recorded_stages, stage_of
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import Program
@@ -71,7 +75,9 @@ class Recording:
         self._agreement: Agreement | None = None
         self._tensors: SavedTensors | None = None
         self._selection = Selection()
-        self._num_steps = self._num_sites = 0
+        self._num_steps = self._num_sites = self._num_in_stage = 0
+        self._num_batches = Counter[str]()
+        self._stage = FIT
         self._is_resumed = self._has_diverged = False
         self.chain: int | None = None
         """After the last step that was recorded; None before the first."""
@@ -80,8 +86,16 @@ class Recording:
         self.say: Callable[[str], None] = print_closing_line
         """Prints a line; whoever trains may know what else is on the terminal."""
 
-    def begin_fit(self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool) -> None:
+    def begin_fit(
+        self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool = False, stage: str = FIT
+    ) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
+
+        Args:
+            manifest: selection, settings and environment of this run.
+            selection: what is traced.
+            is_resumed: the fit goes on from a checkpoint.
+            stage: what it is instead of a fit: a test, say, whose batches are recorded.
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
@@ -89,11 +103,12 @@ class Recording:
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
+        self._stage, self._num_in_stage = stage, 0
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
         self._is_resumed = is_resumed and selection.is_every_step
         if self._writer is not None:
             self._agreement = None
-            self._writer.start_segment()
+            self._writer.start_segment(stage)
         elif is_resumed and not self._overwrite and self._is_there():
             earlier = self.peers.do(partial(self._open_earlier, manifest), task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
@@ -101,7 +116,9 @@ class Recording:
             if not self._is_resumed:
                 self._agreement.begin()
         else:
-            self._writer = RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
+            self._writer = RunWriter.create(
+                self.path, manifest=manifest, peers=self.peers, stage=stage, overwrite=self._overwrite
+            )
         if self._tensors is not None:
             self._tensors.start_segment(self._writer.stream, self._writer.segment)
             if self.keeper is not None:
@@ -160,17 +177,18 @@ class Recording:
             )
         return bool(found[0])
 
-    def has_validations(self, is_asked: bool) -> bool:
-        """Return whether the batches of validations are recorded."""
-        return is_asked
+    def eval_batches(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """Return the stages whose batches are recorded."""
+        return tuple(asked)
 
     def _open_earlier(self, manifest: Mapping[str, Any]) -> Run:
         earlier = Run.open(self.path, ranks=(self.peers.rank,))
-        validations = [bool(one.get("validation_batches")) for one in (earlier.manifest, manifest)]
-        if len(set(validations)) > 1:
+        before, now = (set(recorded_stages(one)) for one in (earlier.manifest, manifest))
+        if before != now:
             raise SelectionError(
-                f"{self.path} was recorded with validation_batches={validations[0]}, and this attempt asks for "
-                f"{validations[1]}. Nothing was changed. Resume with the same, or record to another folder."
+                f"{self.path} was recorded with the batches of {', '.join(sorted(before)) or 'no stage'}, and this "
+                f"attempt asks for those of {', '.join(sorted(now)) or 'none'}. Nothing was changed. Resume with the "
+                "same, or record to another folder."
             )
         for name, asked in (("replay", self._replay.patterns), ("keep_tensors", self._keep.patterns)):
             recorded = list(earlier.manifest.get(name, ()))
@@ -251,6 +269,17 @@ class Recording:
             self._agreement.put_evidence(rows)
         self._running().put_evidence(rows)
 
+    def put_batch(self, batch: Batch) -> None:
+        """Write a batch that is not trained on."""
+        self._num_batches[stage_of(batch)] += 1
+        self._num_in_stage += 1
+        self._running().put_evidence(batch)
+
+    def end_stage(self, step: int | None) -> bool:
+        """Note that a validation, a test or the like is over; return False: nothing stops because of it."""
+        self._running().flush_evidence()
+        return False
+
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
@@ -280,10 +309,17 @@ class Recording:
         if any(end["has_diverged"] for end in ended) and agreement is not None:
             self._take_back(ended)
         num_agreed = sum(end["num_agreed"] for end in ended)
-        is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
+        names = ("num_steps", "num_agreed") if self._stage == FIT else ("num_in_stage",)
+        is_empty = not all(any(end[name] for name in names) for end in ended)
         if is_empty and agreement is not None:
             self._discard()
         writer.close(complete=not is_empty)
+        if is_empty and self._stage != FIT:
+            raise NothingComparedError(
+                f"Nothing was recorded in {self.path}: the {self._stage} had no batch on "
+                f"{'any' if self.peers.world_size == 1 else 'some'} process. Give it one, or leave "
+                f"{STAGE_ARGUMENTS[self._stage]} out."
+            )
         if is_empty and is_resumed:
             raise NothingComparedError(
                 "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
@@ -308,6 +344,7 @@ class Recording:
                     kept=reduce(KeptCounts.with_rank, (KeptCounts.from_dict(end["kept"]) for end in ended))
                     if self.keeper is not None
                     else None,
+                    batches=sum((Counter(end["batches"]) for end in ended), Counter[str]()),
                 )
             )
         if self.exchange is not None and self.exchange.unused:
@@ -332,6 +369,8 @@ class Recording:
             "num_sites": self._num_sites,
             "num_bytes": self._running().bytes_written,
             "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
+            "num_in_stage": self._num_in_stage,
+            "batches": dict(self._num_batches),
             "num_agreed": 0 if agreement is None else agreement.num_steps,
             "has_diverged": self._has_diverged,
             "found": agreement.findings().to_dict() if agreement is not None and is_comparison else None,
@@ -367,6 +406,7 @@ class Recording:
         self._writer = self._agreement = self._tensors = self.exchange = self.keeper = None
         self._has_diverged = False
         self._num_steps = self._num_sites = 0
+        self._num_batches.clear()
 
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
@@ -383,8 +423,9 @@ class Recording:
             self.keeper.close()
         self._running().close(complete=False)
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
+        batches = f" and {count_batches(self._num_batches)}" if self._num_batches else ""
         self.say(
-            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
+            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}{batches}: "
             f"{self.path} is incomplete"
         )
 

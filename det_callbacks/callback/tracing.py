@@ -191,19 +191,6 @@ class MarksPoints(pl.Callback):
             self._mark("before validation")
 
     @override
-    def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
-        if self._trace is not None and not trainer.sanity_checking:
-            self._trace.evidence.note_validation(batch, batch_idx, dataloader_idx)
-
-    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:

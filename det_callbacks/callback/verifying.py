@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from det_callbacks.callback.arguments import STAGE_ARGUMENTS
 from det_callbacks.callback.fits import Waiting, go_on, wait
 from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.reporting import report_divergence
@@ -31,6 +32,7 @@ from det_callbacks.report import (
     verified_line,
     waiting_line,
 )
+from det_callbacks.trace.eval_batches import FIT, Batch, recorded_stages
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, Peers
 from det_callbacks.trace.run_files import stream_path
@@ -86,7 +88,7 @@ class Verifying:
         self._selection = Selection()
         self._verification: Verification | None = None
         self._segment = -1
-        self._has_validations = False
+        self._eval_batches: tuple[str, ...] = ()
         self.program: int | None = None
         """Id of the program of the last step."""
         self.chain: int | None = None
@@ -114,21 +116,22 @@ class Verifying:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder / VERDICT_FILE, replace(error.verdict, current=str(folder)))
             raise
-        self._has_validations = bool(run.manifest.get("validation_batches"))
+        self._eval_batches = recorded_stages(run.manifest)
         return selection
 
-    def has_validations(self, is_asked: bool) -> bool:
-        """Return whether the batches of validations are compared: where the reference has them.
+    def eval_batches(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """Return the stages whose batches are compared: those that the reference has.
 
         Raises:
-            SelectionError: they were asked for, and it has none.
+            SelectionError: others were asked for.
         """
-        if is_asked and not self._has_validations:
+        names = [STAGE_ARGUMENTS[stage] for stage in asked if stage not in self._eval_batches]
+        if names:
             raise SelectionError(
-                f"The reference {self.path} was recorded without validation_batches, so there is nothing to compare "
-                "them with. Leave it out, or record the reference again with validation_batches=True."
+                f"The reference {self.path} was recorded without {' and '.join(names)}, so there is nothing to compare "
+                f"them with. Leave that out, or record the reference again with {'=True, '.join(names)}=True."
             )
-        return self._has_validations
+        return self._eval_batches
 
     def _open(self, selection: Selection) -> tuple[Run, Selection]:
         run, selection = open_reference(self.path, selection, steps=self._steps, peers=self.peers)
@@ -147,7 +150,13 @@ class Verifying:
         return recorded
 
     def begin_fit(
-        self, manifest: Mapping[str, Any], selection: Selection, *, root: Path, is_resumed: bool = False
+        self,
+        manifest: Mapping[str, Any],
+        selection: Selection,
+        *,
+        root: Path,
+        is_resumed: bool = False,
+        stage: str = FIT,
     ) -> None:
         """Make ready for the steps of a fit.
 
@@ -157,6 +166,7 @@ class Verifying:
             root: where the folder of the verification goes by default.
             is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
                 not be the first one after it.
+            stage: what it is instead of a fit: a test, say, whose batches are compared.
         """
         go_on(self)
         self.verdict = None
@@ -168,14 +178,15 @@ class Verifying:
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
             self._verification = Verification(
-                run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
+                run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps, stage=stage
             )
             self._begin_keeping(self._verification)
         self._segment += 1
         if self.keeper is not None and self._segment:
             stream = stream_path(self._verification.current, self.peers.rank, 0, self._segment)
             self.keeper.start_segment(stream, self._segment)
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step, stage=stage)
+        self._verification.batches.begin(self._segment, stage, is_resumed=is_resumed)
 
     def _begin_keeping(self, verification: Verification) -> None:
         choice = KeepChoice.from_manifest(verification.reference.manifest)
@@ -251,6 +262,18 @@ class Verifying:
         """Keep what explains the step that ends, as long as it may be the first that differs."""
         self._running().put_evidence(rows)
 
+    def put_batch(self, batch: Batch) -> None:
+        """Compare a batch that is not trained on."""
+        self._running().batches.add(batch)
+
+    def end_stage(self, step: int | None) -> bool:
+        """Note that a validation, a test or the like is over; return whether to stop because it differs.
+
+        Args:
+            step: the training step that follows; None where none does.
+        """
+        return self._running().batches.end_stage(step) and self.may_stop
+
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
@@ -293,8 +316,9 @@ class Verifying:
         verification.close(complete=True)
         level = self._selection.level
         if pending and not verification.differs_anywhere:
-            self._say(waiting_line(verdict, num_fits=num_fits, num_ended=num_ended, level=level))
-            error = DivergenceError(unfinished_text(verdict, num_fits=num_fits, num_ended=num_ended), verdict)
+            stages = [verification.batches.stages[segment] for segment in range(num_fits)]
+            self._say(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
+            error = DivergenceError(unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
             write = partial(self._write_unfinished, verdict)
             wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return

@@ -1,16 +1,18 @@
 """Which steps a verification compared. It keeps those that differ; that the others are equal stands here.
 
-    rank-00000/compared.json    [{"segment": 0, "compared": [[0, 99]], "differing": [[12, 12], [40, 99]]}]
+    rank-00000/compared.json    [{"segment": 0, "compared": [[0, 99]], "differing": [[12, 12], [40, 99]], "whole": []}]
 
-A range is of steps of the reference, both ends included. It is written where something differed on any rank.
+A range is of steps of the reference, both ends included; ``whole`` are the steps and batches that one run lacks, and
+the batches that differ. It is written where something differed on any rank.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from det_callbacks.compare.whole_steps import WholeSteps
 from det_callbacks.trace.run_files import damaged, rank_folder, read_list, replace_atomically
 
 COMPARED_FILE = "compared.json"
@@ -26,11 +28,13 @@ class ComparedSteps:
         segment: fit.
         compared: ranges of steps that the reference has, too.
         differing: those of them that differ.
+        whole: what differs and is no site of a step.
     """
 
     segment: int
     compared: Ranges
     differing: Ranges
+    whole: tuple[WholeSteps, ...] = ()
 
     def is_equal(self, step: int) -> bool:
         """Return whether a step of the reference was compared and found equal."""
@@ -46,6 +50,7 @@ class ComparedSteps:
             "segment": self.segment,
             "compared": [list(span) for span in self.compared],
             "differing": [list(span) for span in self.differing],
+            "whole": [asdict(whole) for whole in self.whole],
         }
 
 
@@ -86,7 +91,10 @@ def read_compared(folder: Path, rank: int) -> Mapping[int, ComparedSteps]:
     try:
         return {
             int(row["segment"]): ComparedSteps(
-                segment=int(row["segment"]), compared=_ranges(row["compared"]), differing=_ranges(row["differing"])
+                segment=int(row["segment"]),
+                compared=_ranges(row["compared"]),
+                differing=_ranges(row["differing"]),
+                whole=tuple(WholeSteps.from_dict(whole) for whole in row["whole"]),
             )
             for row in read_list(path)
         }

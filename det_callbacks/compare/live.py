@@ -11,17 +11,18 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
+from det_callbacks.compare.live_batches import LiveBatches
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.traced import add_traced_step, compare_restored
-from det_callbacks.compare.validations import Validations, read_validations
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.evidence import VALIDATION, Row
+from det_callbacks.trace.eval_batches import FIT
+from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
@@ -47,6 +48,7 @@ class Verification:
         manifest: selection, settings and environment of the current run.
         peers: the processes that verify together; each compares its own steps.
         steps: "all" or "common".
+        stage: what the first segment is: a fit, or a test and so on.
 
     Raises:
         RunExistsError: ``current`` holds a recording, or something that is not ours.
@@ -60,6 +62,7 @@ class Verification:
         manifest: Mapping[str, Any],
         peers: Peers = ALONE,
         steps: str = "all",
+        stage: str = FIT,
     ) -> None:
         rank = peers.rank
         self.reference = reference
@@ -75,7 +78,6 @@ class Verification:
         self._builder = VerdictBuilder(str(reference.path), str(current))
         self._builder.set_batches(partial(find_batch, reference))
         self._evidence = LiveEvidence(rank)
-        self._validations: Validations | None = None
         self._builder.set_evidence(EvidenceFinder(RunEvidence(reference), self._evidence))
         self._builder.set_environment(
             compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
@@ -86,11 +88,14 @@ class Verification:
         self._peers = peers
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
-            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
+            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", stage=stage, overwrite=is_ours
         )
         self._measure = KeptNumbers.of(reference, KeptRun.written(current, self.run_id))
         self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
         """Keeps the tensors of a step that differs, before the step."""
+        self.batches = LiveBatches(reference, self._builder, self._writer, rank=rank, is_common=steps == "common")
+        """Of what is not trained on."""
+        self._judged = self._builder
         self._view: StepView | None = None
         self._num_kept = 0
         self.num_steps = 0
@@ -126,15 +131,10 @@ class Verification:
         self._writer.put_nondeterministic_ops(ops)
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Take what explains the step that ends, and compare the validations before it."""
-        validations = [row for row in rows if row.point.startswith(VALIDATION)]
-        self._evidence.add(row for row in rows if not row.point.startswith(VALIDATION))
-        if self._validations is None or not rows:
-            return
-        found = self._validations.compare(rows[-1].step, validations)
-        # a run that was resumed leaves out the validation that was over when the checkpoint was saved
-        if found is not None and not self.is_resuming(self._segment):
-            self._builder.add_whole(found)
+        """Take what explains the step that ends; batches that should have come before it are missing."""
+        self._evidence.add(rows)
+        if rows:
+            self.batches.end_step(rows[-1].step)
 
     def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
         """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
@@ -143,12 +143,13 @@ class Verification:
             self.reference.weight_loads(self.rank), self._writer.weight_loads, rank=self.rank
         )
 
-    def begin_segment(self, segment: int, *, is_resumed: bool = False) -> None:
+    def begin_segment(self, segment: int, *, is_resumed: bool = False, stage: str = FIT) -> None:
         """Start a fit; the verdict on the fits before it no longer holds.
 
         Args:
             segment: fit.
             is_resumed: it goes on from a checkpoint, so that its first step says whether that was restored.
+            stage: what it is instead of a fit.
         """
         self._is_resumed = is_resumed
         self._segment = segment
@@ -157,14 +158,10 @@ class Verification:
                 (self.current / name).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._evidence.begin_segment()
-        self._validations = None
-        if self.reference.manifest.get("validation_batches") and segment in self._ranks.segments:
-            rows = read_validations(self.reference, self.rank, segment)
-            self._validations = Validations(rows, rank=self.rank, segment=segment)
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment], self._differing[segment] = [], []
         if segment:
-            self._writer.start_segment()
+            self._writer.start_segment(stage)
 
     def is_resuming(self, segment: int) -> bool:
         """Return whether the next step is the first one after a checkpoint was restored."""
@@ -245,6 +242,7 @@ class Verification:
         """
         if self._steps == "common":
             return
+        self.batches.end_segment()
         done = self._done[segment]
         first = min(done) if is_resumed and done else 0
         for step in sorted(self._known[segment].difference(done)):
@@ -262,7 +260,7 @@ class Verification:
             NothingComparedError: no step was compared.
             RankError: on another rank.
         """
-        builder = self._builder_with(pending)
+        builder = self._judged = self._builder_with(pending)
         builder.measure(self._measure)
         if self._peers.world_size == 1:
             verdict, self.differs_anywhere = builder.finish(), self.has_divergence
@@ -299,6 +297,7 @@ class Verification:
             for segment in self._ranks.segments[-pending:]:
                 for step in self._ranks.steps(segment):
                     builder.add_missing_step(self.rank, int(step), segment)
+                self.batches.add_missing(builder, segment)
         return builder
 
     def write(self, verdict: Verdict) -> None:
@@ -307,15 +306,17 @@ class Verification:
             write_verdict(self.current / VERDICT_FILE, verdict)
 
     def note_compared(self) -> None:
-        """Keep which steps this rank compared: those that it found equal are not in its folder."""
-        known = {segment: self._ranks.steps(segment).tolist() for segment in self._done if self._known[segment]}
+        """Keep which steps this rank compared (those that are equal are not in its folder), and what one run lacks."""
+        whole = self._judged.whole
         steps = [
             ComparedSteps(
                 segment=segment,
-                compared=ranges_of(self._done[segment], known[segment]),
-                differing=ranges_of(self._differing[segment], known[segment]),
+                compared=ranges_of(self._done.get(segment, ()), known),
+                differing=ranges_of(self._differing.get(segment, ()), known),
+                whole=tuple(one for one in whole if one.segment == segment),
             )
-            for segment in known
+            for segment in sorted({*self._done, *(one.segment for one in whole)})
+            for known in (self._ranks.steps(segment).tolist(),)
         ]
         write_compared(self.current, self.rank, steps)
 

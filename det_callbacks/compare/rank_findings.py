@@ -55,7 +55,7 @@ class RankFindings:
             rank=content["rank"],
             tally=Tally.from_dict(content["tally"]),
             first=None if content["first"] is None else FirstDifference.from_dict(content["first"]),
-            whole=tuple(WholeSteps(**{**row, "digests": tuple(row["digests"])}) for row in content["whole"]),
+            whole=tuple(WholeSteps.from_dict(row) for row in content["whole"]),
             environment=tuple(EnvironmentDifference(**row) for row in content["environment"]),
             notes=tuple(content["notes"]),
             refusals=tuple(content["refusals"]),

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.eval_batches import compare_eval_batches
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
-from det_callbacks.compare.validations import compare_validations
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments
@@ -86,20 +86,16 @@ def compare_runs(
         return builder.finish()
     if theirs.keeps != "all" and theirs.is_complete:
         builder.set_agreeing(theirs.ranks)  # a rank without a step of its own agreed
-    has_validations = all(run.manifest.get("validation_batches") and run.keeps == "all" for run in (ours, theirs))
-    if not has_validations and any(run.manifest.get("validation_batches") for run in (ours, theirs)):
-        builder.note(
-            "Batches of validations were not compared: both runs have to be recorded, and with validation_batches=True"
-        )
-    for rank in ours.ranks if has_validations else ():
-        compare_validations(builder, ours, theirs, rank)
     is_partial = _check_completeness(ours, theirs, builder, reference, steps)
+    is_common = is_partial or steps == "common"
     if check_files is None:
         check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
-    walk = RankWalk(reference=ours, current=theirs, is_common=is_partial or steps == "common", check_files=check_files)
+    walk = RankWalk(reference=ours, current=theirs, is_common=is_common, check_files=check_files)
     if not check_files and any(map(walk.has_equal_steps, ours.ranks)):
         builder.note(CHAINS_NOTE)
-    if not _compare_ranks(walk, builder, jobs, progress):
+    num_common = _compare_ranks(walk, builder, jobs, progress)
+    compare_eval_batches(builder, ours, theirs, is_common=is_common)  # last: merging wants ranks that are new
+    if not num_common and not builder.has_divergence and (is_partial or not builder.tally.batches):
         if theirs.keeps != "all":
             raise NothingComparedError(
                 f"Nothing was compared: {current} was written by a verification, which keeps its diverging steps only, "

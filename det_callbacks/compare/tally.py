@@ -24,6 +24,7 @@ class Tally:
         ops_skipped: reason -> number.
         opaque_regions: names.
         replayed: op -> count, differing, mib_per_step.
+        batches: stage -> number of batches of it, which are not trained on.
     """
 
     ranks: set[int] = field(default_factory=set)
@@ -36,6 +37,7 @@ class Tally:
     ops_skipped: Counter[str] = field(default_factory=Counter)
     opaque_regions: set[str] = field(default_factory=set)
     replayed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    batches: Counter[str] = field(default_factory=Counter)
 
     def count(self, rank: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1) -> None:
         """Count steps of one program that were compared.
@@ -56,6 +58,11 @@ class Tally:
         self.ops_skipped.update({reason: count * num_steps for reason, count in program.ops_skipped.items()})
         self.opaque_regions.update(program.opaque_regions)
 
+    def count_batch(self, rank: int, stage: str) -> None:
+        """Count a batch that was compared and is not trained on."""
+        self.ranks.add(rank)
+        self.batches[stage] += 1
+
     def include(self, step: int) -> None:
         """Let the span reach to a step."""
         self.span = (step, step) if self.span is None else (min(self.span[0], step), max(self.span[1], step))
@@ -72,6 +79,7 @@ class Tally:
         self.ops_digested += other.ops_digested
         self.ops_skipped.update(other.ops_skipped)
         self.opaque_regions |= other.opaque_regions
+        self.batches.update(other.batches)
         for name, entry in other.replayed.items():
             known = self.replayed.setdefault(name, {})
             for key, value in entry.items():
@@ -82,6 +90,11 @@ class Tally:
         fresh = type(self)()
         fresh.add(self)
         return fresh
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether anything was."""
+        return bool(self.num_sites or self.batches.total())
 
     def counts(self) -> Counts:
         """Return how much was compared, as a verdict has it."""
@@ -97,6 +110,7 @@ class Tally:
             ops_skipped=dict(sorted(self.ops_skipped.items())),
             opaque_regions=tuple(sorted(self.opaque_regions)),
             replayed=self.replayed,
+            batches=dict(self.batches),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,6 +126,7 @@ class Tally:
             "ops_skipped": dict(self.ops_skipped),
             "opaque_regions": sorted(self.opaque_regions),
             "replayed": self.replayed,
+            "batches": dict(self.batches),
         }
 
     @classmethod
@@ -125,5 +140,6 @@ class Tally:
                 "span": None if span is None else (span[0], span[1]),
                 "ops_skipped": Counter(content["ops_skipped"]),
                 "opaque_regions": set(content["opaque_regions"]),
+                "batches": Counter(content["batches"]),
             }
         )

@@ -14,7 +14,7 @@ from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
-from det_callbacks.compare.wording import show_choices, show_machine
+from det_callbacks.compare.wording import explain_match, show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
@@ -72,6 +72,11 @@ class VerdictBuilder:
     def counts(self) -> Counts:
         """How much was compared so far."""
         return self._tally.counts()
+
+    @property
+    def tally(self) -> Tally:
+        """What was compared so far, to go on counting."""
+        return self._tally
 
     def add_step(
         self,
@@ -248,7 +253,7 @@ class VerdictBuilder:
             rank=rank,
             tally=self._tally.copy(),
             first=None if known is None else replace(known, words=self._words(known)),
-            whole=tuple(self._whole.values()),
+            whole=self.whole,
             environment=self._environment,
             notes=tuple(self._notes),
             refusals=tuple(self._refusals),
@@ -273,12 +278,12 @@ class VerdictBuilder:
         self._refusals.extend(reason for reason in found.refusals if reason not in self._refusals)
 
     def _require_compared(self) -> None:
-        if not self._tally.num_sites and not self.has_divergence and not self._refusals:
+        if not self._tally.has_compared and not self.has_divergence and not self._refusals:
             reference, current = self._names
+            empty = "the steps of both held no site at all" if self._tally.num_steps else "no step was"
             raise NothingComparedError(
-                f"Nothing was compared between the reference {reference} and {current}: "
-                + (f"{self._tally.num_steps} steps held no site at all. " if self._tally.num_steps else "no step was. ")
-                + "That is no match. Check that both runs recorded steps, and with the same selection."
+                f"Nothing was compared between the reference {reference} and {current}: {empty}. That is no match. "
+                "Check that both runs recorded steps, and with the same selection."
             )
 
     def _count(
@@ -288,16 +293,21 @@ class VerdictBuilder:
         self._tally.count(rank, step, program, num_sites, num_steps=num_steps)
 
     def add_whole(self, steps: WholeSteps) -> None:
-        """Count a step that only one run has, or a validation that had another batch."""
-        self._tally.num_differing += 1
+        """Count steps that only one run has, or batches that differ and are not trained on."""
+        self._tally.num_differing += steps.count
         key = (steps.rank, steps.segment, steps.kind)
         known = self._whole.get(key)
-        self._whole[key] = steps if known is None else known.with_step(steps.first)
+        self._whole[key] = steps if known is None else known.and_more(steps)
+
+    @property
+    def whole(self) -> tuple[WholeSteps, ...]:
+        """What differs so far and is no site of a step."""
+        return tuple(self._whole.values())
 
     def _judge(self) -> tuple[Divergence | None, Words | None, str]:
         """Return the first divergence, what the rank says that it is judged by, and what is to be said of it all."""
         earliest = min(self._first.values(), key=lambda known: known.order, default=None)
-        # a validation's batches explain no step: they come last
+        # batches that are not trained on explain no step: they come last
         whole = min(self._whole.values(), key=WholeSteps.order, default=None)
         if whole is not None and whole.kind == "content" and earliest is not None:
             whole = None
@@ -389,8 +399,4 @@ class VerdictBuilder:
         return " ".join(f"{part.rstrip('.')}." for part in parts if part)
 
     def _explain_match(self) -> str:
-        if not self._tally.num_sites:
-            return ""
-        steps = f"{self._tally.num_steps} step" + ("s" if self._tally.num_steps != 1 else "")
-        ranks = f" of {len(self._tally.ranks)} ranks" if len(self._tally.ranks) > 1 else ""
-        return f"All {self._tally.num_sites} sites of {steps}{ranks} agree, bit for bit"
+        return explain_match(self._tally.counts(), self._tally.coverage())

@@ -1,12 +1,12 @@
 """What differs at a site, in words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from det_callbacks.compare.step import Finding
 from det_callbacks.trace.compiled import REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import TensorLayout
-from det_callbacks.verdict import Divergence, EnvironmentDifference
+from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference
 
 MAX_NAMED = 3
 """Sources, arguments and choices that a sentence names; the others are counted."""
@@ -47,6 +47,27 @@ def describe(finding: Finding) -> str:
     else:
         reason = "what wrote it was not recorded"
     return f"{what}; {reason}, so where it starts cannot be proven"
+
+
+def explain_match(counts: Counts, coverage: Coverage) -> str:
+    """Return how much agrees, "" where nothing was compared."""
+    found = []
+    if counts.sites_compared:
+        steps = f"{counts.steps_compared} step" + ("s" if counts.steps_compared != 1 else "")
+        sites = f"{counts.sites_compared} site" + ("s" if counts.sites_compared != 1 else "")
+        found.append(f"all {sites} of {steps}")
+    if coverage.batches:
+        found.append(("all " if not found else "") + count_batches(coverage.batches))
+    if not found:
+        return ""
+    ranks = f" of {coverage.ranks} ranks" if coverage.ranks > 1 else ""
+    text = " and ".join(found)
+    return f"{text[0].upper()}{text[1:]}{ranks} agree, bit for bit"
+
+
+def count_batches(batches: Mapping[str, int]) -> str:
+    """Return "12 validation batches, 1 test batch"."""
+    return ", ".join(f"{number:,} {stage} batch{'es' * (number != 1)}" for stage, number in batches.items())
 
 
 def is_setting(difference: EnvironmentDifference) -> bool:

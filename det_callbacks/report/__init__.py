@@ -13,6 +13,8 @@ from det_callbacks.report.checkpoint_text import (
 )
 from det_callbacks.report.closing import (
     count,
+    left_out_line,
+    no_batches_text,
     no_report_line,
     print_closing_line,
     progress_word,
@@ -45,9 +47,11 @@ __all__ = [
     "end_process",
     "ended_text",
     "find_op_usage",
+    "left_out_line",
     "mismatch_text",
     "missing_files_line",
     "missing_sidecar_line",
+    "no_batches_text",
     "no_replicas_line",
     "no_report_line",
     "op_facts_to_dict",

@@ -1,12 +1,13 @@
 """The one line that a recording or a verification ends with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from det_callbacks.compare.wording import count_batches
 from det_callbacks.kept import KeptCounts
 from det_callbacks.verdict import Verdict
 
@@ -24,6 +25,7 @@ def recorded_line(
     num_agreed: int | None = None,
     num_ranks: int = 1,
     kept: KeptCounts | None = None,
+    batches: Mapping[str, int] | None = None,
 ) -> str:
     """Return the closing line of a recording.
 
@@ -37,13 +39,18 @@ def recorded_line(
         num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
         num_ranks: processes that recorded; the other numbers are of all of them.
         kept: tensors that were; None where nobody asked for any.
+        batches: stage -> number of its batches, which are not trained on.
     """
     noun = "step" if num_agreed is None else "new step"
     ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
     agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
+    shown = count_batches(batches or {})
+    if shown and not (num_steps or num_agreed):
+        return f"det_callbacks: recorded {shown}{ranks}, in {path}"
+    also = f"{shown}, " if shown else ""
     return (
         f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
-        f"{count(num_sites, 'site')} at level {level}, "
+        f"{count(num_sites, 'site')} at level {level}, {also}"
         f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
         f"{'' if kept is None else kept_words(kept)}"
     )
@@ -72,10 +79,10 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
     shown = "" if report is None else f"; report: {report}"
     counts = verdict.counts
     ranks = "" if verdict.coverage.ranks < 2 else f" of {verdict.coverage.ranks} ranks"
-    differing = f", {count(counts.sites_differing, 'site')} differing" if counts.sites_differing else ""
+    what = "site" if counts.sites_compared else "difference"
+    differing = f", {count(counts.sites_differing, what)} differing" if counts.sites_differing else ""
     return (
-        f"det_callbacks: {verdict.verdict}: verified {count(counts.steps_compared, 'step')}{ranks}, "
-        f"{count(counts.sites_compared, 'site')} at level {level}{differing}"
+        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level=level, ranks=ranks)}{differing}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict and diverging steps: {verdict.current}{shown})"
     )
@@ -86,23 +93,60 @@ def no_report_line(error: Exception) -> str:
     return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
 
 
-def waiting_line(verdict: Verdict, *, num_fits: int, num_ended: int, level: str) -> str:
-    """Return the line of a fit that agreed, where the reference holds more fits: no verdict yet."""
-    counts = verdict.counts
+def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
+    """Return the line of a fit that agreed, where the reference holds more: no verdict yet.
+
+    Args:
+        verdict: on what has run.
+        stages: what the reference holds: "fit", "test" and so on.
+        num_ended: how many of them have run.
+        level: of the selection.
+    """
     return (
-        f"det_callbacks: fit {num_ended} of {num_fits} agrees: verified {count(counts.steps_compared, 'step')}, "
-        f"{count(counts.sites_compared, 'site')} at level {level}, against {verdict.reference}; the verdict comes with "
-        f"fit {num_fits}"
+        f"det_callbacks: {_stage(stages, num_ended)} of {len(stages)} agrees: verified "
+        f"{_compared(verdict, level=level)}, against {verdict.reference}; the verdict comes with "
+        f"{_stage(stages, len(stages))}"
     )
 
 
-def unfinished_text(verdict: Verdict, *, num_fits: int, num_ended: int) -> str:
-    """Return what is wrong with a process that ended before all fits of the reference ran."""
+def left_out_line(stage: str, argument: str, *, reference: Path | None) -> str:
+    """Return the line of a test or the like of which nothing is recorded or compared, where there was no fit before."""
     return (
-        f"{verdict.verdict}: the reference {verdict.reference} holds {num_fits} fits, and this process ended after "
-        f"{num_ended}. {verdict.explanation} Run the other fits with the same callback, or compare what both have with "
-        f'steps="common".'
+        f"det_callbacks: nothing of this {stage} is recorded or compared with {reference}: it holds {stage} "
+        f"batches only where it is recorded with {argument}=True"
     )
+
+
+def no_batches_text(stage: str, *, reference: Path | None) -> str:
+    """Return what is wrong with a test or the like that had no batch."""
+    return (
+        f"The {stage} had no batch, so nothing of it was recorded in, or compared with, {reference}. That is no match. "
+        "Give it a loader with batches (limit_*_batches above 0)."
+    )
+
+
+def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
+    """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
+    are_fits = set(stages) == {"fit"}
+    held = f"{len(stages)} fits" if are_fits else f"{len(stages)} parts ({', '.join(stages)})"
+    return (
+        f"{verdict.verdict}: the reference {verdict.reference} holds {held}, and this process ended after "
+        f"{num_ended}. {verdict.explanation} Run the other {'fits' if are_fits else 'parts'} with the same callback, "
+        f'or compare what both have with steps="common".'
+    )
+
+
+def _stage(stages: Sequence[str], number: int) -> str:
+    return f"fit {number}" if set(stages) == {"fit"} else f"part {number} ({stages[number - 1]})"
+
+
+def _compared(verdict: Verdict, *, level: str, ranks: str = "") -> str:
+    """Return how much was compared; what is not trained on where there was any, steps unless there were none."""
+    counts, batches = verdict.counts, count_batches(verdict.coverage.batches)
+    if batches and not counts.steps_compared:
+        return f"{batches}{ranks}"
+    steps = f"{count(counts.steps_compared, 'step')}{ranks}, {count(counts.sites_compared, 'site')} at level {level}"
+    return f"{steps}, {batches}" if batches else steps
 
 
 def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:

@@ -7,9 +7,11 @@ from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.compare.numbers import to_keep
+from det_callbacks.compare.wording import count_batches
 from det_callbacks.report.closing import count
 from det_callbacks.report.numbers_text import render_numbers
 from det_callbacks.report.tables import print_table, to_text
+from det_callbacks.trace.eval_batches import is_batch_point
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_ORIGINS = 20
@@ -129,6 +131,8 @@ def _render_coverage(verdict: Verdict, console: Console) -> None:
         f"  {count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing",
     )
+    if coverage.batches:
+        _line(console, f"  besides: {count_batches(coverage.batches)}")
     skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
     _line(
         console,
@@ -165,6 +169,9 @@ def _render_environment(verdict: Verdict, console: Console) -> None:
 def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
     _heading(console, "Next")
     rank = f" --rank {first.rank}" if first.rank else ""
+    if is_batch_point((first.name or "").partition(":")[0]):
+        _line(console, f"  det-callbacks diff {verdict.reference} {verdict.current}")  # no step has it
+        return
     for path in dict.fromkeys((verdict.reference, verdict.current)):
         _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
     if (wanted := to_keep(verdict)) is not None:

@@ -28,12 +28,6 @@ EVIDENCE_SCHEMA = pa.schema(
     ]
 )
 
-VALIDATION = "validation batch "
-"""Begins the points at which the batches of validations are noted."""
-
-SAMPLES = "samples of "
-"""Begins the name of the row with the order-free digest of a tensor's samples."""
-
 STEPS_PER_BATCH = 64
 MAX_ROWS = 10_000
 """Rows after which a record batch is written, however few steps they are of."""

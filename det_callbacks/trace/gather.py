@@ -29,7 +29,7 @@ _SAME = (
     "keeps",
     "replay",
     "keep_tensors",
-    "validation_batches",
+    "eval_batches",
     "settings",
     "attempts",
 )

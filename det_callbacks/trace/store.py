@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
+from det_callbacks.trace.eval_batches import are_stages
 from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 from det_callbacks.trace.run_files import (
     MANIFEST,
@@ -151,6 +152,10 @@ class RankRun:
         file: StreamFile = self._files[fit.files[fit.find(step)]]
         return file.path
 
+    def streams(self, segment: int) -> list[Path]:
+        """Return the files of a segment, one an attempt, also those that hold no step."""
+        return [file.path for file in self._files if file.segment == segment]
+
     def attempt_of(self, segment: int, step: int) -> int:
         """Return the attempt that a step counts from; KeyError when there is no such step."""
         fit = self._fits[segment]
@@ -221,7 +226,7 @@ class Run:
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
                 and _are_ranks(manifest.get("ranks"), manifest["world_size"])
-                and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
+                and all(_is_count(attempt["segments"]) and are_stages(attempt) for attempt in manifest["attempts"])
                 and all(
                     isinstance(entry[name], int)
                     for attempt in manifest["attempts"]
@@ -338,6 +343,7 @@ class Run:
         files: list[StreamFile] = []
         first_segment = 0
         for attempt, entry in enumerate(self.manifest["attempts"]):
+            first_segment = entry.get("first_segment", first_segment)
             for number in range(entry["segments"]):
                 file = StreamFile(
                     stream_path(self.path, rank, attempt, number),

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.trace.eval_batches import FIT, stages_of_segments
 from det_callbacks.trace.evidence import EvidenceWriter, Row, evidence_path
 from det_callbacks.trace.peers import ALONE, Peers, Seat, count_processes, take_seats
 from det_callbacks.trace.program import Layout, Program, chain_digest
@@ -72,6 +73,7 @@ class RunWriter:
         peers: Peers = ALONE,
         purpose: str = "record",
         keeps: str = "all",
+        stage: str = FIT,
         overwrite: bool = False,
     ) -> "RunWriter":
         """Start a new run.
@@ -82,6 +84,7 @@ class RunWriter:
             peers: the processes that write it.
             purpose: "record" or "verify".
             keeps: "all" steps, or those "diverging".
+            stage: what the first segment is: a fit, or a test and so on, which has no steps.
             overwrite: delete a run that is there; only files of ours are deleted.
 
         Raises:
@@ -97,7 +100,7 @@ class RunWriter:
             "keeps": keeps,
             "world_size": peers.world_size,
             **({} if seat.ranks is None else {"ranks": list(seat.ranks)}),
-            "attempts": [{"segments": 1}],
+            "attempts": [_with_stage({"segments": 0}, stage)],
             **manifest,
         }
         return cls(path, peers, seat, content, attempt=0, segment=0)
@@ -114,8 +117,11 @@ class RunWriter:
         run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         seat = take_seats(path, peers, is_new=False)
         content = {key: value for key, value in run.manifest.items() if key != "digest"}
-        content["attempts"] = [*content["attempts"], {"segments": 1}]
-        segment = run.rank(peers.rank).segments[-1]
+        stages = stages_of_segments(content)
+        # the fit that goes on is the last one; a test after it is made again, or is no longer the run's last word
+        segment = max((number for number, stage in stages.items() if stage == FIT), default=max(stages) + 1)
+        first = {} if segment == run.rank(peers.rank).segments[-1] else {"first_segment": segment}
+        content["attempts"] = [*content["attempts"], {"segments": 1, **first}]
         writer = cls(run.path, peers, seat, content, attempt=len(content["attempts"]) - 1, segment=segment)
         writer._earlier_loads = run.weight_loads(peers.rank)
         return writer
@@ -193,6 +199,11 @@ class RunWriter:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
         self._evidence.append(rows)
 
+    def flush_evidence(self) -> None:
+        """Write what was put of it: a kill then loses none of that."""
+        if self._evidence is not None:
+            self._evidence.flush()
+
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that this process has called so far."""
         replace_atomically(
@@ -216,14 +227,15 @@ class RunWriter:
         else:
             path.unlink(missing_ok=True)
 
-    def start_segment(self) -> None:
-        """Go on with the steps of another fit of this process."""
+    def start_segment(self, stage: str = FIT) -> None:
+        """Go on with the steps of another fit of this process, or with another stage, which has none."""
         finished = self._file
         self._end_evidence()
         self._segment += 1
         self._last_step = -1
         self._chain = 0
-        self._manifest["attempts"][self._attempt]["segments"] += 1
+        attempts = self._manifest["attempts"]
+        attempts[self._attempt] = _with_stage(attempts[self._attempt], stage)
         self._peers.do(self._open_stream, task=f"opening its stream in {self.path}")
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
@@ -297,6 +309,14 @@ class RunWriter:
         with file:
             if complete:
                 self.bytes_written += file.write(END_OF_STREAM)
+
+
+def _with_stage(attempt: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """Return what run.json says of an attempt that has one more segment; as long as all are fits, only how many."""
+    num_segments = attempt["segments"]
+    stages = [*attempt.get("stages", [FIT] * num_segments), stage]
+    told = {} if set(stages) == {FIT} else {"stages": stages}
+    return {**attempt, "segments": num_segments + 1, **told}
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

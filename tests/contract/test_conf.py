@@ -154,6 +154,9 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "watch_callbacks": False,
         "keep_batch_values": False,
         "validation_batches": False,
+        "sanity_batches": False,
+        "test_batches": False,
+        "predict_batches": False,
         "log_metrics": True,
     }
 
