@@ -38,7 +38,8 @@ class CheckedRun:
         command: its words; none where it was not started.
         folder: in which it was started.
         outcome: of it.
-        breaks_bits: other bits came out, and nothing but what was changed (or nothing at all) explains them.
+        breaks_bits: other bits came out, and nothing but what was changed (or nothing at all) explains them; False of
+            every factor where the plain pair does not agree, since nothing can be told of it then.
         status: of the process, negative for a signal; None where it was not started.
         problem: why it led to nothing, "" where it led to an outcome.
         detail: of the problem, or what the outcome does not say; "" where there is nothing to add.

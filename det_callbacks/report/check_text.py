@@ -2,19 +2,20 @@
 
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.check import CheckedRun, CheckReport
-from det_callbacks.check.model import PLAIN, RECORDING
+from det_callbacks.check.model import PLAIN, RECORDING, Outcome
 from det_callbacks.report.tables import print_table
 from det_callbacks.report.verdict_text import render_verdict
 from det_callbacks.verdict import Divergence
 
 _STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow", "failed": "bold red"}
+_LEFT_OUT = {"not_comparable": "not comparable", "failed": "could not be checked", "not_run": "not run"}
 EXPECTED = (
     "check expects a Hydra application with pkg://det_callbacks.conf in hydra.searchpath, which builds cfg.callbacks "
     "and passes them to the Trainer; it adds +determinism=record determinism.reference=... to its arguments."
@@ -63,20 +64,24 @@ def _conclusion(report: CheckReport) -> str:
     varied = [run for run in report.runs if run.name not in (RECORDING, PLAIN)]
     if plain.outcome == "not_comparable":
         return "not_comparable: the two runs differ, and so does what they ran on"
+    word = {0: "match", 1: "diverged", 2: "failed", 3: "not_comparable"}[report.exit_code]
     parts = ["the script does not repeat itself" if plain.breaks_bits else "the script repeats itself, bit for bit"]
+    if plain.breaks_bits:
+        run_all_the_same = [run.name for run in varied if run.outcome in ("match", "diverged", "not_comparable")]
+        parts += [f"whether {_changes(run_all_the_same)} cannot be told"] if run_all_the_same else []
+        return f"{word}: {'; '.join([*parts, *_left_out(varied, ('failed', 'not_run'))])}"
     if breaking := [run.name for run in varied if run.breaks_bits]:
         parts.append(_changes(breaking))
     if equal := [f"{run.name}{' (in part)' if run.detail else ''}" for run in varied if run.outcome == "match"]:
         parts.append(f"{_names(equal)} {'do' if _is_plural(equal) else 'does'} not change the bits")
-    for outcome, text in (
-        ("not_comparable", "not comparable: {}"),
-        ("failed", "could not be checked: {}"),
-        ("not_run", "not run: {}"),
-    ):
-        names = [run.name for run in varied if run.outcome == outcome and not run.breaks_bits]
-        parts += [text.format(_names(names))] if names else []
-    word = {0: "match", 1: "diverged", 2: "failed", 3: "not_comparable"}[report.exit_code]
-    return f"{word}: {'; '.join(parts)}"
+    return f"{word}: {'; '.join([*parts, *_left_out(varied, ('not_comparable', 'failed', 'not_run'))])}"
+
+
+def _left_out(varied: Sequence[CheckedRun], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield which factors led to nothing, one text an outcome."""
+    for outcome in outcomes:
+        if names := [run.name for run in varied if run.outcome == outcome and not run.breaks_bits]:
+            yield f"{_LEFT_OUT[outcome]}: {_names(names)}"
 
 
 def _changes(names: Sequence[str]) -> str:

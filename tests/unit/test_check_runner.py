@@ -214,6 +214,12 @@ def test_unless_it_is_asked_for(check: Check) -> None:
     assert report.exit_code == 1
 
 
+def test_what_a_factor_changes_cannot_be_told_beside_a_pair_that_differs(check: Check) -> None:
+    report, _ = check(End(), End(verdict=DIVERGED), End(verdict=DIVERGED), vary=("cwd",), go_on=True)
+    assert [(run.outcome, run.breaks_bits) for run in report.runs[1:]] == [("diverged", True), ("diverged", False)]
+    assert [run.name for run in report.breaking] == ["plain"]
+
+
 @pytest.mark.parametrize(
     ("ends", "code"),
     [

@@ -94,6 +94,10 @@ def test_what_is_not_known_is_named() -> None:
     text = text_of(RECORDED, BROKEN, left)
     assert "--all runs it all the same" in text
     assert last(text) == "diverged: the script does not repeat itself; not run: cwd"
+    cwd, workers = factor("cwd", outcome="diverged", verdict=DIVERGED), factor("workers")
+    assert last(text_of(RECORDED, BROKEN, cwd, workers)) == (
+        "diverged: the script does not repeat itself; whether cwd and workers change the bits here cannot be told"
+    )
     other = replace(BROKEN, outcome="not_comparable", verdict=NOT_COMPARABLE, breaks_bits=False)
     assert last(text_of(RECORDED, other)).startswith("not_comparable: the two runs differ")
 
