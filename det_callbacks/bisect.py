@@ -12,6 +12,7 @@ from det_callbacks.checkpoint.nearest import FoundCheckpoint, nearest_checkpoint
 from det_callbacks.command_line import HYDRA, PLACE, WITHHELD
 from det_callbacks.compare.first_step import FirstStep, find_first_step
 from det_callbacks.compare.numbers import to_keep
+from det_callbacks.errors import SelectionError
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.store import Run
 
@@ -132,11 +133,18 @@ def bisect_runs(reference: str | Path, current: str | Path, *, checkpoints: Iter
     Raises:
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError, SelectionError, NothingComparedError: see ``find_first_step``.
+        SelectionError: also where one of ``checkpoints`` is no folder.
 
     Example:
         >>> bisect_runs("refs/run1", "refs/run2").steps  # doctest: +SKIP
         range(812, 813)
     """
+    checkpoints = tuple(checkpoints)
+    if missing := [str(folder) for folder in checkpoints if not Path(folder).is_dir()]:
+        raise SelectionError(
+            f"There is no folder {missing[0]} to look for checkpoints in. Nothing was compared. Name the folder that "
+            "holds the checkpoints of these runs (--checkpoints DIR), or leave it out."
+        )
     runs = Run.open(reference, check_steps=False), Run.open(current, check_steps=False)
     names = os.path.normpath(reference), os.path.normpath(current)
     found = find_first_step(*runs, *names)
