@@ -21,10 +21,25 @@ def trainer_choices(trainer: Any, module: Any) -> dict[str, Any]:
             "strategy": type(trainer.strategy).__name__,
             "accelerator": type(trainer.accelerator).__name__,
             "world_size": trainer.world_size,
+            "limit_train_batches": trainer.limit_train_batches,
+            "overfit_batches": trainer.overfit_batches,
+            **_validation_choices(trainer),
         },
         "hparams": dict(module.hparams),
         **_optimizer_choices(trainer.optimizers),
     }
+
+
+def _validation_choices(trainer: Any) -> dict[str, Any]:
+    """Return when a fit validates, and with how much: a validation may draw what the training then does not get.
+
+    Nothing where it has no data to validate with: nothing changes then.
+    """
+    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0
+    if not trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
+        return {}
+    names = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
+    return {name: getattr(trainer, name) for name in names}
 
 
 def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:

@@ -262,6 +262,28 @@ def test_validations_are_compared_whatever_steps_are_recorded(tmp_path: Path, se
     assert (compared.verdict, compared.cause) == ("diverged", "data_content")
 
 
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
+def test_how_much_is_trained_on_is_a_choice(tmp_path: Path) -> None:
+    def run(mode: str, **options: Any) -> Verdict | None:
+        torch.manual_seed(0)
+        choice = {"on_divergence": "warn"} if mode == "verify" else {}
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, level="state", **choice)
+        trainer = quiet_trainer(callback, max_epochs=1, default_root_dir=tmp_path, **options)
+        trainer.fit(Validated(), DataLoader(Samples(), 4), DataLoader(Samples(), 4))
+        return callback.verdict
+
+    run("record")
+    verdict = run("verify", limit_train_batches=3, limit_val_batches=2, val_check_interval=2)
+    assert verdict is not None
+    assert verdict.verdict == "diverged"
+    for choice in (
+        "trainer.limit_train_batches: 1.0 in the reference, 3 now",
+        "trainer.limit_val_batches: 1.0 in the reference, 2 now",
+        "trainer.val_check_interval: 1.0 in the reference, 2 now",
+    ):
+        assert choice in verdict.explanation
+
+
 class Nested(Samples):
     """Batches with a nested tensor of torch's older layout, which has no sizes."""
 
