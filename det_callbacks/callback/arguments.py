@@ -7,7 +7,9 @@ from typing import Any
 from det_callbacks.errors import SelectionError
 from det_callbacks.kept import KeepChoice
 from det_callbacks.replay import ReplayChoice
-from det_callbacks.resume.generators import HELD_TYPES
+from det_callbacks.resume.generators import HELD_TYPES, NUMPY, PYTHON
+from det_callbacks.trace.generators import PASSED
+from det_callbacks.trace.ledger import SEED
 from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
@@ -22,6 +24,9 @@ STAGE_ARGUMENTS = {
     "prediction": "predict_batches",
 }
 """The argument that has the batches of a stage recorded."""
+
+_OWN_PREFIXES = ("torch.", "train_dataloader", SEED, PASSED)
+"""Begin the names of generators that are noted in any case, and of what is noted beside them."""
 
 
 def check_arguments(
@@ -95,6 +100,11 @@ def _check_generators(generators: object) -> None:
     if not isinstance(generators, Mapping) or not all(isinstance(name, str) and name for name in generators):
         raise SelectionError(f"generators must be a mapping of name -> generator; got {generators!r}.")
     for name, generator in generators.items():
+        if name in (PYTHON, NUMPY) or name.startswith(_OWN_PREFIXES):
+            raise SelectionError(
+                f"generators: {name!r} is, or begins as, a name of those that are noted in any case ({PYTHON}, "
+                f"{NUMPY}, torch.*, train_dataloader*), and would stand in for one of them. Give yours another name."
+            )
         if not isinstance(generator, HELD_TYPES):
             raise SelectionError(
                 f"generators: {name!r} must be a generator of torch, NumPy or Python's random; got "
@@ -144,6 +154,16 @@ def check_processes(mode: str, world_size: int) -> None:
             f"An audit runs ops and steps again in one process, and this Trainer starts {world_size}: the others would "
             "wait in their collectives. Audit with devices=1."
         )
+
+
+def check_unused_in_audit(**arguments: object) -> None:
+    """Raise ``SelectionError`` that names the first argument an audit would not obey: it records no batches."""
+    for name, value in arguments.items():
+        if value:
+            raise SelectionError(
+                f"An audit compares ops and steps with themselves and records nothing of batches and generators; leave "
+                f"{name} at its default. Got {value!r}."
+            )
 
 
 def check_alone(callbacks: Sequence[Any]) -> None:

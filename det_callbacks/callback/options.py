@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback
-from det_callbacks.callback.arguments import check_arguments, check_audit, check_keep, check_replay
+from det_callbacks.callback.arguments import (
+    check_arguments,
+    check_audit,
+    check_keep,
+    check_replay,
+    check_unused_in_audit,
+)
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.eval_batches import EvalHooks
@@ -116,6 +122,15 @@ class CallbackOptions(EvalHooks, AlertCallback):
             check_keep(self.selection)
         if mode == "audit":
             check_audit(self.selection, self.replay, self.keep)
+            check_unused_in_audit(
+                generators=generators,
+                watch_callbacks=watch_callbacks,
+                keep_batch_values=keep_batch_values,
+                validation_batches=validation_batches,
+                sanity_batches=sanity_batches,
+                test_batches=test_batches,
+                predict_batches=predict_batches,
+            )
         self.audit = audit
         self.audit_steps = tuple(audit_steps)
         self.audit_runs = audit_runs
