@@ -19,6 +19,7 @@ from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.ranks import RankGroup
+from det_callbacks.report import count
 from det_callbacks.resume import GeneratorStates
 from det_callbacks.verdict import Verdict
 
@@ -103,8 +104,8 @@ def prove_resume(
         train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)
         if stop.num_done < steps:
             raise SelectionError(
-                f"The training ended after {stop.num_done} of {steps} steps. Give its Trainer more (max_epochs, "
-                "max_steps), or ask for fewer steps."
+                f"The training ended after {stop.num_done} of {count(steps, 'step')}. Give its Trainer more "
+                "(max_epochs, max_steps), or ask for fewer steps."
             )
         reference, interrupted = place.folder / "reference", place.folder / "interrupted"
         with suppress(TrainingInterruptedError):
@@ -127,7 +128,7 @@ def prove_resume(
         first = resumed.verdict.coverage.steps[0]
         if first != stop_at:
             raise NotResumableError(
-                f"The resumed training began with step {first}, and {stop_at} steps had been done.", (f"step {first}",)
+                f"The resumed training began with step {first}, and not with step {stop_at}.", (f"step {first}",)
             )
         return resumed.verdict
     finally:

@@ -277,9 +277,11 @@ class Restoring:
         else:
             is_same = watch.end_repeat()
         if is_same is False:
+            drawn = "batch" if num_consumed == 1 else f"{num_consumed} batches"
+            verb, those = ("is", "the one") if num_consumed == 1 else ("are", "those")
             self._refuse(
                 [
-                    f"the first {num_consumed} batches of the epoch, drawn again, are not those that it was trained "
+                    f"the first {drawn} of the epoch, drawn again, {verb} not {those} that it was trained "
                     "on: the data, or the order in which it is drawn, is another"
                 ]
             )

@@ -22,6 +22,7 @@ from det_callbacks.errors import DetCallbacksError, SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report import (
+    count,
     find_op_usage,
     op_facts_to_dict,
     op_usage_to_dict,
@@ -123,8 +124,9 @@ def _export(options: argparse.Namespace) -> int:
 def _gather(options: argparse.Namespace) -> int:
     run = gather_runs(options.folders, options.to)
     incomplete = "" if run.is_complete else f"; it is incomplete: {run.incomplete_reason}"
+    held = f"{count(len(options.folders), 'folder')} with {count(run.world_size, 'rank')}"
     make_console().print(
-        f"det_callbacks: joined {len(options.folders)} folders with {run.world_size} ranks in {run.path}{incomplete}",
+        f"det_callbacks: joined {held} in {run.path}{incomplete}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -299,7 +301,7 @@ def _last_step(run: Run, rank: RankRun, segment: int) -> int:
 
 def _no_step(run: Run, rank: RankRun, segment: int, step: int) -> str:
     steps = rank.steps(segment)
-    held = f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+    held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
     return f"{run.path} holds no step {step} of fit {segment}, rank {rank.rank}; it holds {held}."
 
 

@@ -100,7 +100,7 @@ def advise_other_seed(facts: Facts) -> str:
     assert change is not None, "the rule applies"
     assert change.seeds is not None, "likewise"
     return (
-        f"Set the same seed before the model is built: {_share(facts)} differ, and {change.name} was seeded with "
+        f"Set the same seed before the model is built: {_share(facts)}, and {change.name} was seeded with "
         f"{change.seeds[0]} in the reference and with {change.seeds[1]} now"
     )
 
@@ -109,14 +109,14 @@ def advise_unseeded(facts: Facts) -> str:
     """Say what the initial state differs together with."""
     also = [name for phase, name in (("data", "data"), ("rng", "generators")) if phase in facts.source_phases]
     rest = f"and so do {' and '.join(also)}" if also else "while data and generators agree"
-    return f"Set the seed before the model is built, and load the same weights: {_share(facts)} differ, {rest}"
+    return f"Set the seed before the model is built, and load the same weights: {_share(facts)}, {rest}"
 
 
 def advise_few_weights(facts: Facts) -> str:
     """Name the first weight that differs."""
     first = initial_sources(facts.difference)[0]
     return (
-        f"Look at how {first} is initialised or loaded: {_share(facts)} differ, so the seed was the same and the code, "
+        f"Look at how {first} is initialised or loaded: {_share(facts)}, so the seed was the same and the code, "
         "or the weights that were loaded, are not"
     )
 
@@ -124,10 +124,12 @@ def advise_few_weights(facts: Facts) -> str:
 def _share(facts: Facts) -> str:
     num, total = len(initial_sources(facts.difference)), facts.difference.num_initial
     if num >= total:
-        return f"all {total} initial tensors"
+        return "the only initial tensor differs" if total == 1 else f"all {total} initial tensors differ"
     if num == _num_random(facts):
-        return f"all {num} initial tensors that hold more than one value"
-    return f"{num} of {total} initial tensors"
+        if num == 1:
+            return "the only initial tensor that holds more than one value differs"
+        return f"all {num} initial tensors that hold more than one value differ"
+    return f"{num} of {total} initial tensors differ"
 
 
 # the data

@@ -14,7 +14,7 @@ from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
-from det_callbacks.compare.wording import explain_match, show_choices, show_machine
+from det_callbacks.compare.wording import count, explain_match, show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
 from det_callbacks.trace.weight_loads import WeightLoad
@@ -280,7 +280,8 @@ class VerdictBuilder:
     def _require_compared(self) -> None:
         if not self._tally.has_compared and not self.has_divergence and not self._refusals:
             reference, current = self._names
-            empty = "the steps of both held no site at all" if self._tally.num_steps else "no step was"
+            num_steps = self._tally.num_steps
+            empty = f"{count(num_steps, 'step')} held no site at all" if num_steps else "no step was"
             raise NothingComparedError(
                 f"Nothing was compared between the reference {reference} and {current}: {empty}. That is no match. "
                 "Check that both runs recorded steps, and with the same selection."

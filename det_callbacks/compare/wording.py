@@ -53,9 +53,7 @@ def explain_match(counts: Counts, coverage: Coverage) -> str:
     """Return how much agrees, "" where nothing was compared."""
     found = []
     if counts.sites_compared:
-        steps = f"{counts.steps_compared} step" + ("s" if counts.steps_compared != 1 else "")
-        sites = f"{counts.sites_compared} site" + ("s" if counts.sites_compared != 1 else "")
-        found.append(f"all {sites} of {steps}")
+        found.append(f"all {count(counts.sites_compared, 'site')} of {count(counts.steps_compared, 'step')}")
     if coverage.batches:
         found.append(("all " if not found else "") + count_batches(coverage.batches))
     if not found:
@@ -63,6 +61,11 @@ def explain_match(counts: Counts, coverage: Coverage) -> str:
     ranks = f" of {coverage.ranks} ranks" if coverage.ranks > 1 else ""
     text = " and ".join(found)
     return f"{text[0].upper()}{text[1:]}{ranks} agree, bit for bit"
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 step", "1234 steps"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def count_batches(batches: Mapping[str, int]) -> str:

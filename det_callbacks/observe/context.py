@@ -298,7 +298,7 @@ class ObserverContext:
             self._mismatches = (verdict.first_divergence,)  # whole steps that only one run has
         text = (
             f"{self.path} is not the reference {self.reference}, bit for bit. {verdict.explanation} "
-            f"{verdict.counts.sites_compared} sites were compared, {verdict.counts.sites_differing} differ; "
+            f"Of {verdict.counts.sites_compared} compared sites {verdict.counts.sites_differing} differ; "
             f"see {self.path / 'verdict.json'}."
         )
         if not self.raise_on_mismatch:

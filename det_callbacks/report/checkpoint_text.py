@@ -47,7 +47,7 @@ def mismatch_text(report: CheckpointReport) -> str:
         )
     elif report.is_opened:
         right = num_compared - sum(entry.kind != "extra" and entry.section != "resume" for entry in report.entries)
-        lines.append(f"{right:,} of {num_compared:,} entries are what was saved.")
+        lines.append(f"{right:,} of {_entries(num_compared)} are what was saved.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
 
@@ -94,11 +94,15 @@ def unfinished_save_line(path: str) -> str:
     return f"det_callbacks: the checkpoint IO has not written {path}, which it was given: there are no digests of it"
 
 
+def _entries(number: int) -> str:
+    return f"{number:,} {'entry' if number == 1 else 'entries'}"
+
+
 def _two_line(report: CheckpointReport) -> str:
     if report.equal:
         same = "" if report.has_same_bytes else "; the files' bytes differ"
-        return f"{report.path} and {report.other} hold the same: {sum(report.sections.values()):,} entries{same}"
-    return f"{report.path} and {report.other} differ in {len(report.entries):,} entries"
+        return f"{report.path} and {report.other} hold the same: {_entries(sum(report.sections.values()))}{same}"
+    return f"{report.path} and {report.other} differ in {_entries(len(report.entries))}"
 
 
 def _print_entries(console: Console, entries: Sequence[EntryDifference]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import OpFact, may_apply
+from det_callbacks.report.closing import count
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.store import Run
 
@@ -90,6 +91,6 @@ def _may_apply(fact: OpFact, site: Site) -> bool:
 def _no_ops(run: Run) -> str:
     level = run.manifest.get("selection", {}).get("level")
     return (
-        f"{run.path} holds no ops (level {level}, {run.rank(0).num_steps} steps of rank 0), so it cannot say which it "
-        'uses. Record a run of at least one step with level="op".'
+        f"{run.path} holds no ops (level {level}, {count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say "
+        'which it uses. Record a run of at least one step with level="op".'
     )

@@ -254,7 +254,7 @@ def test_nothing_compared_is_never_a_match():
         VerdictBuilder("refs/run1", "b").finish()
     builder = VerdictBuilder("a", "b")
     builder.add_step(StepBuilder().view(), StepBuilder().view())
-    with pytest.raises(NothingComparedError, match="1 steps held no site"):
+    with pytest.raises(NothingComparedError, match="1 step held no site"):
         builder.finish()
 
 
