@@ -1,5 +1,6 @@
 """Opening the reference of a verification: it has to be one that this run can be compared with."""
 
+from dataclasses import fields
 from pathlib import Path
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -21,7 +22,7 @@ def open_reference(
 
     Args:
         path: folder of the reference.
-        selection: what this run asks for; the default takes over the reference's.
+        selection: what this run asks for; what is at its default is taken over from the reference.
         steps: "all" or "common"; "all" demands a complete reference.
         peers: the processes that verify together; of the reference, only what this one compares with is opened.
         alternative: what else the message about an incomplete one advises.
@@ -57,7 +58,7 @@ def open_reference(
         recorded = Selection.from_dict(run.manifest.get("selection", {}))
     except SelectionError as error:
         raise ReferenceFormatError(f"{path / 'run.json'}: {error} Record the run again.", str(path)) from error
-    if selection not in (Selection(), recorded):
+    if not _may_take_over(selection, recorded):
         raise SelectionError(
             f"The reference {path} was recorded with {_shown(recorded)}, and this run asks for {_shown(selection)}. "
             "Leave these arguments out to take over the reference's, or record again."
@@ -74,6 +75,13 @@ def _other_world_size(run: Run, world_size: int) -> NotComparableError:
     )
     verdict = builder.finish()
     return NotComparableError(verdict.explanation, verdict)
+
+
+def _may_take_over(asked: Selection, recorded: Selection) -> bool:
+    """Return whether each value that is asked for is the reference's, or the default, which is as good as none."""
+    default = Selection()
+    names = [field.name for field in fields(Selection)]
+    return all(getattr(asked, name) in (getattr(default, name), getattr(recorded, name)) for name in names)
 
 
 def _shown(selection: Selection) -> str:

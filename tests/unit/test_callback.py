@@ -146,6 +146,31 @@ def test_a_pattern_that_matches_no_module(mode: Any, recorded: Path, tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "is_taken"),
+    [
+        ({}, True),
+        ({"level": "state"}, True),
+        ({"every_n_steps": 2}, True),
+        ({"level": "op", "every_n_steps": 1}, True),  # the defaults, which count as not given
+        ({"level": "module"}, False),
+        ({"level": "state", "every_n_steps": 3}, False),
+        ({"modules": ["net"]}, False),
+    ],
+    ids=str,
+)
+def test_what_is_given_may_be_the_references(given: dict[str, Any], is_taken: bool, tmp_path: Path) -> None:
+    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state", every_n_steps=2))
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current", **given)
+    if is_taken:
+        fit(callback)
+        assert callback.verdict is not None
+        assert callback.verdict.verdict == "match"
+        assert (callback.selection.level, callback.selection.every_n_steps) == ("state", 2)
+    else:
+        assert "Leave these arguments out" in str(refused_before_training(callback))
+
+
 def test_settings_that_are_not_in_force(tmp_path: Path) -> None:
     callback = DeterminismCallback(tmp_path / "run", mode="record", settings={"seed": None, "cudnn_benchmark": True})
     error = refused_before_training(callback)
