@@ -316,9 +316,8 @@ class Recording:
         writer.close(complete=not is_empty)
         if is_empty and self._stage != FIT:
             raise NothingComparedError(
-                f"Nothing was recorded in {self.path}: the {self._stage} had no batch on "
-                f"{'any' if self.peers.world_size == 1 else 'some'} process. Give it one, or leave "
-                f"{STAGE_ARGUMENTS[self._stage]} out."
+                f"Nothing was recorded in {self.path}: the {self._stage} had no batch on a process. Give it one, or "
+                f"leave {STAGE_ARGUMENTS[self._stage]} out."
             )
         if is_empty and is_resumed:
             raise NothingComparedError(
@@ -391,7 +390,11 @@ class Recording:
         self.verdict = verdict
         first = next(end for end in ended if end["has_diverged"])
         text = disagreement_text(
-            verdict, path=self.path, num_agreed=first["num_agreed"] - 1, num_dropped=first["num_steps"]
+            verdict,
+            path=self.path,
+            num_agreed=first["num_agreed"] - 1,
+            num_dropped=first["num_steps"],
+            rank=self.peers.rank,
         )
         self._discard()
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)

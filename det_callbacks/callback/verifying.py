@@ -28,7 +28,7 @@ from det_callbacks.report import (
     count,
     print_closing_line,
     unfinished_text,
-    verdict_lines,
+    verdict_of_rank,
     verified_line,
     waiting_line,
 )
@@ -327,7 +327,7 @@ class Verifying:
         self._say(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
-        text = verdict_lines(verdict)
+        text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
         if self._on_divergence == "warn":
             pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
             return

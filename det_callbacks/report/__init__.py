@@ -34,7 +34,7 @@ from det_callbacks.report.rank_text import ended_text
 from det_callbacks.report.replica_text import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
-from det_callbacks.report.verdict_text import disagreement_text, render_verdict, verdict_lines
+from det_callbacks.report.verdict_text import disagreement_text, render_verdict, verdict_lines, verdict_of_rank
 
 __all__ = [
     "OpUsage",
@@ -83,6 +83,7 @@ __all__ = [
     "unfinished_text",
     "unrestored_line",
     "verdict_lines",
+    "verdict_of_rank",
     "verified_line",
     "waiting_line",
     "write_report",

@@ -31,7 +31,16 @@ def verdict_lines(verdict: Verdict) -> str:
     return to_text(lambda console: render_verdict(verdict, console))
 
 
-def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int) -> str:
+def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
+    """Return what a rank says of a verdict that all ranks have: all of it on rank 0, one line on the others."""
+    if rank == 0:
+        return verdict_lines(verdict)
+    word = verdict.verdict.upper().replace("_", " ")
+    where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
+    return f"{word} (said on rank {rank} of {world_size}; {where}): {verdict.explanation}"
+
+
+def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
     """Return what is wrong with a resumed recording whose steps are not those that the run holds.
 
     Args:
@@ -39,9 +48,15 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
         path: of the run.
         num_agreed: steps that agreed before.
         num_dropped: new steps that were written before, and are taken back.
+        rank: that says it; all but rank 0 say it in one line.
     """
     agreed = f"{count(num_agreed, 'step')} before it agreed" if num_agreed else "it is the first one that was run again"
     dropped = f"; {count(num_dropped, 'new step')} of this attempt went with it" if num_dropped else ""
+    if rank:
+        return (
+            f"The resumed run is not the run in {path}, which is as it was before (said on rank {rank}; rank 0 prints "
+            f"the whole verdict): {verdict.explanation}"
+        )
     return (
         f"The resumed run is not the run in {path}: a step that is there already came out otherwise ({agreed}). "
         f"The run keeps its steps and is as it was before{dropped}.\n\n{verdict_lines(verdict)}\n"
@@ -107,8 +122,11 @@ def _render_origins(verdict: Verdict, console: Console) -> None:
     shown = verdict.origins[:MAX_ORIGINS]
     more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
     _heading(console, f"Origins (differing, though nothing they read differs{more})")
+    has_ranks = verdict.coverage.ranks > 1 or any(origin.rank for origin in shown)
+    columns = ("step", "phase", "module", "op", "name", "kind", "source")
     rows = [
         (
+            *((origin.rank,) if has_ranks else ()),
             origin.step,
             origin.phase,
             origin.module or "-",
@@ -119,7 +137,7 @@ def _render_origins(verdict: Verdict, console: Console) -> None:
         )
         for origin in shown
     ]
-    print_table(console, ("step", "phase", "module", "op", "name", "kind", "source"), rows, numbers="step")
+    print_table(console, ("rank", *columns) if has_ranks else columns, rows, numbers="rank step")
 
 
 def _render_coverage(verdict: Verdict, console: Console) -> None:

@@ -210,8 +210,32 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault: str, recorded: Pa
     assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted
     assert all(verdict["explanation"] in one.output for one in ended)
     assert [one.output.count("report.html)") for one in ended] == [1, 0]
+    assert [one.output.count("First divergence") for one in ended] == [1, 0]
+    assert "DIVERGED (said on rank 1 of 2; rank 0 prints the whole verdict" in ended[1].output
+    heading = next((line for line in ended[0].output.splitlines() if line.split()[-1:] == ["source"]), None)
+    assert (heading is not None) == bool(wanted)
+    assert heading is None or heading.split()[:2] == ["rank", "step"]
     assert_no_receiver_is_an_origin(tmp_path / "current", verdict)
     assert_same_as_diff(tmp_path, verdict)
+
+
+@pytest.mark.slow
+def test_of_a_run_that_only_lacks_steps_diff_says_the_same(recorded: Path, tmp_path: Path) -> None:
+    linked(recorded, tmp_path)
+
+    def body(rank: int) -> None:
+        callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+        train(callback, model=partial(faulty, "none"), limit_train_batches=3)
+
+    ended = run_ranks(body, tmp_path / "verify")
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    verdict = verdict_in(tmp_path)
+    missing = "Step 3 is only in the reference of rank 0; step 3 is only in the reference of rank 1"
+    assert verdict["explanation"].startswith(missing)
+    again = compare_runs(tmp_path / "run", tmp_path / "current").to_dict()
+    names = ("verdict", "cause", "first_divergence", "origins")
+    assert {name: again[name] for name in names} == {name: verdict[name] for name in names}
+    assert again["explanation"].startswith(missing)
 
 
 @pytest.mark.slow
