@@ -196,7 +196,7 @@ class DeterminismCallback(CallbackOptions):
             keep=self.keep,
             eval_batches=self._stages,
         )
-        self._together.check_start(trainer, pl_module, manifest)
+        self._together.check_start(trainer, pl_module, manifest, with_weights=stage == FIT)
         self.verdict = None
         if isinstance(run, Recording):
             run.begin_fit(manifest, self.selection, is_resumed=is_resumed, stage=stage)

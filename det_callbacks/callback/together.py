@@ -77,14 +77,22 @@ class Together:
         """Do something on every rank and return what came out on this one, or raise on every rank."""
         return action() if self.world_size == 1 else self._talking(task).do(action, task=task)
 
-    def check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, manifest: Mapping[str, Any]) -> None:
+    def check_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        manifest: Mapping[str, Any],
+        *,
+        with_weights: bool = True,
+    ) -> None:
         """Raise ``SettingsError`` on all ranks when they do not start alike; one exchange, and a pass over the weights.
 
-        Weights are compared where each rank has all of them (DDP, after its broadcast); of sharded ones none has.
+        Weights are compared where each rank has all of them (DDP, after its broadcast); of sharded ones none has, and
+        what is no fit broadcasts none.
         """
         if self.world_size == 1:
             return
-        weights = _replicated(trainer, pl_module)
+        weights = _replicated(trainer, pl_module) if with_weights else None
         state = None if weights is None else digest_state(weights)
         facts = start_facts(manifest, weights=None if state is None else state.digest)
         told = self.agree(lambda: facts, task="comparing how the ranks start")

@@ -1,6 +1,7 @@
 """Comparing batches that are not trained on: of validations, sanity checks, tests and predictions."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from heapq import merge
 from itertools import zip_longest
 from pathlib import Path
 
@@ -34,9 +35,21 @@ class EvalBatches:
         segment: of the run.
         is_alone: it is no fit, but a test or the like.
         is_common: only batches that both runs have are compared; else those of one alone differ.
+        resumed: first steps after a resume, of either run: of what is ahead of them one run may have less, since
+            Lightning leaves it out where it was over when the checkpoint was saved.
     """
 
-    def __init__(self, reference: Iterator[Batch], *, rank: int, segment: int, is_alone: bool, is_common: bool) -> None:
+    def __init__(
+        self,
+        reference: Iterator[Batch],
+        *,
+        rank: int,
+        segment: int,
+        is_alone: bool,
+        is_common: bool,
+        resumed: Collection[int] = (),
+    ) -> None:
+        self._resumed = frozenset(resumed)
         self._reference = reference
         self._next = next(reference, None)
         self._rank = rank
@@ -52,7 +65,7 @@ class EvalBatches:
         if left is not None and key_of(left) == key:
             self._next = next(self._reference, None)
             builder.tally.count_batch(self._rank, stage_of(batch))
-        elif self._is_common:
+        elif self._may_lack(batch):
             return False
         else:
             left = None
@@ -73,8 +86,12 @@ class EvalBatches:
     def _pass(self, builder: VerdictBuilder, below: Key | None) -> None:
         while self._next is not None and (below is None or key_of(self._next) < below):
             missing, self._next = self._next, next(self._reference, None)
-            if not self._is_common and (found := self._difference(missing, ())) is not None:
+            if not self._may_lack(missing) and (found := self._difference(missing, ())) is not None:
                 builder.add_whole(found)
+
+    def _may_lack(self, batch: Batch) -> bool:
+        """Return whether it is no difference that one run alone has a batch."""
+        return self._is_common or batch[0].step in self._resumed
 
     def _difference(self, ours: Batch | None, theirs: Batch) -> WholeSteps | None:
         for left, right in zip_longest(ours or (), theirs):
@@ -102,26 +119,27 @@ class EvalBatches:
 
 
 def read_batches(run: Run, rank: int, segment: int) -> Iterator[Batch]:
-    """Yield the batches of a segment in order; where a later attempt goes on, those of the later one.
+    """Yield the batches of a segment in order; of what several attempts have, the latest one's.
+
+    A fit is what all its attempts have: one that goes on need not come as far again. A test and the like is made anew.
 
     Raises:
         ReferenceFormatError: a file is damaged.
     """
-    known = run.rank(rank)
+    streams = run.rank(rank).streams(segment)[::-1]
     if stages_of_segments(run.manifest).get(segment, FIT) != FIT:
-        starts: dict[Path, int] = dict.fromkeys(known.streams(segment)[-1:], 0)
-    else:
-        # of what began after a step that another attempt ran again, that attempt's word counts
-        starts = {}
-        for step in known.steps(segment).tolist():
-            starts.setdefault(known.stream_of(segment, step), step)
-        starts = starts or dict.fromkeys(known.streams(segment)[:1], 0)
-    streams = list(starts)
-    for number, stream in enumerate(streams):
-        end = starts[streams[number + 1]] if number + 1 < len(streams) else None
-        for batch in batches_of(read_evidence(evidence_path(stream), run_id=run.run_id, keep=are_batches)):
-            if end is None or batch[0].step < end:
-                yield batch
+        streams = streams[:1]
+    read = [_of_stream(run, stream) for stream in streams]
+    last: tuple[Path, Key] | None = None
+    for stream, key, batch in merge(*read, key=lambda item: item[1]):  # of equal ones, that of the first comes first
+        if last is None or key != last[1] or stream == last[0]:
+            last = stream, key
+            yield batch
+
+
+def _of_stream(run: Run, stream: Path) -> Iterator[tuple[Path, Key, Batch]]:
+    for batch in batches_of(read_evidence(evidence_path(stream), run_id=run.run_id, keep=are_batches)):
+        yield stream, key_of(batch), batch
 
 
 def compare_eval_batches(builder: VerdictBuilder, reference: Run, current: Run, *, is_common: bool) -> None:
@@ -146,13 +164,17 @@ def compare_eval_batches(builder: VerdictBuilder, reference: Run, current: Run, 
         told = {} if current.keeps == "all" else read_compared(current.path, rank)
         for segment, stage in segments.items() if both else ():
             ours, theirs = (_of_stages(run, rank, segment, both) for run in (reference, current))
-            resumed = {step for fit, step in (*reference.resumed_steps, *current.resumed_steps) if fit == segment}
             known = {whole.kind for whole in (told[segment].whole if segment in told else ())}
             target = builder.part() if "content" in known else builder
             batches = EvalBatches(
-                _without(ours, resumed), rank=rank, segment=segment, is_alone=stage != FIT, is_common=is_common
+                ours,
+                rank=rank,
+                segment=segment,
+                is_alone=stage != FIT,
+                is_common=is_common,
+                resumed=resumed_at(segment, reference, current),
             )
-            for batch in _without(theirs, resumed):
+            for batch in theirs:
                 batches.add(batch, target)
             batches.end(target)
             if target is not builder:
@@ -168,9 +190,9 @@ def _of_stages(run: Run, rank: int, segment: int, stages: list[str]) -> Iterator
         yield from (batch for batch in read_batches(run, rank, segment) if stage_of(batch) in stages)
 
 
-def _without(batches: Iterator[Batch], steps: set[int]) -> Iterator[Batch]:
-    """Leave out what is ahead of the first step after a resume: a run that was resumed need not have it."""
-    return (batch for batch in batches if batch[0].step not in steps)
+def resumed_at(segment: int, *runs: Run) -> set[int]:
+    """Return the first steps after a resume in a segment of some runs."""
+    return {step for run in runs for fit, step in run.resumed_steps if fit == segment}
 
 
 def _samples(rows: Batch | tuple[()]) -> dict[str, int]:

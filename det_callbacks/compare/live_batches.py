@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from det_callbacks.compare.eval_batches import EvalBatches, read_batches
+from det_callbacks.compare.eval_batches import EvalBatches, read_batches, resumed_at
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.trace.eval_batches import FIT, Batch, recorded_stages, stages_of_segments
 from det_callbacks.trace.store import Run
@@ -97,4 +97,5 @@ class LiveBatches:
             segment=segment,
             is_alone=is_alone,
             is_common=self._is_common,
+            resumed=resumed_at(segment, self._reference),
         )

@@ -95,7 +95,8 @@ def compare_runs(
         builder.note(CHAINS_NOTE)
     num_common = _compare_ranks(walk, builder, jobs, progress)
     compare_eval_batches(builder, ours, theirs, is_common=is_common)  # last: merging wants ranks that are new
-    if not num_common and not builder.has_divergence and (is_partial or not builder.tally.batches):
+    # of steps alone, none in common is no comparison; a verification says what it found
+    if not num_common and not (builder.has_divergence if is_partial else builder.tally.batches):
         if theirs.keeps != "all":
             raise NothingComparedError(
                 f"Nothing was compared: {current} was written by a verification, which keeps its diverging steps only, "
