@@ -1,5 +1,6 @@
 """Comparing batches that are not trained on: of validations, sanity checks, tests and predictions."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from heapq import merge
 from itertools import zip_longest
@@ -140,6 +141,18 @@ def read_batches(run: Run, rank: int, segment: int) -> Iterator[Batch]:
 def _of_stream(run: Run, stream: Path) -> Iterator[tuple[Path, Key, Batch]]:
     for batch in batches_of(read_evidence(evidence_path(stream), run_id=run.run_id, keep=are_batches)):
         yield stream, key_of(batch), batch
+
+
+def count_recorded(run: Run, rank: int) -> dict[str, int]:
+    """Return how many batches a rank holds that are not trained on, by stage; it reads them.
+
+    Raises:
+        ReferenceFormatError: a file is damaged.
+    """
+    counts = Counter[str]()
+    for segment in run.rank(rank).segments if recorded_stages(run.manifest) else ():
+        counts.update(map(stage_of, read_batches(run, rank, segment)))
+    return dict(counts)
 
 
 def compare_eval_batches(builder: VerdictBuilder, reference: Run, current: Run, *, is_common: bool) -> None:

@@ -80,7 +80,8 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
     counts = verdict.counts
     ranks = "" if verdict.coverage.ranks < 2 else f" of {verdict.coverage.ranks} ranks"
     what = "site" if counts.sites_compared else "difference"
-    differing = f", {count(counts.sites_differing, what)} differing" if counts.sites_differing else ""
+    are = " differing" if counts.sites_compared else ""
+    differing = f", {count(counts.sites_differing, what)}{are}" if counts.sites_differing else ""
     return (
         f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level=level, ranks=ranks)}{differing}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"

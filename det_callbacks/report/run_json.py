@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from det_callbacks.compare.eval_batches import count_recorded
 from det_callbacks.digest import format_digest
 from det_callbacks.trace.program import StepRecord, StepView
 from det_callbacks.trace.store import RankRun, Run
@@ -24,6 +25,7 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "weight_loads": [load.to_dict() for load in run.weight_loads(rank.rank)],
         "replay": list(run.manifest.get("replay", ())),
         "keep_tensors": list(run.manifest.get("keep_tensors", ())),
+        "eval_batches": count_recorded(run, rank.rank),
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
 

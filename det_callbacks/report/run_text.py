@@ -7,12 +7,15 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from det_callbacks.compare.eval_batches import count_recorded
 from det_callbacks.compare.loads import describe_load
+from det_callbacks.compare.wording import count_batches
 from det_callbacks.digest import format_digest
 from det_callbacks.kept import KEEP_BUDGET_MIB, shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
 from det_callbacks.trace.alerts import NondeterministicOp
+from det_callbacks.trace.eval_batches import FIT, stages_of_segments
 from det_callbacks.trace.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.trace.store import RankRun, Run
 
@@ -28,9 +31,11 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     for line in (
         f"run {run.run_id} in {run.path}: {state}",
         f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}",
-        f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(len(rank.segments), 'fit')}",
+        f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(_num_fits(run, rank), 'fit')}",
     ):
         console.print(Text(line), soft_wrap=True)
+    if batches := count_recorded(run, rank.rank):
+        console.print(Text(f"besides: {count_batches(batches)}"), soft_wrap=True)
     for found in map(NondeterministicOp.from_dict, run.nondeterministic_ops(rank.rank)):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
@@ -166,6 +171,11 @@ def describe_tensor(entry: TensorLayout | None) -> str:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
     return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail else "")
+
+
+def _num_fits(run: Run, rank: RankRun) -> int:
+    stages = stages_of_segments(run.manifest)
+    return sum(stages.get(segment, FIT) == FIT for segment in rank.segments)
 
 
 def _ends(rank: RankRun, *, is_all: bool) -> Iterator[StepRecord | None]:
