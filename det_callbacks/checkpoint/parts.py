@@ -9,7 +9,6 @@ Each rank writes its part before the save returns on it, and keeps the part befo
 between two ranks leaves the earlier checkpoint with all of its parts, or the new one without one of them.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 from det_callbacks.checkpoint.files import PARTIAL, RESUME, Place
 from det_callbacks.checkpoint.reading import Found, read_attachments, read_files, resume_folder
 from det_callbacks.checkpoint.saving import new_id, put_attachment, rank_folder
-from det_callbacks.checkpoint.sidecar import Attachment, attachments_of, encode
-from det_callbacks.digest import digest_bytes, format_digest
+from det_callbacks.checkpoint.sealed import UnknownVersionError, seal, unseal
+from det_callbacks.checkpoint.sidecar import Attachment, attachments_of
 from det_callbacks.errors import CheckpointFormatError
 
 SCHEMA = 1
@@ -57,8 +56,7 @@ class Part:
             "number": self.number,
             "files": {name: attachment.to_dict() for name, attachment in self.files.items()},
         }
-        content["digest"] = format_digest(digest_bytes(encode(content)))
-        return encode(content)
+        return seal(content)
 
     @classmethod
     def from_bytes(cls, raw: bytes, path: str) -> "Part":
@@ -72,14 +70,7 @@ class Part:
             CheckpointFormatError: it is truncated, damaged, or of another version.
         """
         try:
-            content = json.loads(raw)
-            without = {key: value for key, value in content.items() if key != "digest"}
-            if content["digest"] != format_digest(digest_bytes(encode(without))):
-                raise ValueError("its content is not what its digest says")
-            if content["schema"] != SCHEMA:
-                raise ValueError(
-                    f"it has schema {content['schema']!r}, and this version of det_callbacks reads {SCHEMA}"
-                )
+            content = unseal(raw, {"schema": SCHEMA})
             return cls(
                 id=str(content["id"]),
                 rank=int(content["rank"]),
@@ -87,9 +78,10 @@ class Part:
                 number=int(content["number"]),
                 files=attachments_of(content["files"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"has {error}" if isinstance(error, UnknownVersionError) else f"is damaged: {error}"
             raise CheckpointFormatError(
-                f"{path} is damaged: {error}. The checkpoint itself is not; resume from another one, or with "
+                f"{path} {what}. The checkpoint itself is not; resume from another one, or with "
                 'resume="plain", which leaves generators and data to Lightning.',
                 path,
             ) from error

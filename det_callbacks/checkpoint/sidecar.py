@@ -1,6 +1,5 @@
 """What stands beside a checkpoint: ``X.ckpt.digests.json``, as data and as JSON."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 from det_callbacks.checkpoint.entries import Entry
-from det_callbacks.digest import DIGEST_VERSION, digest_bytes, format_digest
+from det_callbacks.checkpoint.sealed import UnknownVersionError, seal, unseal
+from det_callbacks.digest import DIGEST_VERSION, format_digest
 from det_callbacks.errors import CheckpointFormatError
 
 SCHEMA = 1
@@ -135,8 +135,7 @@ class Sidecar:
                 **({"num_ranks": self.resume.num_ranks} if self.resume.num_ranks > 1 else {}),
             },
         }
-        content["digest"] = format_digest(digest_bytes(encode(content)))
-        return encode(content)
+        return seal(content)
 
     @classmethod
     def from_bytes(cls, raw: bytes, path: str) -> "Sidecar":
@@ -150,22 +149,15 @@ class Sidecar:
             CheckpointFormatError: it is truncated, damaged, or of another version.
         """
         try:
-            content = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise _damaged(path, "it is empty" if not raw else f"it is not JSON ({error})") from error
-        if not isinstance(content, dict) or "schema" not in content:
-            raise _damaged(path, "it does not hold the digests of a checkpoint")
-        # The digest first: a flipped bit in a version is damage and not a foreign version.
-        without = {key: value for key, value in content.items() if key != "digest"}
-        if content.get("digest") != format_digest(digest_bytes(encode(without))) or encode(content) != raw:
-            raise _damaged(path, "its content is not what its digest says")
-        for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
-            if content.get(name) != known:
-                raise CheckpointFormatError(
-                    f"{path} has {name} {content.get(name)!r}, and this version of det_callbacks reads {known}. The "
-                    "checkpoint itself was not looked at. Use the version that saved it, or save it again.",
-                    path,
-                )
+            content = unseal(raw, {"schema": SCHEMA, "digest_version": DIGEST_VERSION})
+        except UnknownVersionError as error:
+            raise CheckpointFormatError(
+                f"{path} has {error}. The checkpoint itself was not looked at. Use the version that saved it, or save "
+                "it again.",
+                path,
+            ) from error
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
         try:
             return cls._from_dict(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -244,11 +236,6 @@ def attachments_of(content: Mapping[str, Any]) -> dict[str, Attachment]:
         safe_name(name): Attachment(file=safe_name(value["file"]), content=_file_digest(value))
         for name, value in content.items()
     }
-
-
-def encode(content: Mapping[str, Any]) -> bytes:
-    """Return one line: indented, 10,000 entries would take 20 times as long."""
-    return json.dumps(content, allow_nan=False).encode() + b"\n"
 
 
 def _damaged(path: str, what: str) -> CheckpointFormatError:

@@ -8,7 +8,8 @@ import pytest
 
 from det_callbacks import CheckpointFormatError
 from det_callbacks.checkpoint.entries import Entry
-from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, SaveContext, Sidecar, encode, safe_name
+from det_callbacks.checkpoint.sealed import encode
+from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, SaveContext, Sidecar, safe_name
 from det_callbacks.digest import digest_bytes, format_digest
 
 CONTENT = FileDigest(size=7, digest=2**63 + 1)
