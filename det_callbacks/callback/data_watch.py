@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
+from det_callbacks.callback.followed import follow
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
 from det_callbacks.resume import DataPosition, GeneratorStates
 from det_callbacks.resume.generators import Held
@@ -46,19 +47,14 @@ class DataWatch:
         self._before_repeated: GeneratorStates | None = None
         self._is_starting = False
         self._loader: CombinedLoader | None = None
-        self._class: type[CombinedLoader] = CombinedLoader
+        self._let_go: Callable[[], object] = lambda: None
 
     # attaching
 
     def attach(self, loader: CombinedLoader) -> None:
-        """Follow a loader; the one before it is let go.
-
-        Python looks ``__iter__`` and ``__next__`` up in the class, so for the time of a fit the loader has a subclass
-        of its own.
-        """
+        """Follow a loader; the one before it is let go."""
         self.detach()
-        self._loader, self._class = loader, type(loader)
-        loader.__class__ = _watched(type(loader), self)
+        self._loader, self._let_go = loader, follow(loader, self)
         for inner in loader.flattened:
             if isinstance(inner, DataLoader):
                 # looked at in torch 2.13: `DataLoader.__iter__` makes its iterator by this method
@@ -69,7 +65,7 @@ class DataWatch:
         loader, self._loader = self._loader, None
         if loader is None:
             return
-        loader.__class__ = self._class
+        self._let_go()
         for inner in loader.flattened:
             if isinstance(inner, DataLoader):
                 vars(inner).pop("_get_iterator", None)
@@ -176,25 +172,6 @@ class DataWatch:
             return
         restart = (position.num_drawn, self.capture())
         self.position = replace(position, restarts=(*position.restarts, restart))
-
-
-def _watched(base: type[CombinedLoader], watch: DataWatch) -> type[CombinedLoader]:
-    class Watched(base):  # type: ignore[valid-type, misc]  # a class that is only known now
-        def __iter__(self) -> Any:
-            watch.begin_iteration()
-            try:
-                return super().__iter__()
-            finally:
-                watch.end_iteration()
-
-        def __next__(self) -> Any:
-            watch.begin_draw()
-            drawn = super().__next__()
-            watch.end_draw(drawn[0])
-            return drawn
-
-    Watched.__name__, Watched.__qualname__, Watched.__module__ = base.__name__, base.__qualname__, base.__module__
-    return Watched
 
 
 def _digest_batch(batch: Any) -> int:

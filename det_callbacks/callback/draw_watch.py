@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
+from det_callbacks.callback.followed import follow
+
 MAX_WAITING = 64
 """Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
 
@@ -45,30 +47,13 @@ class DrawWatch:
         self._waiting: deque[Drawn] = deque(maxlen=MAX_WAITING)
         self._last: dict[str, Any] = {}
         self._loader: CombinedLoader | None = None
-        self._outer: type[CombinedLoader] | None = None
         self._undo: list[Callable[[], object]] = []
 
     def attach(self, loader: CombinedLoader) -> None:
         """Follow a loader; the one before it is let go."""
         self.detach()
         self._loader = loader
-        base = type(loader)
-        watch = self
-
-        class Watched(base):  # type: ignore[valid-type, misc]  # Python looks __next__ up in the class
-            def __iter__(self) -> Any:
-                watch.begin_iteration()
-                return super().__iter__()
-
-            def __next__(self) -> Any:
-                watch.begin_draw()
-                drawn = super().__next__()
-                watch.end_draw(drawn[0])
-                return drawn
-
-        Watched.__name__, Watched.__qualname__, Watched.__module__ = base.__name__, base.__qualname__, base.__module__
-        loader.__class__ = self._outer = Watched
-        self._undo.append(lambda: self._let_go(loader, base))
+        self._undo.append(follow(loader, self))
         for name, inner in self._loaders():
             if isinstance(inner, DataLoader):
                 self._follow(name, inner)
@@ -100,6 +85,9 @@ class DrawWatch:
             for setting, text in settings_of(loader):
                 self._note(f"{setting} of {name}", text)
         self._mark("before the loader starts")
+
+    def end_iteration(self) -> None:
+        """Nothing is to be noted when its iterators are there."""
 
     def begin_draw(self) -> None:
         """Note that a batch is about to be drawn."""
@@ -159,10 +147,6 @@ class DrawWatch:
             return False  # a list of indices, say: built-in objects keep their class, and then nobody is told
         self._undo.append(lambda: setattr(sampler, "__class__", base))
         return True
-
-    def _let_go(self, loader: CombinedLoader, base: type[CombinedLoader]) -> None:
-        if type(loader) is self._outer:
-            loader.__class__ = base
 
 
 def _noted(indices: Iterator[Any], asked: deque[Any]) -> Iterator[Any]:
