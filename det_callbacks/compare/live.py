@@ -281,8 +281,9 @@ class Verification:
 
     def finish_alone(self) -> Verdict:
         """Write the verdict on the steps of this rank, where the others do not come to the end of the fit any more."""
-        self._builder.measure(self._measure)
-        verdict = self._builder.finish()
+        self._judged = self._builder
+        self._judged.measure(self._measure)
+        verdict = self._judged.finish()
         if self._peers.world_size == 1:
             self.write(verdict)
         else:
