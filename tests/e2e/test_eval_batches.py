@@ -255,6 +255,7 @@ def test_a_sanity_check_that_differs_stops_before_the_first_step(tmp_path: Path)
     assert verdict_of(session).counts.steps_compared == 0
 
 
+@pytest.mark.slow
 def test_validations_of_which_one_run_has_fewer(tmp_path: Path) -> None:
     Session("record", tmp_path / "run").fit()
     session = Session("verify", tmp_path / "run", current=tmp_path / "current")
