@@ -156,22 +156,18 @@ class DeterminismCallback(CallbackOptions):
         if self.mode == "audit":
             return
         run = self._run
-        if self.mode == "record":
-            stages = self._asked_stages
-        else:
+        if self.mode == "verify" or stage in self._asked_stages:
             self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
             run = run or new_run(self, self._together)
-            assert isinstance(run, Verifying), "nothing else compares"
+        if isinstance(run, Verifying):
             self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
-            stages = run.eval_batches(self._asked_stages)
-        if stage not in stages:
+        assert not isinstance(run, Auditing), "an audit has no parts"
+        if run is None or stage not in run.eval_batches(self._asked_stages):
             if self._run is None and trainer.is_global_zero:
                 say_beside(trainer, left_out_line(stage, STAGE_ARGUMENTS[stage], reference=self.reference))
             return
-        if self.mode == "record":
-            self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
         self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
-        self._run, self._stage = run or new_run(self, self._together), stage
+        self._run, self._stage = run, stage
 
     @override
     def _begin_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from det_callbacks.callback.arguments import STAGE_ARGUMENTS
+from det_callbacks.callback.earlier import is_there, open_earlier
 from det_callbacks.callback.progress import Progress
 from det_callbacks.compare.agreement import Agreement
 from det_callbacks.compare.rank_findings import RankFindings
@@ -19,19 +19,16 @@ from det_callbacks.errors import (
     DivergenceError,
     NotComparableError,
     NothingComparedError,
-    RankError,
-    SelectionError,
 )
 from det_callbacks.kept import KeepChoice, Keeper, KeptCounts
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
-from det_callbacks.report import count, disagreement_text, print_closing_line, recorded_line
-from det_callbacks.trace.eval_batches import FIT, Batch, recorded_stages, stage_of
+from det_callbacks.report import count, disagreement_text, nothing_recorded_text, print_closing_line, recorded_line
+from det_callbacks.trace.eval_batches import FIT, Batch, stage_of
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.store import Run
 from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
@@ -109,8 +106,9 @@ class Recording:
         if self._writer is not None:
             self._agreement = None
             self._writer.start_segment(stage)
-        elif is_resumed and not self._overwrite and self._is_there():
-            earlier = self.peers.do(partial(self._open_earlier, manifest), task=f"opening the run {self.path}")
+        elif is_resumed and not self._overwrite and is_there(self.path, self.peers):
+            open_run = partial(open_earlier, self.path, manifest, rank=self.peers.rank)
+            earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
             self._agreement = Agreement(earlier, rank=self.peers.rank, segment=self._writer.segment, manifest=manifest)
             if not self._is_resumed:
@@ -166,38 +164,9 @@ class Recording:
         """Random identity of the run."""
         return self._running().run_id
 
-    def _is_there(self) -> bool:
-        """Return whether there is a run to go on with: on every rank, or on none."""
-        found = self.peers.agree((self.path / "run.json").exists, task=f"looking for {self.path}")
-        if len(set(found)) > 1:
-            raise RankError(
-                f"{self.path} holds a run on rank {found.index(True)} and none on rank {found.index(False)}. Nothing "
-                "was changed. Give each node the folder that it recorded before, or record to another one.",
-                found.index(False),
-            )
-        return bool(found[0])
-
     def eval_batches(self, asked: Sequence[str]) -> tuple[str, ...]:
         """Return the stages whose batches are recorded."""
         return tuple(asked)
-
-    def _open_earlier(self, manifest: Mapping[str, Any]) -> Run:
-        earlier = Run.open(self.path, ranks=(self.peers.rank,))
-        before, now = (set(recorded_stages(one)) for one in (earlier.manifest, manifest))
-        if before != now:
-            raise SelectionError(
-                f"{self.path} was recorded with the batches of {', '.join(sorted(before)) or 'no stage'}, and this "
-                f"attempt asks for those of {', '.join(sorted(now)) or 'none'}. Nothing was changed. Resume with the "
-                "same, or record to another folder."
-            )
-        for name, asked in (("replay", self._replay.patterns), ("keep_tensors", self._keep.patterns)):
-            recorded = list(earlier.manifest.get(name, ()))
-            if set(recorded) != set(asked):
-                raise SelectionError(
-                    f"{self.path} was recorded with {name}={recorded}, and this attempt asks for {list(asked)}. "
-                    "Nothing was changed. Resume with the same patterns, or record to another folder."
-                )
-        return earlier
 
     @property
     def earlier_programs(self) -> tuple[Program, ...]:
@@ -314,21 +283,9 @@ class Recording:
         if is_empty and agreement is not None:
             self._discard()
         writer.close(complete=not is_empty)
-        if is_empty and self._stage != FIT:
-            raise NothingComparedError(
-                f"Nothing was recorded in {self.path}: the {self._stage} had no batch on a process. Give it one, or "
-                f"leave {STAGE_ARGUMENTS[self._stage]} out."
-            )
-        if is_empty and is_resumed:
-            raise NothingComparedError(
-                "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
-                f"{self.path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, "
-                "max_steps)."
-            )
         if is_empty:
-            raise NothingComparedError(
-                f"Nothing was recorded in {self.path}: the fit had no step that {self._selection.shown_steps} selects."
-            )
+            selected = "" if is_resumed else self._selection.shown_steps
+            raise NothingComparedError(nothing_recorded_text(self._stage, path=self.path, selected=selected))
         if self.peers.rank == 0:
             self.say(
                 recorded_line(

@@ -317,7 +317,7 @@ class VerdictBuilder:
             text = explain_whole_steps(self._whole.values(), show_rank=self._show_rank, num_equal=num_equal)
             return whole.divergence(), Words(cause=whole.cause, text=text), text
         if earliest is None:
-            return None, None, self._explain_match()
+            return None, None, explain_match(self._tally.counts(), self._tally.coverage())
         ranks = self._classify()
         first = earliest.among(ranks)
         if ranks is not None and ranks.is_collective:
@@ -398,6 +398,3 @@ class VerdictBuilder:
             parts.append(f"The machine differs: {machine}")
         parts.extend(self._notes)
         return " ".join(f"{part.rstrip('.')}." for part in parts if part)
-
-    def _explain_match(self) -> str:
-        return explain_match(self._tally.counts(), self._tally.coverage())

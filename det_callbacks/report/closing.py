@@ -118,6 +118,27 @@ def left_out_line(stage: str, argument: str, *, reference: Path | None) -> str:
     )
 
 
+def nothing_recorded_text(stage: str, *, path: Path, selected: str) -> str:
+    """Return what is wrong with a fit, or a test and the like, of which nothing was recorded.
+
+    Args:
+        stage: "fit", "test" and so on.
+        path: of the run.
+        selected: which steps a fit records; "" for one that was resumed.
+    """
+    if stage != "fit":
+        return (
+            f"Nothing was recorded in {path}: the {stage} had no batch on a process. Give it one on each, or leave its "
+            "batches out of what is recorded."
+        )
+    if not selected:
+        return (
+            "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
+            f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
+        )
+    return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
+
+
 def no_batches_text(stage: str, *, reference: Path | None) -> str:
     """Return what is wrong with a test or the like that had no batch."""
     return (

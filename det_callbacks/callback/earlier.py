@@ -1,0 +1,56 @@
+"""The run that a resumed recording goes on with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from det_callbacks.errors import RankError, SelectionError
+from det_callbacks.trace.eval_batches import recorded_stages
+from det_callbacks.trace.peers import Peers
+from det_callbacks.trace.store import Run
+
+
+def is_there(path: Path, peers: Peers) -> bool:
+    """Return whether there is a run to go on with: on every rank, or on none.
+
+    Raises:
+        RankError: on some only.
+    """
+    found = peers.agree((path / "run.json").exists, task=f"looking for {path}")
+    if len(set(found)) > 1:
+        raise RankError(
+            f"{path} holds a run on rank {found.index(True)} and none on rank {found.index(False)}. Nothing "
+            "was changed. Give each node the folder that it recorded before, or record to another one.",
+            found.index(False),
+        )
+    return bool(found[0])
+
+
+def open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
+    """Open the run, as far as it is of this process.
+
+    Args:
+        path: its folder.
+        manifest: of the attempt that goes on with it.
+        rank: of this process.
+
+    Raises:
+        SelectionError: it was recorded with other batches, or patterns to replay or to keep.
+        ReferenceFormatError: it is damaged.
+    """
+    earlier = Run.open(path, ranks=(rank,))
+    before, now = (set(recorded_stages(one)) for one in (earlier.manifest, manifest))
+    if before != now:
+        raise SelectionError(
+            f"{path} was recorded with the batches of {', '.join(sorted(before)) or 'no stage'}, and this attempt asks "
+            f"for those of {', '.join(sorted(now)) or 'none'}. Nothing was changed. Resume with the same, or record to "
+            "another folder."
+        )
+    for name in ("replay", "keep_tensors"):
+        recorded, asked = (list(one.get(name, ())) for one in (earlier.manifest, manifest))
+        if set(recorded) != set(asked):
+            raise SelectionError(
+                f"{path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "
+                "Nothing was changed. Resume with the same patterns, or record to another folder."
+            )
+    return earlier
