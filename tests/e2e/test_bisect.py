@@ -244,12 +244,6 @@ def test_runs_that_agree_have_no_such_step(runs: Path, command: Command) -> None
     assert "agree at 20 steps of all ranks, by their chains." in out
 
 
-def test_a_folder_for_checkpoints_that_is_not_there_is_refused(runs: Path, command: Command) -> None:
-    status, out, err = command("bisect", runs / "good", runs / "bad", "--checkpoints", runs / "nope")
-    assert (status, out) == (2, "")
-    assert f"There is no folder {runs / 'nope'} to look for checkpoints in" in err
-
-
 def test_the_end_of_the_shorter_run_is_said(runs: Path, command: Command) -> None:
     status, out, _ = command("bisect", runs / "bad", runs / "short")
     assert status == 0
