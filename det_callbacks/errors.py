@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditReport
     from det_callbacks.equivalence import OpMismatch
+    from det_callbacks.numerics import NumericsReport
     from det_callbacks.ranks import ReplicaReport
     from det_callbacks.verdict import Verdict
 
@@ -112,6 +113,42 @@ class AuditError(DetCallbacksError):
     def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
         super().__init__(message, report)
         self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NumericsError(DetCallbacksError, AssertionError):
+    """Two modules differ by more than is tolerated.
+
+    Args:
+        message: the text shown to the user.
+        report: all that was compared.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, report: "NumericsReport | None" = None) -> None:
+        super().__init__(message, report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ModuleRunError(DetCallbacksError):
+    """One of two modules that are compared raised; its own error is the cause (``__cause__``).
+
+    Args:
+        message: the text shown to the user.
+        side: "base" or "control".
+        iteration: in which.
+    """
+
+    def __init__(self, message: str, side: str = "", iteration: int = 0) -> None:
+        super().__init__(message, side, iteration)
+        self.side = side
+        self.iteration = iteration
 
     def __str__(self) -> str:
         return str(self.args[0])

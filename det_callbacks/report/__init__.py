@@ -26,8 +26,9 @@ from det_callbacks.report.closing import (
 )
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
-from det_callbacks.report.html import write_report
+from det_callbacks.report.html import write_numerics_report, write_report
 from det_callbacks.report.leaving import end_process, print_error, print_line, set_status_of, status_of
+from det_callbacks.report.numerics_text import numerics_text, render_numerics
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
@@ -56,6 +57,7 @@ __all__ = [
     "no_replicas_line",
     "no_report_line",
     "nothing_recorded_text",
+    "numerics_text",
     "op_facts_to_dict",
     "op_usage_to_dict",
     "print_closing_line",
@@ -69,6 +71,7 @@ __all__ = [
     "render_diagnosis",
     "render_digest_places",
     "render_export",
+    "render_numerics",
     "render_op_facts",
     "render_op_usage",
     "render_ops",
@@ -88,5 +91,6 @@ __all__ = [
     "verdict_of_rank",
     "verified_line",
     "waiting_line",
+    "write_numerics_report",
     "write_report",
 ]

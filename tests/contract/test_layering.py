@@ -17,8 +17,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("patterns",),
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
-    ("observe", "replay", "kept", "resume", "equivalence", "numerics", "compare", "doctor", "audit", "export", "check"),
-    ("bisect", "report", "checkpoint", "ranks"),
+    ("observe", "replay", "kept", "resume", "equivalence", "compare", "doctor", "audit", "export", "check"),
+    ("bisect", "report", "checkpoint", "ranks", "numerics"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),
 )

@@ -76,7 +76,7 @@ def render_report(report: Report) -> str:
         )
     )
     return (
-        _environment()
+        make_environment()
         .get_template("report.html.j2")
         .render(
             report=report,
@@ -84,7 +84,7 @@ def render_report(report: Report) -> str:
             word=_WORDS[report.verdict.verdict],
             with_numbers=shown_numbers(report.verdict),
             policy=policy,
-            style=Markup((_HERE / "templates" / "report.css").read_text(encoding="utf-8")),
+            style=Markup(style_sheet()),
             scripts=[Markup(script) for script in scripts],
             data=_data_block(report.maps),
             licences=(_HERE / "vendor" / "THIRD_PARTY.md").read_text(encoding="utf-8"),
@@ -94,7 +94,8 @@ def render_report(report: Report) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Environment:
+def make_environment() -> Environment:
+    """Return what renders the templates: everything that is put into one is escaped."""
     environment = Environment(
         loader=FileSystemLoader(_HERE / "templates"),
         autoescape=True,
@@ -120,6 +121,11 @@ def _environment() -> Environment:
 def _scripts() -> tuple[str, ...]:
     files = [*(_HERE / "vendor" / name for name in _LIBRARIES), _HERE / "templates" / "report.js"]
     return tuple(file.read_text(encoding="utf-8") for file in files)
+
+
+def style_sheet() -> str:
+    """Return the styles of the pages."""
+    return (_HERE / "templates" / "report.css").read_text(encoding="utf-8")
 
 
 def _source_digest(script: str) -> str:
