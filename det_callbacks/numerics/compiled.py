@@ -1,6 +1,7 @@
 """compare_compiled: a module and the same module compiled."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.leaves import Inputs
 from det_callbacks.numerics.modules import compare_modules
 from det_callbacks.numerics.result import NumericsReport
+from det_callbacks.settings.knobs import load_inductor_config
 
 
 def compare_compiled(
@@ -23,6 +25,7 @@ def compare_compiled(
     mode: str | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    fallback_random: bool = True,
     **options: Any,
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
@@ -39,6 +42,8 @@ def compare_compiled(
         mode: of ``torch.compile``, for Inductor: "reduce-overhead", "max-autotune".
         dynamic: of ``torch.compile``.
         fullgraph: of ``torch.compile``: a graph break is an error.
+        fallback_random: Inductor draws random numbers with torch's own generators, as eager code does, and so the same;
+            its own are others from the same seed. What draws them is then not fused.
         **options: of ``compare_modules``.
 
     Raises:
@@ -58,13 +63,16 @@ def compare_compiled(
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
     counting = _Counting(backend, mode, dynamic)
     compiled: Any = torch.compile(module, backend=counting, dynamic=dynamic, fullgraph=fullgraph)
-    with dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False):
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
+        if fallback_random:
+            stack.enter_context(load_inductor_config().patch(fallback_random=True))
         report = compare_modules(module, compiled, inputs, **options)
     if not counting.num_runs:
         raise NothingComparedError(
             f"No compiled graph ran, so {type(module).__name__} was compared with itself; it ran through. Look "
-            "whether compiling is disabled (torch.compiler.disable, TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE) and "
-            "whether its forward computes tensors."
+            "whether compiling is disabled (torch.compiler.disable, TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE), and "
+            "whether its forward is one that Dynamo leaves alone, such as nn.LSTM (torch._dynamo.config.allow_rnn)."
         )
     graphs = "1 graph" if counting.num_graphs == 1 else f"{counting.num_graphs} graphs"
     note = f"{graphs} compiled by {counting.name}, run {counting.num_runs} times"

@@ -13,12 +13,15 @@ from torch import Tensor
 from det_callbacks.numerics.difference import Difference, measure, rms_of
 from det_callbacks.numerics.leaves import plain_parts
 from det_callbacks.numerics.result import PHASES, Kind, Phase, TensorComparison
-from det_callbacks.numerics.tolerances import ToleranceTable
+from det_callbacks.numerics.tolerances import Tolerance, ToleranceTable
 
 _SHARED_SCALE = ("gradient", "parameter", "initial")
 """Phases in which the largest root mean square counts for all: a gradient that cancels out (that of a bias ahead of a
 normalisation, or of the keys of an attention) is nothing but rounding errors of its neighbours, and so becomes a
 parameter that began as zero."""
+_CANCELLED = 10
+"""Tolerances below which a whole gradient counts as cancelled out, and within which it may then differ. Of n terms that
+add up to zero the errors add up too, while what does not cancel grows as the square root of n."""
 
 
 class Sink(Protocol):
@@ -65,9 +68,13 @@ class Record:
         """Return what the base had, and forget it."""
         return self._kept.pop((phase, name), None)
 
-    def scale(self, phase: Phase, rms: float) -> float:
-        """Return the size of numbers that an absolute tolerance counts in."""
-        return self._scales.get(phase, 0.0) if phase in _SHARED_SCALE else rms
+    def absolute(self, phase: Phase, rms: float, tolerance: Tolerance) -> float:
+        """Return the absolute tolerance for a tensor with this root mean square."""
+        if phase not in _SHARED_SCALE:
+            return tolerance.absolute(rms)
+        shared = tolerance.absolute(self._scales.get(phase, 0.0))
+        is_cancelled = phase == "gradient" and tolerance.is_scaled and rms < _CANCELLED * shared
+        return _CANCELLED * shared if is_cancelled else shared
 
     def rest(self) -> list[tuple[Phase, str, _Kept]]:
         """Return what was not taken."""
@@ -150,7 +157,7 @@ class Comparer:
         difference: Difference | None = None
         if one is not None and other is not None and one.shape == other.shape:
             tolerance = self._tolerances.of(one.dtype, other.dtype)
-            rtol, atol = tolerance.rtol, tolerance.absolute(self._record.scale(phase, kept.rms or rms_of(one)))
+            rtol, atol = tolerance.rtol, self._record.absolute(phase, kept.rms or rms_of(one), tolerance)
             difference = measure(one, other, rtol=rtol, atol=atol)
         elif one is None and other is None:
             is_same = type(base) is type(value) and base == value

@@ -98,12 +98,19 @@ def first_text(report: "NumericsReport") -> str:
 
 def lists_of(report: "NumericsReport") -> list[tuple[str, Sequence["TensorComparison"]]]:
     """Return titles and rows of the lists: what is beyond its tolerance in order, else what is nearest to it."""
-    if report.beyond:
-        return [("Beyond the tolerance, in the order of the computation", report.beyond)]
-    if report.differing:
-        ranked = sorted(report.differing, key=lambda found: -found.excess)
-        return [("Other bits, the largest part of its tolerance first", ranked)]
-    return []
+    if not report.close:
+        once = {(found.phase, found.name): found for found in reversed(report.beyond)}
+        return [
+            (
+                "Beyond the tolerance: each tensor when it first is, in the order of the computation",
+                [*once.values()][::-1],
+            )
+        ]
+    ranked = sorted((found for found in report.differing if found.decides), key=lambda found: -found.excess)
+    largest: dict[tuple[str, str], TensorComparison] = {}
+    for found in ranked:
+        largest.setdefault((found.phase, found.name), found)
+    return [("Other bits: each tensor when it is nearest to its tolerance", [*largest.values()])] if largest else []
 
 
 def summary_rows(report: "NumericsReport") -> list[tuple[str, ...]]:
@@ -171,6 +178,8 @@ def what_of(found: "TensorComparison") -> str:
 def notes_of(report: "NumericsReport") -> list[str]:
     """Return what else is to be said: NaNs that both sides have, what was compiled, what was not compared."""
     notes = list(report.notes)
+    if report.close and report.beyond:
+        notes.append("Outputs of submodules decide nothing: they tell where a difference starts.")
     both = sum(1 for found in report.comparisons if found.num_nan is not None and all(found.num_nan))
     if both:
         notes.append(f"NaN on both sides: {count(both, 'tensor')}; a NaN at the same place counts as no difference.")
