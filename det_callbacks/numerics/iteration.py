@@ -76,8 +76,8 @@ def _run(side: Side, call: Call, sink: Sink, recipe: Recipe, *, iteration: int, 
     stage.name = "its forward pass"
     with _following(side, sink, recipe.modules):
         output = side.module(*inputs.args, **inputs.kwargs)
-    for name, _, value in inputs.written():
-        sink.put("input", name, value)
+    for name, given, value in inputs.written():
+        sink.put_input(name, given, value)
     leaves = output_leaves(output, "output")
     for name, value in leaves:
         sink.put("output", name, value)

@@ -56,23 +56,22 @@ class InputCopies:
     def __init__(self, call: Call, device: torch.device | None) -> None:
         paths, spec = pytree.tree_flatten_with_path(call)
         tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
-        copied = dict(zip(map(id, tensors), copies_of(tensors, device), strict=True))
+        copies = dict(zip(map(id, tensors), copies_of(tensors, device), strict=True))
         for tensor in tensors:
             if tensor.requires_grad:
-                copied[id(tensor)].requires_grad_()
+                copies[id(tensor)].requires_grad_()
         values = [
-            copied[id(leaf)] if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)
+            copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)
             for _, leaf in paths
         ]
         self.args, self.kwargs = pytree.tree_unflatten(values, spec)
-        self.leaves = [(_input_name(path), leaf, copied[id(leaf)]) for path, leaf in paths if isinstance(leaf, Tensor)]
-        self._versions = [copy._version for _, _, copy in self.leaves]
+        self.leaves = [(_input_name(path), leaf, copies[id(leaf)]) for path, leaf in paths if isinstance(leaf, Tensor)]
+        self._versions = [copied._version for _, _, copied in self.leaves]
 
-    def written(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, given tensor and copy of those that the forward pass has written to."""
-        for version, leaf in zip(self._versions, self.leaves, strict=True):
-            if leaf[2]._version != version:
-                yield leaf
+    def written(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield name, given tensor, and the copy if the forward pass has written to it, else None."""
+        for version, (name, given, copied) in zip(self._versions, self.leaves, strict=True):
+            yield name, given, None if copied._version == version else copied
 
 
 def _input_name(path: Sequence[Any]) -> str:

@@ -30,6 +30,9 @@ class Sink(Protocol):
     def put(self, phase: Phase, name: str, value: Any) -> None:
         """Take a tensor or a plain value; its name is unique within the phase."""
 
+    def put_input(self, name: str, given: Tensor, written: Tensor | None) -> None:
+        """Take an input: as it was given, and what the forward pass made of it if it wrote to it."""
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -63,6 +66,15 @@ class Record:
                 kept = _Kept(copy, describe(value if len(parts) == 1 else part), rms, len(self._kept))
                 self._kept[phase, part_name] = kept
                 self._scales[phase] = max(self._scales.get(phase, 0.0), rms)
+
+    def put_input(self, name: str, given: Tensor, written: Tensor | None) -> None:
+        """Keep a copy of an input that was written."""
+        if written is not None:
+            self.put("input", name, written)
+
+    def has(self, phase: Phase, name: str) -> bool:
+        """Return whether the base had this, and nobody took it."""
+        return (phase, name) in self._kept
 
     def take(self, phase: Phase, name: str) -> _Kept | None:
         """Return what the base had, and forget it."""
@@ -123,6 +135,13 @@ class Comparer:
                 else:
                     self._last_position = kept.position
                     self._add(phase, part_name, kept, part, description)
+
+    def put_input(self, name: str, given: Tensor, written: Tensor | None) -> None:
+        """Compare an input that a side has written; of one that has not, it is as it was given."""
+        if written is not None and not self._record.has("input", name):
+            self._record.put("input", name, given)
+        if self._record.has("input", name):
+            self.put("input", name, given if written is None else written)
 
     def finish(self) -> list[TensorComparison]:
         """Return all comparisons in order, with what only the base has."""

@@ -99,18 +99,17 @@ def first_text(report: "NumericsReport") -> str:
 def lists_of(report: "NumericsReport") -> list[tuple[str, Sequence["TensorComparison"]]]:
     """Return titles and rows of the lists: what is beyond its tolerance in order, else what is nearest to it."""
     if not report.close:
-        once = {(found.phase, found.name): found for found in reversed(report.beyond)}
-        return [
-            (
-                "Beyond the tolerance: each tensor when it first is, in the order of the computation",
-                [*once.values()][::-1],
-            )
-        ]
+        title = "Beyond the tolerance: each tensor when it first is, in the order of the computation"
+        return [(title, _each_once(report.beyond))]
     ranked = sorted((found for found in report.differing if found.decides), key=lambda found: -found.excess)
-    largest: dict[tuple[str, str], TensorComparison] = {}
-    for found in ranked:
-        largest.setdefault((found.phase, found.name), found)
-    return [("Other bits: each tensor when it is nearest to its tolerance", [*largest.values()])] if largest else []
+    return [("Other bits: each tensor when it is nearest to its tolerance", _each_once(ranked))] if ranked else []
+
+
+def _each_once(comparisons: "Sequence[TensorComparison]") -> "list[TensorComparison]":
+    once: dict[tuple[str, str], TensorComparison] = {}
+    for found in comparisons:
+        once.setdefault((found.phase, found.name), found)
+    return list(once.values())
 
 
 def summary_rows(report: "NumericsReport") -> list[tuple[str, ...]]:
