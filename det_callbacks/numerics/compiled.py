@@ -14,6 +14,7 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.leaves import Inputs
 from det_callbacks.numerics.modules import compare_modules
 from det_callbacks.numerics.result import NumericsReport
+from det_callbacks.numerics.side import has_compiled
 from det_callbacks.settings.knobs import load_inductor_config
 
 
@@ -59,6 +60,11 @@ def compare_compiled(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a torch.nn.Module; got {module!r}")
+    if has_compiled(module):
+        raise ValueError(
+            f"the module is compiled already ({type(module).__name__}); give what was put into torch.compile, or "
+            "compare the two with compare_modules"
+        )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
     counting = _Counting(backend, mode, dynamic)

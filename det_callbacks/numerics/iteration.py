@@ -18,6 +18,9 @@ from det_callbacks.numerics.sinks import Sink, no_autocast
 from det_callbacks.settings import MAX_SEED
 from det_callbacks.trace.modules import ModuleStack
 
+_MAX_LINES = 3
+"""Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
+
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
@@ -182,8 +185,8 @@ def _tensors_of(output: Any, name: str) -> list[tuple[str, Tensor]]:
 
 
 def _what_failed(side: Side, stage: str, iteration: int, error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    said = f": {lines[0]}" if lines else ""
+    lines = [line for line in str(error).splitlines() if line.strip()][:_MAX_LINES]
+    said = f": {' '.join(lines)}" if lines else ""
     before = f"Iterations 0 to {iteration - 1} ran through on both sides. " if iteration else ""
     other = "The base ran through this iteration. " if side.label == "control" else ""
     return (

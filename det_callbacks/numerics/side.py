@@ -92,9 +92,7 @@ class Side:
     @property
     def is_compiled(self) -> bool:
         """Whether torch.compile was applied to the module or to one in it."""
-        return any(
-            isinstance(part, OptimizedModule) or part._compiled_call_impl is not None for part in self.module.modules()
-        )
+        return has_compiled(self.module)
 
     @property
     def description(self) -> str:
@@ -139,6 +137,11 @@ class Side:
                     state[name] = value.cpu()
                 else:
                     state[name] = value.to(self._state_devices.get(key, value.device))
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was applied to a module or to one in it."""
+    return any(isinstance(part, OptimizedModule) or part._compiled_call_impl is not None for part in module.modules())
 
 
 def _tensors_of(label: str, module: nn.Module) -> list[Tensor]:

@@ -1,0 +1,152 @@
+"""compare_compiled: eager against compiled, and what is not compiled is no result."""
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from numerics_models import MODELS, Transformer, change_epsilon, mlp
+from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+
+from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled, compare_modules
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+_SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    was_set = _SET_BY_INDUCTOR in os.environ
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    torch._dynamo.reset()
+    if not was_set:
+        os.environ.pop(_SET_BY_INDUCTOR, None)
+
+
+def contents(model: nn.Module) -> list[Any]:
+    return [
+        (name, id(value), value.data_ptr(), value.tolist()) for name, value in model.state_dict(keep_vars=True).items()
+    ]
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tied with dropout"])
+def test_aot_eager_is_equal_and_was_compiled(name: str) -> None:
+    model, inputs = MODELS[name]()
+    before = contents(model)
+    report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
+    assert report.equal, str(report)
+    assert report.notes == ("1 graph compiled by aot_eager, run 2 times",)
+    assert report.control == f"compiled {type(model).__name__}"
+    assert "_orig_mod" not in str([found.name for found in report.comparisons])
+    assert contents(model) == before
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_is_within_tolerance(name: str) -> None:
+    model, inputs = MODELS[name]()
+    before = contents(model)
+    with dynamo_config.patch(allow_rnn=True):
+        report = compare_compiled(model, inputs, iterations=3)
+    assert report.close, str(report)
+    assert not report.equal, "fused kernels round otherwise; without a difference nothing of this was looked at"
+    assert report.worst is not None
+    assert report.worst.excess < 1
+    assert "compiled by inductor, run 3 times" in report.notes[0]
+    listed = {found.phase for found in report.differing}
+    assert {"output", "gradient"} <= listed
+    assert contents(model) == before
+
+
+class Broken:
+    """A backend that transforms the graph wrongly: it drops an addition."""
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Any) -> Any:
+        graph = copy.copy(graph)
+        additions = [node for node in graph.graph.nodes if "add" in str(node.target)]
+        additions[-1].replace_all_uses_with(additions[-1].args[0])
+        graph.graph.erase_node(additions[-1])
+        graph.recompile()
+        return graph.forward
+
+
+def test_a_backend_that_drops_a_residual_is_found() -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    report = compare_compiled(model, torch.randint(50, (2, 8)), backend=Broken(), iterations=2)
+    assert report.first is not None
+    assert (report.first.iteration, report.first.phase, report.first.name) == (0, "output", "output")
+    assert report.first.excess > 100
+    assert report.notes[0].startswith("1 graph compiled by Broken")
+
+
+@pytest.mark.slow
+def test_a_wrong_model_is_found_behind_inductor() -> None:
+    model = Transformer(layers=1)
+    control = copy.deepcopy(model)
+    change_epsilon(control, 0)
+    report = compare_modules(model, torch.compile(control), torch.randint(50, (4, 12)), iterations=2)
+    assert report.first is not None
+    assert (report.first.iteration, report.first.phase) == (0, "output")
+
+
+def test_what_is_not_compiled_is_no_result() -> None:
+    class Refusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    with pytest.raises(NothingComparedError, match="No compiled graph ran"):
+        compare_compiled(Refusing(), torch.ones(2, 4), backend="eager", iterations=1)
+
+
+def test_giving_up_after_recompilations_is_an_error() -> None:
+    """Dynamo would go on in eager mode, which agrees with itself."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, power: float) -> Tensor:
+            return self.layer(x) * str(power).count("1")
+
+    inputs = [(torch.ones(2, 4), str(number)) for number in range(4)]
+    with (
+        dynamo_config.patch(recompile_limit=2),
+        pytest.raises(ModuleRunError, match="in its forward pass, iteration 2"),
+    ):
+        compare_compiled(Branching(), inputs, backend="eager", iterations=4)
+
+
+def test_a_backend_that_fails_is_an_error() -> None:
+    def failing(graph: Any, example_inputs: Any) -> Any:
+        raise RuntimeError("no kernels today")
+
+    with pytest.raises(ModuleRunError, match="control") as caught:
+        compare_compiled(mlp(), torch.ones(2, 16), backend=failing, iterations=1)
+    assert "no kernels today" in str(caught.value)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="takes none"):
+        compare_compiled(mlp(), torch.ones(2, 16), backend="aot_eager", mode="max-autotune")
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        compare_compiled(torch.relu, torch.ones(2, 16))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compiled already"):
+        compare_compiled(torch.compile(mlp(), backend="eager"), torch.ones(2, 16))
