@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from det_callbacks.digest.ulps import CHUNK_ELEMENTS, count_differing
+from det_callbacks.digest.ulps import count_differing
+
+HOST_ELEMENTS, DEVICE_ELEMENTS = 1 << 16, 1 << 21
+"""Elements that are looked at together: on the host what its caches hold, on a device enough to keep it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +147,9 @@ _PACKED = frozenset({torch.float4_e2m1fn_x2})
 
 def _chunks(base: Tensor, control: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     flat = base.reshape(-1), control.reshape(-1)
-    for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):
-        one, other = (_widened(tensor[start : start + CHUNK_ELEMENTS]) for tensor in flat)
+    size = HOST_ELEMENTS if base.is_cpu else DEVICE_ELEMENTS
+    for start in range(0, flat[0].numel(), size):
+        one, other = (_widened(tensor[start : start + size]) for tensor in flat)
         yield start, one, other
 
 
@@ -167,8 +171,9 @@ def _ulps_of_finite(base: Tensor, control: Tensor) -> int | None:
     coarser = max(base.dtype, control.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     largest: int | None = 0
     flat = base.reshape(-1), control.reshape(-1)
-    for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):
-        one, other = (tensor[start : start + CHUNK_ELEMENTS].to(coarser) for tensor in flat)
+    size = HOST_ELEMENTS if base.is_cpu else DEVICE_ELEMENTS
+    for start in range(0, flat[0].numel(), size):
+        one, other = (tensor[start : start + size].to(coarser) for tensor in flat)
         finite = torch.isfinite(_widened(one)) & torch.isfinite(_widened(other))
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.element_size())
         if bits is None:  # complex128: no integer is as wide, and indexing it works

@@ -65,10 +65,10 @@ def compare_modules(
     raises. They may be one and the same module. What a module writes elsewhere (files, globals, attributes of objects
     that are no modules) stays written.
 
-    Time: the iterations of both, and reading all that is compared about three times, in double precision; of what has
-    the same bits once. Memory: a copy of each side's parameters and buffers, its optimizer state, and a copy of what
-    the base computed in one iteration (outputs, also of submodules, gradients, parameters, buffers), however many
-    iterations there are. With ``device`` only one side is there at a time, and all copies lie on the host.
+    Time: the iterations of both, and on a host some 10 nanoseconds for each element that is compared, 60 where its
+    tensor differs (in double precision). Memory: a copy of each side's parameters and buffers, its optimizer state, and
+    a copy of what the base computed in one iteration (outputs, also of submodules, gradients, parameters, buffers),
+    however many iterations there are. With ``device`` only one side is there at a time, and all copies lie on the host.
 
     Args:
         base: what relative differences are relative to.

@@ -152,7 +152,7 @@ def row_of(found: "TensorComparison") -> tuple[str, ...]:
         "-" if found.max_ulps is None else f"{found.max_ulps:,}",
         _cosine(found.cosine),
         _number(found.excess),
-        what_of(found),
+        _place_of(found) if found.kind == "content" and found.excess < math.inf else what_of(found),
     )
 
 
@@ -170,8 +170,12 @@ def what_of(found: "TensorComparison") -> str:
             parts.append(f"{pair[0]:,} {name} in the base, {pair[1]:,} in the control")
     if found.num_elements == 1 and found.num_differing is not None and found.index is None and not parts:
         return f"{found.base} in the base, {found.control} in the control"
-    place = f" at {list(found.index)}" if found.index else ""
-    return "; ".join(parts) or f"up to {_number(found.excess)} x the tolerance{place}"
+    place = _place_of(found)
+    return "; ".join(parts) or f"up to {_number(found.excess)} x the tolerance{f' {place}' if place else ''}"
+
+
+def _place_of(found: "TensorComparison") -> str:
+    return f"at {list(found.index)}" if found.index else ""
 
 
 def notes_of(report: "NumericsReport") -> list[str]:

@@ -166,7 +166,7 @@ def test_figures_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatc
     finite = torch.isfinite(base) & torch.isfinite(control)
     assert whole.max_absolute == float((base - control)[finite].abs().max())
     assert whole.cosine == pytest.approx(float(torch.cosine_similarity(base[finite], control[finite], dim=0)))
-    monkeypatch.setattr("det_callbacks.numerics.difference.CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr("det_callbacks.numerics.difference.HOST_ELEMENTS", 3)
     chunked = measure(base, control, rtol=1e-7, atol=1e-7)
     assert replace(chunked, cosine=whole.cosine) == whole
     assert rms_of(base) == pytest.approx(float(base[base.isfinite()].square().mean().sqrt()))
