@@ -47,7 +47,6 @@ def run_iteration(
     try:
         with ExitStack() as stack:
             stack.enter_context(nullcontext() if context is None else context())
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             _run(side, call, sink, recipe, iteration=iteration, stage=stage)
             stage.name = "leaving its context"

@@ -130,19 +130,21 @@ def compare_modules(
             )
     table = ToleranceTable(tolerances)
     where = None if device is None else torch.device(device)
-    sides = Side("base", base, where), Side("control", control, where)
-    _align(*sides)
-    is_compiled = any(side.is_compiled for side in sides)
-    recipe = Recipe(
-        loss=loss,
-        optimizer=optimizer or sgd,
-        seed=seed,
-        modules=() if is_compiled else as_names("modules", modules),
-        device=where,
-    )
-    found: list[TensorComparison] = []
-    left_out: Counter[str] = Counter()
     with ExitStack() as stack:
+        # copies that are made in inference mode could not be trained
+        stack.enter_context(torch.inference_mode(False))
+        sides = Side("base", base, where), Side("control", control, where)
+        _align(*sides)
+        is_compiled = any(side.is_compiled for side in sides)
+        recipe = Recipe(
+            loss=loss,
+            optimizer=optimizer or sgd,
+            seed=seed,
+            modules=() if is_compiled else as_names("modules", modules),
+            device=where,
+        )
+        found: list[TensorComparison] = []
+        left_out: Counter[str] = Counter()
         stack.enter_context(enforce_determinism(_AS_THEY_ARE))
         if settings is not None:
             stack.enter_context(enforce_determinism(settings))

@@ -1,0 +1,328 @@
+"""compare_modules: both sides have the same numbers, nothing is changed, and errors say where."""
+
+import copy
+import gc
+import pickle
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numerics_calls import Apply, compared, names, only
+from numerics_models import MODELS
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from det_callbacks import (
+    DeterminismSettings,
+    ModuleRunError,
+    NothingComparedError,
+    NumericsError,
+    SettingsError,
+    compare_modules,
+    enforce_determinism,
+)
+from det_callbacks.errors import DetCallbacksError
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+# the same numbers on both sides
+
+
+def test_both_sides_draw_the_same_numbers() -> None:
+    def noisy(weight: Tensor, x: Tensor) -> Tensor:
+        return weight * torch.rand(4) * random.random() * np.random.rand()
+
+    assert compared(noisy, noisy, torch.ones(4), iterations=3).equal
+    seeded = compared(noisy, noisy, torch.ones(4), seed=2**32 - 1)
+    assert seeded.equal
+
+
+def test_a_module_against_itself_with_state_of_its_own() -> None:
+    class Counting(nn.Module):
+        """Keeps state in an attribute, a list, a buffer that it replaces, and a generator."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.generator = torch.Generator().manual_seed(3)
+            self.cache = torch.zeros(4)
+            self.calls = 0
+            self.seen: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(float(self.calls))
+            self.mean = self.mean * 0.9 + self.weight.detach() * self.calls
+            self.cache += 1
+            noise = torch.randn(4, generator=self.generator)
+            return self.weight * x * self.calls + noise + self.cache + len(self.seen)
+
+    module = Counting()
+    mean, state = module.mean, module.generator.get_state()
+    report = compare_modules(module, module, torch.ones(4), iterations=3)
+    assert report.equal, str(report)
+    assert (module.calls, module.seen) == (0, [])
+    assert module.mean is mean
+    assert torch.equal(module.mean, torch.zeros(4))
+    assert torch.equal(module.cache, torch.zeros(4))
+    assert torch.equal(module.generator.get_state(), state)
+
+
+# nothing is changed
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    state = {name: (id(value), value.detach().clone(), value._version) for name, value in model.state_dict().items()}
+    return {
+        "state": {name: (value.tolist()) for name, (_, value, _) in state.items()},
+        "objects": [(name, id(value), value.data_ptr()) for name, value in model.named_parameters()],
+        "grads": [
+            None if value.grad is None else (id(value.grad), value.grad.tolist()) for value in model.parameters()
+        ],
+        "training": [part.training for part in model.modules()],
+        "attributes": [sorted(vars(part)) for part in model.modules()],
+        "hooks": [len(part._forward_hooks) for part in model.modules()],
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "torch": torch.get_rng_state().tolist(),
+        "flags": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+    }
+
+
+@pytest.mark.parametrize("fails_in", [None, "forward", "backward", "loss", "optimizer"])
+def test_everything_is_as_before(fails_in: str | None) -> None:
+    model, inputs = MODELS["convolutions"]()
+    model.eval()
+    model.net[0].train()
+    model(inputs).sum().backward()
+    model.net[-1].bias.grad = None
+    before = everything(model)
+    calls = 0
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise RuntimeError("backward failed")
+
+    def loss(output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if fails_in == "loss" and calls == 4:
+            raise RuntimeError("loss failed")
+        return (Failing.apply(output) if fails_in == "backward" and calls == 4 else output).square().mean()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(parameters)
+        if fails_in == "optimizer":
+            made.step = lambda: 1 / 0
+        return made
+
+    control = copy.deepcopy(model)
+    if fails_in == "forward":
+        control.net[3].register_forward_pre_hook(lambda *_: torch.ones(2) @ torch.ones(3))
+    after_control = everything(control)
+    with torch.no_grad():
+        before["flags"] = after_control["flags"] = (False, False, torch.get_num_threads())
+        if fails_in is None:
+            report = compare_modules(model, control, inputs, iterations=2, loss=loss, optimizer=optimizer)
+            assert report.equal
+            assert names(report, "gradient")
+        else:
+            with pytest.raises(ModuleRunError) as caught:
+                compare_modules(model, control, inputs, iterations=2, loss=loss, optimizer=optimizer)
+            side, iteration = {
+                "forward": ("control", 0),
+                "backward": ("control", 1),
+                "loss": ("control", 1),
+                "optimizer": ("base", 0),
+            }[fails_in]
+            assert (caught.value.side, caught.value.iteration) == (side, iteration)
+            assert f"The {side} (ConvNet) raised" in str(caught.value)
+            assert caught.value.exit_code == 2
+            assert isinstance(caught.value.__cause__, RuntimeError | ZeroDivisionError)
+        assert everything(model) == before
+        assert everything(control) == after_control
+
+
+def test_settings_and_contexts_are_in_force_and_put_back() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def note(weight: Tensor, x: Tensor) -> Tensor:
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+        return weight * x
+
+    threads = torch.get_num_threads()
+    compared(
+        note,
+        note,
+        torch.ones(4),
+        iterations=1,
+        settings={"num_threads": 2},
+        control_context=lambda: enforce_determinism(
+            DeterminismSettings(deterministic_algorithms="disabled", num_threads=1)
+        ),
+    )
+    assert seen == [(True, 2), (False, 1)]
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(SettingsError):
+        compared(note, note, torch.ones(4), settings={"num_threads": "many"})
+
+
+def test_two_attention_backends_and_autocast() -> None:
+    model, inputs = MODELS["transformer"]()
+    report = compare_modules(
+        model,
+        model,
+        inputs,
+        iterations=2,
+        base_context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        control_context=lambda: sdpa_kernel(SDPBackend.MATH),
+    )
+    assert report.close, str(report)
+    assert not report.equal
+    assert report.first is not None
+    assert report.first.name == "blocks.0.project"  # the first that reads what an attention gave
+    half = compare_modules(
+        model,
+        model,
+        inputs,
+        iterations=2,
+        control_context=lambda: torch.autocast("cpu", torch.bfloat16),
+        check_dtype=False,
+        tolerances=torch.bfloat16,
+    )
+    assert half.close, str(half)
+    assert "bfloat16" in only(half, "output", "output").control
+    assert "float32" in only(half, "gradient", "head.weight").control
+
+
+# what it refuses, and what it says
+
+
+def test_wrong_arguments_are_refused() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(4)
+    for error, text, options in (
+        (ValueError, "iterations", {"iterations": 0}),
+        (ValueError, "seed", {"seed": -1}),
+        (ValueError, "for each of 3", {"inputs": [x, x], "iterations": 3}),
+        (TypeError, "control is", {"control": print}),
+        (TypeError, "keys are texts", {"inputs": {1: x}}),
+        (TypeError, "pair", {"tolerances": 1e-3}),
+        (TypeError, "by dtype", {"tolerances": {"float32": (0.1, 0.1)}}),
+        (ValueError, "not negative", {"tolerances": (-1.0, 0.0)}),
+        (ValueError, "no tolerance of its own", {"tolerances": torch.int32}),
+        (ValueError, "not initialised", {"control": nn.LazyLinear(3)}),
+        (ValueError, "meta tensor", {"control": nn.Linear(4, 4, device="meta")}),
+        (DetCallbacksError, "list of strings", {"modules": "net.*"}),
+    ):
+        arguments = {"base": layer, "control": layer, "inputs": x, **options}
+        with pytest.raises(error, match=text):
+            compare_modules(**arguments)
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return []
+
+    with pytest.raises(NothingComparedError):
+        compare_modules(Silent(), Silent(), torch.ones(2))
+
+
+def test_the_errors_survive_pickling() -> None:
+    report = compared(lambda w, x: w * x, lambda w, x: w * x * 2, torch.ones(4))
+    with pytest.raises(AssertionError) as caught:
+        report.assert_close()
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, NumericsError)
+    assert (str(error), error.report, error.exit_code) == (str(caught.value), report, 1)
+    lost = pickle.loads(pickle.dumps(ModuleRunError("text", "base", 3)))
+    assert (str(lost), lost.side, lost.iteration) == ("text", "base", 3)
+
+
+def test_memory_does_not_grow_with_the_iterations() -> None:
+    """What one iteration computed is gone when the next one is compared."""
+    alive: list[int] = []
+
+    def note(weight: Tensor, x: Tensor) -> Tensor:
+        alive.append(sum(type(one) is torch.Tensor and one.numel() == 1234 for one in gc.get_objects()))
+        return weight[0] * x
+
+    compared(note, note, torch.ones(1234), iterations=3)
+    assert max(alive[4:]) <= max(alive[2:4])
+
+
+# modules that are more than parameters and a forward
+
+
+def weight_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh())
+
+
+def spectral_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+ODD = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "checkpointed": Checkpointed,
+    "lstm": lambda: nn.LSTM(8, 4),
+    "fast path": lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
+    "double": lambda: nn.Linear(8, 4).double(),
+}
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["in place", "on the device in turns"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_modules_against_themselves(name: str, device: str | None) -> None:
+    module = ODD[name]()
+    x = torch.randn(3, 5, 8).to(next(module.parameters()).dtype)
+    before = everything(module)
+    report = compare_modules(module, module, x, iterations=3, optimizer=torch.optim.AdamW, device=device)
+    assert report.equal, str(report)
+    assert names(report, "gradient", 2)
+    assert everything(module) == before
+    weights = [found for found in report.comparisons if found.phase == "parameter"]
+    assert len(weights) == 3 * len(list(module.parameters()))
+
+
+def test_it_trains_in_inference_mode_too() -> None:
+    model, inputs = MODELS["mlp"]()
+    with torch.inference_mode():
+        report = compare_modules(model, model, inputs + 0, iterations=2)
+        assert torch.is_inference_mode_enabled()
+    assert report.equal
+    assert names(report, "gradient")
+
+
+def test_it_trains_the_side_and_not_the_module() -> None:
+    """With weights that move, so that a comparison of what stood still would be seen."""
+    moved: list[float] = []
+    model = Apply(lambda weight, x: moved.append(float(weight.detach()[0])) or weight * x)
+    report = compare_modules(model, copy.deepcopy(model), torch.ones(4), iterations=4, device="cpu")
+    assert report.equal
+    assert len(set(moved)) == 4
+    assert float(model.weight.detach()[0]) == 1

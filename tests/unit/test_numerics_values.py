@@ -1,0 +1,183 @@
+"""compare_modules: whatever inputs, outputs and names are."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numerics_calls import compared, names, only
+from numerics_models import mlp
+from torch import Tensor, nn
+
+from det_callbacks import (
+    ModuleRunError,
+    compare_modules,
+)
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+# what may be in inputs and outputs
+
+
+def test_outputs_that_are_no_floats() -> None:
+    def outputs(weight: Tensor, x: Tensor, *, last: Any) -> Any:
+        return [None, "text", True, 7, (x > 0, x.long()), weight.sum().item(), {"last": last, "empty": x[:0]}]
+
+    report = compared(outputs, outputs, ((torch.ones(4),), {"last": 1}))
+    assert report.equal
+    assert len(names(report, "output")) == 9
+    assert not names(report, "loss")
+    other = compared(outputs, outputs, ((torch.ones(4),), {"last": 1}), control_inputs=((torch.ones(4),), {"last": 2}))
+    found = only(other, "output", "output[6]['last']")
+    assert (found.kind, found.base, found.control) == ("content", "int 1", "int 2")
+    assert "int 1 in the base, int 2 in the control" in str(other)
+    assert not other.close
+
+
+def test_an_output_that_cannot_be_compared_is_an_error() -> None:
+    with pytest.raises(ModuleRunError, match=r"base .* raised TypeError"):
+        compared(lambda w, x: [w * x, object()], lambda w, x: w * x, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_dtypes(dtype: torch.dtype) -> None:
+    x = torch.linspace(1, 2, 4).to(dtype)
+    report = compared(lambda w, x: w.to(dtype) * x, lambda w, x: w.to(dtype) * x, x)
+    assert report.equal
+    report = compared(lambda w, x: w.to(dtype) * x, lambda w, x: w.to(dtype) * x * 1.5, x)
+    found = only(report, "output", "output")
+    assert not found.close
+    assert found.max_relative == pytest.approx(0.5, rel=0.02)
+    assert found.cosine == pytest.approx(1)
+    assert found.max_ulps
+
+
+def test_float8_and_integers_and_sparse_and_views() -> None:
+    def outputs(weight: Tensor, x: Tensor) -> list[Tensor]:
+        return [
+            (weight * x).to(torch.float8_e4m3fn),
+            x.long(),
+            torch.diag(weight * x).to_sparse(),
+            torch.diag(weight * x).t()[1::2, 1:],
+            (weight[0] * x).expand(3, 4),
+            torch.complex(weight, x).conj(),
+        ]
+
+    def others(weight: Tensor, x: Tensor) -> list[Tensor]:
+        return outputs(weight, x + torch.tensor([0.0, 1.0, 0.0, 0.0]))
+
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert compared(outputs, outputs, x).equal
+    report = compared(outputs, others, x, iterations=1)
+    found = [only(report, "output", f"output[{index}]") for index in range(6)]
+    assert [one.num_differing for one in found] == [1, 1, 1, 1, 3, 1]
+    assert [one.max_ulps for one in found][:2] == [4, 1]
+    assert all(one.excess > 1 for one in found)
+    assert found[1].index == (1,)
+
+
+def test_inputs_of_every_form_are_copied_for_each_side() -> None:
+    def doubled(weight: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x.mul_(2)
+        return weight * x if mask is None else weight * x * mask
+
+    x, mask = torch.ones(4, requires_grad=False), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    for inputs in (x, (x, mask), {"x": x, "mask": mask}, ((x,), {"mask": mask}), [x, (x, mask)], lambda i: (x, mask)):
+        report = compared(doubled, doubled, inputs)
+        assert report.equal
+        assert torch.equal(x, torch.ones(4))
+        assert [name for name in names(report, "input") if "mask" not in name]
+    wrong = compared(doubled, lambda w, x: w * x * 2, x)
+    assert only(wrong, "input", "input[0]").kind == "content"
+    assert only(wrong, "output", "output").equal
+    wrong = compared(lambda w, x: w * x * 2, doubled, x)
+    assert only(wrong, "input", "input[0]").max_absolute == 1
+
+
+def test_inputs_that_share_memory_still_do() -> None:
+    def shared(weight: Tensor, x: Tensor, part: Tensor) -> Tensor:
+        x.add_(1)
+        return weight * part
+
+    x = torch.zeros(8)
+    assert torch.equal(seen_outputs(shared, (x, x[::2])), torch.ones(4))
+    assert seen_outputs(lambda w, x: w * x[:, 0] * x.stride(0), torch.ones(1).expand(4, 2)).sum() == 0
+
+
+def seen_outputs(function: Callable[..., Tensor], inputs: Any) -> Tensor:
+    seen = []
+
+    def note(*args: Any) -> Tensor:
+        seen.append(function(*args))
+        return seen[-1]
+
+    assert compared(note, note, inputs, iterations=1).equal
+    assert torch.equal(seen[0], seen[1])
+    return seen[0].detach()
+
+
+def test_gradients_of_inputs() -> None:
+    x = torch.ones(4, requires_grad=True)
+    report = compared(lambda w, x: w * x, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
+    assert not only(report, "gradient", "input[0]").close
+    assert only(report, "output", "output").equal
+    assert x.grad is None
+
+
+def test_each_iteration_has_its_input_and_goes_on_from_its_parameters() -> None:
+    seen: list[tuple[float, float]] = []
+
+    def note(weight: Tensor, x: Tensor) -> Tensor:
+        seen.append((float(x), float(weight[0].detach())))
+        return weight * x
+
+    report = compared(note, note, lambda index: torch.tensor(float(index + 1)), iterations=3)
+    assert report.equal
+    assert [x for x, _ in seen] == [1, 1, 2, 2, 3, 3]
+    weights = [weight for _, weight in seen]
+    assert weights[::2] == weights[1::2]
+    assert len(set(weights)) == 3
+
+
+# names
+
+
+def test_names_may_differ_by_wrappers_and_prefixes() -> None:
+    inner = mlp()
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = copy.deepcopy(inner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    x = torch.randn(3, 16)
+    for pair in ((inner, Wrapped()), (Wrapped(), inner)):
+        report = compare_modules(*pair, x, iterations=1)
+        assert report.equal, str(report)
+        assert "0.weight" in names(report, "gradient")
+        assert "0" in names(report, "module")
+    middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
+    partly = nn.Sequential(torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:]))
+    assert "0._orig_mod.0.weight" in dict(partly.named_parameters())
+    report = compare_modules(middle, partly, x, iterations=1)
+    assert report.equal, str(report)
+    assert "partly compiled Sequential" in str(report)
+    assert not names(report, "module")
+    assert "outputs of submodules, since a side is compiled" in str(report)
+
+
+def test_what_only_one_side_has() -> None:
+    base, control = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    control.weight = base.weight
+    report = compare_modules(base, control, torch.ones(2, 4), iterations=1)
+    assert only(report, "initial", "bias").kind == "missing"
+    assert report.first is not None
+    assert (report.first.phase, report.first.name) == ("initial", "bias")
+    assert only(compare_modules(control, base, torch.ones(2, 4)), "initial", "bias").kind == "extra"
