@@ -96,4 +96,4 @@ def _cell(found: "Sequence[TensorComparison]") -> tuple[str, str]:
     if all(one.equal for one in found):
         return "equal", "same"
     excess = max(one.excess for one in found)
-    return f"{excess:.2g}", "within" if excess <= 1 else "outside"
+    return f"{excess:.3g}", "within" if excess <= 1 else "outside"
