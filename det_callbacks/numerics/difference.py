@@ -82,12 +82,17 @@ def rms_of(tensor: Tensor) -> float:
     """Return the root mean square of the finite elements of a tensor; 0 for integers and empty tensors."""
     if not _is_inexact(tensor) or not _is_readable(tensor):
         return 0.0
+    tensor = tensor.detach()
+    largest = 1.0
+    if tensor.dtype in (torch.float64, torch.complex128):  # whose squares double precision may not hold
+        largest = max((float(values.abs().max()) for values in _finite_chunks(tensor)), default=0.0)
+    if not largest:
+        return 0.0
     total, num = 0.0, 0
-    for _, values, _ in _chunks(tensor.detach(), tensor.detach()):
-        finite = torch.isfinite(values)
-        total += float(values.masked_fill(~finite, 0).abs().square().sum())
-        num += int(finite.sum())
-    return math.sqrt(total / num) if num else 0.0
+    for values in _finite_chunks(tensor):
+        total += float((values.abs() / largest).square().sum())
+        num += values.numel()
+    return largest * math.sqrt(total / num) if num else 0.0
 
 
 class _Sums:
@@ -151,6 +156,13 @@ def _chunks(base: Tensor, control: Tensor) -> Iterator[tuple[int, Tensor, Tensor
     for start in range(0, flat[0].numel(), size):
         one, other = (_widened(tensor[start : start + size]) for tensor in flat)
         yield start, one, other
+
+
+def _finite_chunks(tensor: Tensor) -> Iterator[Tensor]:
+    for _, values, _ in _chunks(tensor, tensor):
+        finite = values[torch.isfinite(values)]
+        if finite.numel():
+            yield finite
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ here ``atol`` counts in units of a root mean square (RMS), and is at least ``rto
 tensor carries the rounding errors of the largest. Tolerances that are given are taken as they are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class ToleranceTable:
             others keep the standard; or a dtype whose standard counts for all that are more precise.
 
     Raises:
-        ValueError: a tolerance is negative or not a number, or the dtype has no standard.
+        ValueError: a tolerance is negative or not finite, or the dtype has no standard.
         TypeError: it is not a pair, or a key no dtype.
     """
 
@@ -96,6 +97,6 @@ def _checked(pair: object) -> Tolerance:
     if not isinstance(pair, tuple) or len(pair) != 2 or any(type(value) not in (int, float) for value in pair):
         raise TypeError(f"a tolerance is a pair (rtol, atol) of numbers; got {pair!r}")
     rtol, atol = (float(value) for value in pair)
-    if not (rtol >= 0 and atol >= 0):
-        raise ValueError(f"a tolerance is not negative; got (rtol, atol) = ({rtol}, {atol})")
+    if not (0 <= rtol < math.inf and 0 <= atol < math.inf):
+        raise ValueError(f"a tolerance is finite and not negative; got (rtol, atol) = ({rtol}, {atol})")
     return Tolerance(rtol=rtol, atol=atol, is_scaled=False)

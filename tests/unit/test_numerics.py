@@ -117,6 +117,34 @@ def test_it_is_as_strict_for_small_gradients_as_for_large_ones() -> None:
     assert given.close
 
 
+def test_each_output_has_its_own_size() -> None:
+    def outputs(weight: Tensor, x: Tensor, factor: float) -> dict[str, Tensor]:
+        return {"large": weight * x * 1e6, "small": weight * x * 1e-3 * factor}
+
+    report = compared(lambda w, x: outputs(w, x, 1.0), lambda w, x: outputs(w, x, 1.001), torch.ones(4), iterations=1)
+    assert only(report, "output", "output['large']").equal
+    assert only(report, "output", "output['small']").excess == pytest.approx(1e-3 / (1e-5 + 1.3e-6), rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "is_close"), [(2e-5, True), (1.2e-4, False)])
+def test_a_gradient_next_to_zero_may_be_as_far_from_it(size: float, is_close: bool) -> None:
+    """Of the size of rounding errors, and with another sign; and of more than that."""
+
+    class Two(nn.Module):
+        def __init__(self, sign: float) -> None:
+            super().__init__()
+            self.large = nn.Parameter(torch.ones(()))
+            self.small = nn.Parameter(torch.zeros(()))
+            self.sign = sign
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.large * x + self.small * self.sign
+
+    report = compare_modules(Two(size), Two(-size), torch.ones(4), iterations=1, loss=lambda output: output.sum())
+    assert only(report, "gradient", "small").max_relative == 2
+    assert only(report, "gradient", "small").close == is_close
+
+
 def test_a_gradient_that_cancels_out_is_no_failure() -> None:
     """A bias ahead of a normalisation: rounding errors on both sides, and nothing else."""
 

@@ -170,6 +170,8 @@ def test_figures_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatc
     chunked = measure(base, control, rtol=1e-7, atol=1e-7)
     assert replace(chunked, cosine=whole.cosine) == whole
     assert rms_of(base) == pytest.approx(float(base[base.isfinite()].square().mean().sqrt()))
+    assert rms_of(torch.tensor([3e200, 4e200], dtype=torch.float64)) == pytest.approx(5e200 / math.sqrt(2))
+    assert rms_of(torch.tensor([-3e-200, 4e-200], dtype=torch.complex128)) == pytest.approx(5e-200 / math.sqrt(2))
     opposite = measure(torch.ones(2), -torch.ones(2), rtol=0, atol=1)
     assert (opposite.cosine, opposite.excess, opposite.max_relative) == (pytest.approx(-1), 2, 2)
     zero = measure(torch.zeros(2), torch.tensor([0.0, 1.0]), rtol=0.5, atol=0)

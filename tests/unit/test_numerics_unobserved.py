@@ -43,6 +43,8 @@ def test_both_sides_draw_the_same_numbers() -> None:
 
 
 def test_a_module_against_itself_with_state_of_its_own() -> None:
+    counted: list[tuple[int, int]] = []
+
     class Counting(nn.Module):
         """Keeps state in an attribute, a list, a buffer that it replaces, and a generator."""
 
@@ -60,6 +62,7 @@ def test_a_module_against_itself_with_state_of_its_own() -> None:
             self.seen.append(float(self.calls))
             self.mean = self.mean * 0.9 + self.weight.detach() * self.calls
             self.cache += 1
+            counted.append((self.calls, int(self.cache[0])))
             noise = torch.randn(4, generator=self.generator)
             return self.weight * x * self.calls + noise + self.cache + len(self.seen)
 
@@ -67,6 +70,7 @@ def test_a_module_against_itself_with_state_of_its_own() -> None:
     mean, state = module.mean, module.generator.get_state()
     report = compare_modules(module, module, torch.ones(4), iterations=3)
     assert report.equal, str(report)
+    assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3)]  # each side goes on from its own
     assert (module.calls, module.seen) == (0, [])
     assert module.mean is mean
     assert torch.equal(module.mean, torch.zeros(4))
@@ -221,6 +225,7 @@ def test_wrong_arguments_are_refused() -> None:
         (TypeError, "pair", {"tolerances": 1e-3}),
         (TypeError, "by dtype", {"tolerances": {"float32": (0.1, 0.1)}}),
         (ValueError, "not negative", {"tolerances": (-1.0, 0.0)}),
+        (ValueError, "finite", {"tolerances": (0.0, float("inf"))}),
         (ValueError, "no tolerance of its own", {"tolerances": torch.int32}),
         (ValueError, "not initialised", {"control": nn.LazyLinear(3)}),
         (ValueError, "meta tensor", {"control": nn.Linear(4, 4, device="meta")}),
