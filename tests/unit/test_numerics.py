@@ -189,6 +189,10 @@ def test_nan_on_both_sides_is_no_difference_and_is_said() -> None:
     report = compared(broken, broken, torch.ones(4))
     assert report.equal
     assert "NaN on both sides" in str(report)
+    report = compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4), iterations=1)
+    found = only(report, "output", "output")
+    assert (found.num_differing, found.num_nan) == (1, (1, 1))
+    assert found.close
 
 
 def test_a_gradient_that_one_side_lacks() -> None:
