@@ -105,6 +105,9 @@ def test_inputs_that_share_memory_still_do() -> None:
 
     x = torch.zeros(8)
     assert torch.equal(seen_outputs(shared, (x, x[::2])), torch.ones(4))
+    counted = torch.arange(8.0)
+    assert seen_outputs(shared, (counted, counted[4:])).tolist() == [5, 6, 7, 8]
+    assert seen_outputs(lambda w, x: w * x, counted[4:]).tolist() == [4, 5, 6, 7]
     assert seen_outputs(lambda w, x: w * x[:, 0] * x.stride(0), torch.ones(1).expand(4, 2)).sum() == 0
 
 
