@@ -327,7 +327,11 @@ def test_it_trains_the_side_and_not_the_module() -> None:
     """With weights that move, so that a comparison of what stood still would be seen."""
     moved: list[float] = []
     model = Apply(lambda weight, x: moved.append(float(weight.detach()[0])) or weight * x)
-    report = compare_modules(model, copy.deepcopy(model), torch.ones(4), iterations=4, device="cpu")
-    assert report.equal
+    for device in ("cpu", None):
+        report = compare_modules(
+            model, copy.deepcopy(model), torch.ones(4), iterations=4, device=device, optimizer=torch.optim.AdamW
+        )
+        assert report.equal
     assert len(set(moved)) == 4
+    assert moved[:8] == moved[8:]  # the optimizer's state travels too
     assert float(model.weight.detach()[0]) == 1
