@@ -22,7 +22,14 @@ from det_callbacks.errors import (
 )
 from det_callbacks.kept import KeepChoice, Keeper, KeptCounts
 from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
-from det_callbacks.report import count, disagreement_text, nothing_recorded_text, print_closing_line, recorded_line
+from det_callbacks.report import (
+    count,
+    disagreement_text,
+    level_words,
+    nothing_recorded_text,
+    print_closing_line,
+    recorded_line,
+)
 from det_callbacks.trace.eval_batches import FIT, Batch, stage_of
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
@@ -73,6 +80,7 @@ class Recording:
         self._tensors: SavedTensors | None = None
         self._selection = Selection()
         self._num_steps = self._num_sites = self._num_in_stage = 0
+        self._regions: set[str] = set()
         self._num_batches = Counter[str]()
         self._stage = FIT
         self._is_resumed = self._has_diverged = False
@@ -219,6 +227,7 @@ class Recording:
                 self.exchange.counts.end_step()
             self._num_steps += 1
             self._num_sites += len(trace.digests)
+            self._regions.update(trace.program.opaque_regions)
         writer = self._running()
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
@@ -293,7 +302,7 @@ class Recording:
                     num_steps=sum(end["num_steps"] for end in ended),
                     num_sites=sum(end["num_sites"] for end in ended),
                     num_bytes=sum(end["num_bytes"] for end in ended),
-                    level=self._selection.level,
+                    level=level_words(self._selection.level, self._selection.compiled, self._regions),
                     saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
                     num_agreed=None if agreement is None else num_agreed,
                     num_ranks=self.peers.world_size,
@@ -303,18 +312,13 @@ class Recording:
                     batches=sum((Counter(end["batches"]) for end in ended), Counter[str]()),
                 )
             )
-        if self.exchange is not None and self.exchange.unused:
-            rank_zero_warn(
-                f"Nothing was saved for the replay patterns {', '.join(map(repr, self.exchange.unused))}: no op that "
-                "they mean ran. det-callbacks show --ops names those that did.",
-                category=CoverageWarning,
-            )
-        if self.keeper is not None and self.keeper.unused:
-            rank_zero_warn(
-                f"Nothing was kept for the keep_tensors patterns {', '.join(map(repr, self.keeper.unused))}: no op "
-                "that they mean ran. det-callbacks show --ops names those that did.",
-                category=CoverageWarning,
-            )
+        for done, found in (("saved for the replay", self.exchange), ("kept for the keep_tensors", self.keeper)):
+            if found is not None and found.unused:
+                rank_zero_warn(
+                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran. "
+                    "det-callbacks show --ops names those that did.",
+                    category=CoverageWarning,
+                )
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
@@ -366,6 +370,7 @@ class Recording:
         self._writer = self._agreement = self._tensors = self.exchange = self.keeper = None
         self._has_diverged = False
         self._num_steps = self._num_sites = 0
+        self._regions.clear()
         self._num_batches.clear()
 
     def stop(self, reason: str) -> None:

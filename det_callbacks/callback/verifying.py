@@ -26,6 +26,7 @@ from det_callbacks.kept import KeepChoice, Keeper, kept_path
 from det_callbacks.replay import OpReplayer, SavedStep
 from det_callbacks.report import (
     count,
+    level_words,
     print_closing_line,
     unfinished_text,
     verdict_of_rank,
@@ -314,7 +315,7 @@ class Verifying:
             verification.close(complete=False)
             raise
         verification.close(complete=True)
-        level = self._selection.level
+        level = level_words(self._selection.level, self._selection.compiled, verdict.coverage.opaque_regions)
         if pending and not verification.differs_anywhere:
             stages = [verification.batches.stages[segment] for segment in range(num_fits)]
             self._say(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))

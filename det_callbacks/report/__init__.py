@@ -14,6 +14,7 @@ from det_callbacks.report.checkpoint_text import (
 from det_callbacks.report.closing import (
     count,
     left_out_line,
+    level_words,
     no_batches_text,
     no_report_line,
     nothing_recorded_text,
@@ -50,6 +51,7 @@ __all__ = [
     "ended_text",
     "find_op_usage",
     "left_out_line",
+    "level_words",
     "mismatch_text",
     "missing_files_line",
     "missing_sidecar_line",

@@ -1,6 +1,6 @@
 """The one line that a recording or a verification ends with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,24 @@ from rich.text import Text
 
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.kept import KeptCounts
+from det_callbacks.trace.compiled import REGION
 from det_callbacks.verdict import Verdict
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
+
+
+def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
+    """Return the level of a run as closing lines show it, with what was done about compiled code.
+
+    Args:
+        level: of the selection.
+        compiled: likewise.
+        regions: of which only the ends, and some of the ops inside, were seen.
+    """
+    num_regions = sum(region.startswith(REGION) for region in regions)
+    if compiled == "interpret":
+        return f"{level} (compiled regions ran op by op, with other kernels than the compiled ones)"
+    return f"{level} ({count(num_regions, 'compiled region')} seen from outside)" if num_regions else level
 
 
 def recorded_line(
@@ -34,7 +49,7 @@ def recorded_line(
         num_steps: steps that were written.
         num_sites: of those steps.
         num_bytes: written.
-        level: of the selection.
+        level: as ``level_words`` has it.
         saved: what was saved for replay, as in ``Coverage.replayed``.
         num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
         num_ranks: processes that recorded; the other numbers are of all of them.
@@ -73,7 +88,7 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
 
     Args:
         verdict: on it.
-        level: of the selection.
+        level: as ``level_words`` has it.
         report: the HTML report, where one was written.
     """
     shown = "" if report is None else f"; report: {report}"
@@ -101,7 +116,7 @@ def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, lev
         verdict: on what has run.
         stages: what the reference holds: "fit", "test" and so on.
         num_ended: how many of them have run.
-        level: of the selection.
+        level: as ``level_words`` has it.
     """
     return (
         f"det_callbacks: {_stage(stages, num_ended)} of {len(stages)} agrees: verified "
