@@ -231,8 +231,10 @@ RULES: tuple[Rule, ...] = (
         cause="structure",
         applies=lambda facts: facts.origin is not None and facts.origin.role == "graph",
         advice=lambda facts: (
-            "torch.compile compiled another graph here: run both with TORCH_LOGS=recompiles,graph_breaks to see why, "
-            "and start both in fresh processes, since what was compiled before decides as well"
+            "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled "
+            f"before decides as well; see why with TORCH_LOGS=recompiles,graph_breaks; or record step "
+            f'{facts.difference.step} of both with compiled="interpret" (only_steps=[{facts.difference.step}]) to see '
+            "which op is another"
         ),
     ),
     Rule(

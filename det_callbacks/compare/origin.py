@@ -3,7 +3,7 @@
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
-from det_callbacks.trace.compiled import REGION
+from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import Program, Site, StepView
 
@@ -70,6 +70,8 @@ class OriginFinder:
             return None
         if site.role == "entering" or self.is_inside_region(reference, current):
             return None
+        if site.op.startswith(REGION) and self._misses_parameters(site, side):
+            return None
         if site.role == "sent" and reference >= 0 and current >= 0 and not has_other_arguments:
             return None  # nothing computed it: what wrote it agrees, so something unseen did
         return None if has_other_arguments and position > self._first_value[side] else True
@@ -82,6 +84,13 @@ class OriginFinder:
             bool(site.op)
             and not site.op.startswith(REGION)
             and any(sites[place].role == "graph" for place in site.inputs)
+        )
+
+    def _misses_parameters(self, site: Site, side: int) -> bool:
+        """Return whether a compiled region reads parameters that are no sites: below level op."""
+        sites = (self._reference, self._current)[side].program.sites
+        return any(
+            sites[place].role == "graph" and MISSES_PARAMETERS in sites[place].arguments for place in site.inputs
         )
 
     def _reads_in_flight(self, reference: int, current: int) -> bool:

@@ -40,6 +40,8 @@ def describe(finding: Finding) -> str:
         reason = "what this rank put in agrees, and it came from another rank or from the collective itself"
     elif finding.role == "entering":
         reason = "something that the trace did not see wrote what goes into the compiled region"
+    elif divergence.op.startswith(REGION):
+        reason = "the parameters that the compiled region reads have no digest at this level"
     elif finding.is_inside_region:
         return f"{what}; it ran inside a compiled region, of which only the whole can be told to be the origin"
     elif divergence.op:

@@ -106,9 +106,10 @@ class CompiledRegions:
         context = self._in_own_module(graph, args, context)
         if not self._selects(graph, phase, context):
             return self._unselected(call, args)
-        rows = RegionRows(self._recorder, graph, phase, context)
+        is_interpreted = self._is_interpreted and graph.runnable is not None
+        rows = RegionRows(self._recorder, graph, phase, context, is_interpreted=is_interpreted)
         rows.enter(args)
-        if self._is_interpreted and graph.runnable is not None:
+        if is_interpreted:
             outputs = self._interpreter(graph, module_of(context)).run_as_eager(args)
             rows.leave(outputs, is_seen_through=True)
             return outputs

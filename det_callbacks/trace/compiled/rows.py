@@ -27,6 +27,10 @@ from det_callbacks.trace.tree import Context, Event, arguments_json, module_of, 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
+MISSES_PARAMETERS = "reads_parameters_without_digest"
+"""Argument in the graph's row of a region whose parameters are no sites, so that it cannot be told an origin."""
+LEFT_OUT = "left out"
+
 _Row = Callable[[int, tuple[int, ...], tuple[str, ...]], Site]
 
 
@@ -51,18 +55,24 @@ class RegionRows:
         graph: that is called.
         phase: of the rows.
         context: where the call belongs.
+        is_interpreted: its ops are recorded one by one, so that they say themselves which graph it is.
     """
 
-    def __init__(self, recorder: "Recorder", graph: TracedGraph, phase: str, context: Context) -> None:
+    def __init__(
+        self, recorder: "Recorder", graph: TracedGraph, phase: str, context: Context, *, is_interpreted: bool = False
+    ) -> None:
         self._recorder = recorder
         self.graph = graph
         self.phase = phase
         self.context = context
         self.source: tuple[str, ...] = ()
         self._module = module_of(context)
+        self._num_leading = 0 if is_interpreted else 1
+        self._is_op_level = recorder.selection.level == "op"
         self._may_write_parameters = phase == "optimizer" or not torch.is_grad_enabled()
         self._names: dict[int, str] = {}
         self._forward: tuple[int, ...] = ()
+        self._misses_parameters = False
         self._entered: list[_Entered] = []
         self._reads: tuple[int, ...] = ()
         self.reads_of_inner: tuple[int, ...] = ()
@@ -71,20 +81,26 @@ class RegionRows:
         """Digests of what the ops inside an opaque region gave."""
 
     def enter(self, args: Sequence[Any]) -> None:
-        """Record what goes in."""
+        """Record what goes in.
+
+        At level module without the parameters, which the state before the step has, and the gradients made of them.
+        """
         recorder = self._recorder
         self._entered = [
             _Entered(index, known, value)
             for index, (known, value) in enumerate(self.graph.with_held(args))
             if (isinstance(value, Tensor) and holds_data(value)) or isinstance(value, bool | int | float)
         ]
+        if not self._is_op_level:
+            self._entered = [entered for entered in self._entered if not isinstance(entered.value, nn.Parameter)]
+        self._misses_parameters |= not self._is_op_level and any(isinstance(value, nn.Parameter) for value in args)
         reads: list[list[int]] = []
         input_names: list[str | None] = []
         row_edges = recorder.reads.row_edges
         row_edges.clear()
         for entered in self._entered:
             writers: list[int] = []
-            if isinstance(entered.value, Tensor) and recorder.selection.level == "op":
+            if isinstance(entered.value, Tensor) and self._is_op_level:
                 recorder.reads.read(entered.value, writers, input_names)
             reads.append(writers)
         edges = [list(edge) for edge in row_edges]
@@ -93,36 +109,41 @@ class RegionRows:
         every = sorted({writer for writers in reads for writer in writers}.union(self._forward))
         names = [self._name(entered) for entered in self._entered]
         self._names = {entered.index: name for entered, name in zip(self._entered, names, strict=True)}
-        graph_row = recorder.num_sites
+        graph_rows = [recorder.num_sites] * self._num_leading
+        shown = [*input_names, *([None] * self._num_leading), *names]
         self._go_to(
             self.graph.entering,
-            [*edges, every, *reads],
-            [*input_names, None, *names],
-            lambda index, inputs, source: self._row_of_input(
-                index, num_inputs, [*input_names, None, *names], inputs, source
-            ),
+            [*edges, *([every] * self._num_leading), *reads],
+            shown,
+            lambda index, inputs, source: self._row_of_input(index, num_inputs, shown, inputs, source),
         )
-        fingerprint = self.graph.fingerprint
-        detail = f"{self.graph.num_ops} ops, {fingerprint:016x}"
-        recorder.append_bits(fingerprint, recorder.layouts.special("graph", (), detail))
+        if self._num_leading:
+            fingerprint = self.graph.fingerprint
+            detail = f"{self.graph.num_ops} ops, {fingerprint:016x}"
+            recorder.append_bits(fingerprint, recorder.layouts.special("graph", (), detail))
         for entered, writers in zip(self._entered, reads, strict=True):
             entered.position = recorder.num_sites
             self._append(entered.value, writers if isinstance(entered.value, nn.Parameter) else ())
         own = [entered.position for entered in self._entered]
-        self._reads = (*every, graph_row, *own)
+        self._reads = (*every, *graph_rows, *own)
         self.reads_of_inner = (
-            graph_row,
+            *graph_rows,
             *(entered.position for entered in self._entered if not isinstance(entered.value, nn.Parameter)),
         )
 
     def follow(self, forward: "RegionRows") -> None:
         """Let what comes follow from the rows of a forward pass, too: it reads what that saved."""
         self._forward = forward._reads
+        self._misses_parameters = forward._misses_parameters
 
     def gradient_names(self, num_gradients: int) -> list[str | None]:
         """Return names for the gradients of the inputs, as the backward pass returns them."""
         if num_gradients != len(self.graph.inputs):
             return [None] * num_gradients
+        if self._misses_parameters:
+            return [
+                f"grad of {self._names[index]}" if index in self._names else LEFT_OUT for index in range(num_gradients)
+            ]
         return [f"grad of {self._names.get(index, known.name)}" for index, known in enumerate(self.graph.inputs)]
 
     def forget_values(self) -> None:
@@ -145,7 +166,7 @@ class RegionRows:
             else [
                 (name, value)
                 for name, value in zip(names, outputs, strict=True)
-                if isinstance(value, Tensor) and holds_data(value)
+                if isinstance(value, Tensor) and holds_data(value) and name is not LEFT_OUT
             ]
         )
         if not is_seen_through:
@@ -209,19 +230,24 @@ class RegionRows:
     ) -> Site:
         if index < num_inputs:
             return input_row(names[index], inputs, module=self._module, source=source)
-        is_graph = index == num_inputs
+        is_graph = index < num_inputs + self._num_leading
         return Site(
             phase=self.phase,
             module=self._module,
             op=f"{self.graph.region}.{'graph' if is_graph else 'inputs'}",
             occurrence=0,
-            output=0 if is_graph else index - num_inputs - 1,
+            output=0 if is_graph else index - num_inputs - self._num_leading,
             role="graph" if is_graph else "entering",
             name=names[index],
-            arguments=arguments_json(("backend",), (self.graph.backend,)) if is_graph else "{}",
+            arguments=self._arguments() if is_graph else "{}",
             inputs=inputs,
             source=source,
         )
+
+    def _arguments(self) -> str:
+        if self._misses_parameters:
+            return arguments_json(("backend", MISSES_PARAMETERS), (self.graph.backend, True))
+        return arguments_json(("backend",), (self.graph.backend,))
 
     def _go_to(self, func: object, reads: list[list[int]], names: list[str | None], row: _Row) -> None:
         """Go to the event of these rows: the likely one, a sibling, or a new one."""
