@@ -1,10 +1,11 @@
-"""House rules that no tool checks: words, broad excepts, what is printed, and what recipes may use."""
+"""House rules that no tool checks: words, broad excepts, what is printed, what recipes use, and what a wheel has."""
 
 import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,21 @@ def test_recipes_use_public_names() -> None:
 def test_a_private_import_is_found() -> None:
     source = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
     assert private_imports(ast.parse(source)) == ["det_callbacks.digest", "det_callbacks.trace"]
+
+
+def unlisted_packages(root: Path, listed: Collection[str]) -> set[str]:
+    """Return the packages below a root that a wheel would lack: they are listed one by one, since conf is mapped."""
+    found = {".".join(path.parent.relative_to(root).parts) for path in (root / PACKAGE.name).rglob("__init__.py")}
+    return found - set(listed)
+
+
+def test_a_wheel_has_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert unlisted_packages(ROOT, listed) == set()
+
+
+def test_a_package_that_a_wheel_would_lack_is_found(tmp_path: Path) -> None:
+    for folder in (PACKAGE.name, f"{PACKAGE.name}/new", f"{PACKAGE.name}/known"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    assert unlisted_packages(tmp_path, [PACKAGE.name, f"{PACKAGE.name}.known"]) == {f"{PACKAGE.name}.new"}
