@@ -3,11 +3,12 @@
 That function costs 0.1 microseconds where nobody watches. It stays for as long as the compiled code does, which
 outlives a fit; a graph that was compiled before is met by ``CompiledFxGraph``'s own call instead, where inductor made
 it. Private names of torch, looked at in 2.13: ``OutputGraph.call_user_compiler`` (called for each graph, its result is
-what the frame's new bytecode calls), ``OutputGraph.root_tx`` (the traced frame) and ``CompiledFxGraph.__call__``.
+what the frame's new bytecode calls), ``OutputGraph.root_tx`` (the traced frame), ``CompiledFxGraph.__call__`` and
+``CachingAutotuner.run`` (which launches a Triton kernel).
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from threading import get_ident
 from typing import Any, Protocol
@@ -29,6 +30,9 @@ class Watcher(Protocol):
 
     def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
         """Run a graph of which nothing is known but its inputs; return what ``call()`` returns."""
+
+    def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Note that one of inductor's Triton kernels was launched."""
 
 
 class Watchers:
@@ -55,7 +59,9 @@ class Watchers:
             backend = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
             # before the compiler has it: its passes write into the graph
             described = describe_graph(graph, name=names.of(frame.f_code, owner), backend=str(backend))
-            return WATCHERS.followed(described, compile_graph(output, graph, example_inputs))
+            compiled = compile_graph(output, graph, example_inputs)
+            WATCHERS._meet_kernels()  # the first graph that has some brings the module
+            return WATCHERS.followed(described, compiled)
 
         setattr(followed, _INSTALLED, True)
         output_graph.call_user_compiler = followed  # type: ignore[method-assign, assignment]  # the point of it
@@ -97,6 +103,7 @@ class Watchers:
         if not self.open:
             self._meet_earlier()
         self.open.append(watcher)
+        self._meet_kernels()
 
     def unwatch(self, watcher: Watcher) -> None:
         """Tell a watcher nothing any more; may be called more than once."""
@@ -104,7 +111,8 @@ class Watchers:
             self.open.remove(watcher)
             if not self.open:
                 self.inside.clear()
-                self._part_from_earlier()
+                _take_back(_compiled_fx_graph(), "__call__")
+                _take_back(_autotuner(), "run")
 
     def _meet_earlier(self) -> None:
         inductor = _compiled_fx_graph()
@@ -121,11 +129,30 @@ class Watchers:
         setattr(met, _INSTALLED, call_graph)
         inductor.__call__ = met
 
-    def _part_from_earlier(self) -> None:
-        inductor = _compiled_fx_graph()
-        original = None if inductor is None else getattr(inductor.__call__, _INSTALLED, None)
-        if inductor is not None and original is not None:
-            inductor.__call__ = original
+    def _meet_kernels(self) -> None:
+        """Follow inductor's Triton kernels, whose launches no dispatch mode sees."""
+        autotuner = _autotuner()
+        if not self.open or autotuner is None or hasattr(autotuner.run, _INSTALLED):
+            return
+        run_kernel = autotuner.run
+
+        @wraps(run_kernel)
+        def launched(kernel: Any, *args: Any, **options: Any) -> Any:
+            result = run_kernel(kernel, *args, **options)
+            if not options.get("benchmark_run"):
+                for watcher in self.open:
+                    watcher.run_kernel(kernel, args)
+            return result
+
+        setattr(launched, _INSTALLED, run_kernel)
+        autotuner.run = launched
+
+
+def _take_back(owner: Any, name: str) -> None:
+    """Put back a method that was followed."""
+    original = None if owner is None else getattr(getattr(owner, name), _INSTALLED, None)
+    if original is not None:
+        setattr(owner, name, original)
 
 
 def _around(watcher: Watcher, graph: TracedGraph, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,6 +164,12 @@ def _compiled_fx_graph() -> Any:
     # not by an import: it takes seconds, and without it there is no such graph
     module = sys.modules.get("torch._inductor.output_code")
     return None if module is None else module.CompiledFxGraph
+
+
+def _autotuner() -> Any:
+    """Return the class of inductor's Triton kernels, None as long as it compiled none."""
+    module = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    return None if module is None else module.CachingAutotuner
 
 
 WATCHERS = Watchers()

@@ -1,12 +1,6 @@
-"""The compiled regions of a step: which are recorded, and what is seen of the ops inside.
+"""The compiled regions of a step: which are recorded, forward and backward, and how they run."""
 
-Ops that are seen inside an opaque region (extern kernels, custom ops) follow from the region's inputs and its row of
-role "graph": inductor reuses buffers that such an op wrote, so that only the region can be told to be the origin.
-"""
-
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +11,7 @@ from det_callbacks.trace.calls import written_by_call
 from det_callbacks.trace.collective_calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
+from det_callbacks.trace.compiled.inside import TRITON, Inside, written_by_kernel
 from det_callbacks.trace.compiled.interpret import NodeByNode
 from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
 from det_callbacks.trace.components import holds_data
@@ -24,8 +19,7 @@ from det_callbacks.trace.dispatch import breaks_graph
 from det_callbacks.trace.exchange import begin_kept_call, exchange_outputs
 from det_callbacks.trace.nodes import COMPILED
 from det_callbacks.trace.overloads import OpKind
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.tree import Attribution, Context, Event, arguments_json, module_of, scalar_bits
+from det_callbacks.trace.tree import Attribution, Context, module_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -34,17 +28,6 @@ _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a bac
 _next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
 _MAX_NODES = 1000
 """How many nodes that a region made are looked at to find those: a region has few, views and copies aside."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Inside:
-    """A region that runs: what the ops in it are recorded as."""
-
-    phase: str
-    context: Context
-    reads: tuple[int, ...]
-    source: tuple[str, ...]
-    digests: "array[int]"
 
 
 class CompiledRegions:
@@ -179,41 +162,19 @@ class CompiledRegions:
             return out
         if keeper is not None and kept is not None:
             keeper.end_call(kept, outputs, recorder.num_sites)
-        num_outputs = len(outputs)
-        event = recorder.at.likely
-        like: tuple[Any, ...] = (func, phase, context, [], list(inside.reads), [], num_outputs)
-        if event is None or not event.fits(*like):
-            event = next((child for child in recorder.at.children if child.fits(*like)), None)
-            if event is None:
-                event = Event(recorder.at, *like)
-                event.source = inside.source
-                constants = [value for value in args if not isinstance(value, Tensor | list | tuple)]
-                event.rows = tuple(
-                    Site(
-                        phase=phase,
-                        module=module_of(context),
-                        op=plan.name,
-                        occurrence=0,
-                        output=index,
-                        role="output" if isinstance(output, Tensor) else "value",
-                        arguments=arguments_json([f"argument {at}" for at in range(len(constants))], constants),
-                        inputs=inside.reads,
-                        source=event.source,
-                    )
-                    for index, output in enumerate(outputs)
-                )
-                recorder.tree.add(event)
-            recorder.at.likely = event
-        recorder.at = event
+        inside.record(recorder, func, plan.name, outputs)
         self.num_digested += 1
-        for output in outputs:
-            if isinstance(output, Tensor):
-                recorder.append(output)
-            else:
-                bits, tag = scalar_bits(output)
-                recorder.append_bits(bits, recorder.layouts.special(tag))
-            inside.digests.append(recorder.digests[-1])
         return out
+
+    def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Record what a kernel of inductor's wrote, which has been launched."""
+        inside = self.inside.get(get_ident())
+        if inside is None or self.step is None or self._recorder.selection.level != "op":
+            return
+        written = written_by_kernel(kernel, args)
+        if written:
+            inside.record(self._recorder, kernel, f"{TRITON}{kernel.fn.__name__}", written)
+            self.num_digested += 1
 
     def _start(self, rows: RegionRows) -> None:
         """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
