@@ -112,6 +112,7 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
 @contextmanager
 def compiling_anew() -> Iterator[None]:
     """Forget what was compiled, before and after."""
+    WATCHERS.install()  # as a callback does when it is made
     was_set = SET_BY_INDUCTOR in os.environ
     torch._dynamo.reset()
     counters.clear()

@@ -231,5 +231,5 @@ def test_kernels_of_inductor_are_seen_by_name_and_put_back() -> None:
     assert names == ["triton.triton_poi_fused_mul_0", "triton.triton_poi_fused_mul_1"]
     found = difference(reference, current)
     assert (found.divergences[0].op, found.divergences[0].is_origin) == ("triton.triton_poi_fused_mul_0", None)
-    assert {op.rpartition(".")[2] for op, _ in origins(found)} == {"inside", "outputs"}
+    assert [op.rpartition(".")[2] for op, _ in origins(found)] == ["inside"]
     assert CachingAutotuner.run is launched

@@ -5,7 +5,8 @@ graph runs later; regions.py makes the sites of it; interpret.py runs a graph no
 """
 
 from det_callbacks.trace.compiled.graphs import REGION
+from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.compiled.regions import CompiledRegions
 from det_callbacks.trace.compiled.rows import MISSES_PARAMETERS
 
-__all__ = ["MISSES_PARAMETERS", "REGION", "CompiledRegions"]
+__all__ = ["MISSES_PARAMETERS", "REGION", "WATCHERS", "CompiledRegions"]
