@@ -37,12 +37,12 @@ class KeepChoice:
             SelectionError: it is no list of patterns, or the budget is none.
         """
         is_list = isinstance(keep_tensors, Sequence) and not isinstance(keep_tensors, str | bytes)
-        if not is_list or not all(isinstance(item, str) for item in keep_tensors):  # type: ignore[attr-defined]
+        if not is_list or not all(isinstance(item, str) for item in keep_tensors):  # type: ignore[attr-defined]  # a list
             raise SelectionError(
                 f'keep_tensors must be a list of patterns, such as ["forward/net.head:aten.addmm.default"]; got '
                 f"{keep_tensors!r}."
             )
-        return cls(patterns=tuple(dict.fromkeys(keep_tensors)), budget_mib=budget_mib)  # type: ignore[call-overload]
+        return cls(patterns=tuple(dict.fromkeys(keep_tensors)), budget_mib=budget_mib)  # type: ignore[call-overload]  # a list
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "KeepChoice":

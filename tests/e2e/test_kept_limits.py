@@ -171,8 +171,8 @@ def test_tensors_of_another_step_of_the_same_bits_are_no_numbers(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_resumed_recording_goes_on_keeping(tmp_path: Path) -> None:
-    saving = lambda: ModelCheckpoint(  # noqa: E731
-        tmp_path / "kept-checkpoints", every_n_train_steps=1, save_top_k=-1, filename="{step}"
+    saving = partial(
+        ModelCheckpoint, tmp_path / "kept-checkpoints", every_n_train_steps=1, save_top_k=-1, filename="{step}"
     )
     reference = tmp_path / "ref"
 

@@ -166,7 +166,7 @@ def test_distances_are_those_of_the_dtype(tmp_path: Path, dtype: torch.dtype) ->
 
 
 def test_an_in_place_op_is_compared_with_what_it_read_before(tmp_path: Path) -> None:
-    model = lambda: Small(nn.ReLU(inplace=True))  # noqa: E731
+    model = partial(Small, nn.ReLU(inplace=True))
     reference = record(tmp_path / "ref", ["aten.relu_.default"], model)
     verdict = verify(reference, model, around=planted("aten.relu_.default", lambda out, args: args[0].fill_(-1.0)))
     assert output_of(verdict).num_differing == 24

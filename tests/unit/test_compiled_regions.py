@@ -237,7 +237,7 @@ def test_two_modes_see_a_region_each() -> None:
 
 def test_a_wrapped_module_calls_no_attention_to_our_hooks() -> None:
     model = net()
-    model.blocks = torch.compile(model.blocks, backend="aot_eager")  # type: ignore[assignment]
+    model.blocks = torch.compile(model.blocks, backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace = traced(train(model), model)
@@ -263,12 +263,12 @@ def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it()
     model = net()
     compiled = torch.compile(model)
     followed = torch._dynamo.output_graph.OutputGraph.call_user_compiler
-    original = followed.__wrapped__  # type: ignore[attr-defined]
-    torch._dynamo.output_graph.OutputGraph.call_user_compiler = original  # type: ignore[method-assign]
+    original = followed.__wrapped__
+    torch._dynamo.output_graph.OutputGraph.call_user_compiler = original
     try:
         train(compiled)()
     finally:
-        torch._dynamo.output_graph.OutputGraph.call_user_compiler = followed  # type: ignore[method-assign]
+        torch._dynamo.output_graph.OutputGraph.call_user_compiler = followed
     state = {name: value.clone() for name, value in model.state_dict().items()}
     steps = [restored(model, state, lambda: traced(train(compiled), model)) for _ in range(2)]
     assert_same(*steps)

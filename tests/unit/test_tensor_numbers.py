@@ -31,7 +31,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     words = st.one_of(words, st.sampled_from([int(one.view(FLOATS[dtype])) for one in special]))
     first = draw(st.lists(words, min_size=1, max_size=12))
     second = [draw(st.one_of(st.just(word), st.just(word ^ 1), words)) for word in first]
-    return tuple(torch.tensor(side, dtype=FLOATS[dtype]).view(dtype) for side in (first, second))  # type: ignore[return-value]
+    return tuple(torch.tensor(side, dtype=FLOATS[dtype]).view(dtype) for side in (first, second))
 
 
 @settings(max_examples=80, deadline=None)
