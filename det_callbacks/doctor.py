@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from det_callbacks.compare.live import reference_environment
+from det_callbacks.digest import device_choice
 from det_callbacks.environment import capture_environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
@@ -237,4 +238,9 @@ def _facts() -> dict[str, Any]:
     names = ("python.version", "torch.version", "lightning.version", "cpu.model", "torch.cpu_capability")
     facts = {name: entries[name].value for name in (*names, "torch.num_threads")}
     count = torch.cuda.device_count()
-    return {**facts, "cuda": f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"}
+    facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        facts["digest"] = f"{device}: {device_choice(device)}"
+    return facts

@@ -7,6 +7,7 @@ from det_callbacks.digest.components import (
     inner_tensors,
     unobserved,
 )
+from det_callbacks.digest.device import device_choice
 from det_callbacks.digest.host import (
     DIGEST_VERSION,
     digest_bytes,
@@ -22,6 +23,7 @@ __all__ = [
     "DIGEST_VERSION",
     "DigestStream",
     "StateDigest",
+    "device_choice",
     "digest_bytes",
     "digest_memory",
     "digest_output",

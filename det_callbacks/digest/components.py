@@ -21,14 +21,16 @@ A tensor that is made of other tensors is a list of component digests, in this o
 One component: its digest is the tensor's. Otherwise the number of components and their digests, as 8-byte little-endian
 integers, are put through ``digest_bytes``.
 
-Tensors on other devices are copied to the host. Nothing here dispatches into modes that are open, makes autograd nodes
-or draws from a generator: contiguous tensors on the host are read through their address alone.
+Tensors on other devices are digested there (``det_callbacks.digest.device`` says how) or copied to the host. Nothing
+here dispatches into modes that are open, makes autograd nodes or draws from a generator: contiguous tensors on the host
+are read through their address alone.
 """
 
 import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction as _DisableTorchFunction
@@ -49,7 +51,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from det_callbacks.digest.device import device_choice
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
+from det_callbacks.digest.queue import DeviceDigest, DigestQueue
 from det_callbacks.errors import DetCallbacksError
 
 # Anything else may compute its attributes in Python.
@@ -112,6 +116,8 @@ def digest_output(tensor: torch.Tensor) -> int:
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return ``digest_tensor`` of each; from 16 MiB in all on, the contiguous ones on the host in two threads.
 
+    Those of a device that computes digests go through a ``DigestQueue``, and their digests are fetched together.
+
     Raises:
         TypeError: as ``digest_tensor`` does.
         DetCallbacksError: likewise.
@@ -119,14 +125,22 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     digests = [0] * len(tensors)
     in_place: list[int] = []
     spans: list[tuple[int, int]] = []
+    queued: dict[torch.device, tuple[DigestQueue[Any], list[int]]] = {}
     with unobserved():
         for index, tensor in enumerate(tensors):
             span = _span(tensor, False)
-            if span is None:
-                digests[index] = _digest(tensor, memory_order=False)
-            else:
+            if span is not None:
                 in_place.append(index)
                 spans.append(span)
+            elif (method := _queued_method(tensor)) is not None:
+                queue, places = queued.setdefault(tensor.device, (DigestQueue(method), []))
+                queue.add(_flat(tensor, False))
+                places.append(index)
+            else:
+                digests[index] = _digest(tensor, memory_order=False)
+        for queue, places in queued.values():
+            for index, digest in zip(places, queue.finish(), strict=True):
+                digests[index] = digest
     for index, digest in zip(in_place, digest_spans(spans), strict=True):
         digests[index] = digest
     return digests
@@ -143,7 +157,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     """Return (address, number of bytes) of a plain host tensor that lies there in the order asked for, else None."""
     if (
         type(tensor) not in _PLAIN_TYPES
-        or not tensor.is_cpu
+        or not _is_on_host(tensor)
         or tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.is_nested
@@ -175,17 +189,56 @@ def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
     components = _components(tensor)
     if components is not None:
         return _combine(components)
-    if not tensor.is_cpu:
-        return _digest(tensor.cpu(), memory_order=memory_order)
+    if not _is_on_host(tensor):
+        method = device_choice(tensor.device).method
+        if method is None:
+            return _digest(tensor.cpu(), memory_order=memory_order)
+        queue = DigestQueue(method)
+        queue.add(_flat(tensor, memory_order))
+        return queue.finish()[0]
+    plain = _plain(tensor, memory_order)
+    return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
+    """Return a strided tensor's elements as they are digested, one stretch of memory in the order asked for."""
     if torch._is_zerotensor(tensor):
         plain = tensor.clone()
     else:
         _require_storage(tensor)
         plain = _resolved(tensor)
-    if not (memory_order and _is_dense(plain)):
-        size = plain.element_size()
-        plain = (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
-    return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
+    if memory_order and _is_dense(plain):
+        return plain
+    size = plain.element_size()
+    return (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
+
+
+def _flat(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
+    """Return ``_plain`` as one dimension; float8, sub-byte and bits dtypes as integers of their size."""
+    plain = _plain(tensor, memory_order)
+    size = plain.element_size()
+    plain = plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain
+    return plain.as_strided((plain.numel(),), (1,))
+
+
+def _queued_method(tensor: torch.Tensor) -> DeviceDigest[Any] | None:
+    """Return how an ordinary strided tensor on another device is digested there; None for any other tensor."""
+    if (
+        type(tensor) not in _PLAIN_TYPES
+        or _is_on_host(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_meta
+        or _functorch.is_functorch_wrapped_tensor(tensor)
+        or torch._is_functional_tensor(tensor)
+    ):
+        return None
+    return device_choice(tensor.device).method
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
 from det_callbacks.digest.xxh3 import EMPTY_HASH, INITIAL_LANES, LAST_WORDS, MERGE_WORDS, SECRET_WORDS, signed
+
+__all__ = ["LAUNCH_BYTES", "VERSION", "TritonError", "digest_device_spans"]
+
+VERSION: str = triton.__version__
 
 LAUNCH_BYTES = 256 * 1024 * 1024
 """Bytes that one launch reads at most: its block sums take a sixteenth of them, 16 MiB."""
@@ -141,8 +146,8 @@ class _Launch:
 def digest_device_spans(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Enqueue the digests of spans of a device's memory.
 
-    Two launches for each level of each 256 MiB: two for any number of spans of up to 256 KiB, four for those below
-    8 GiB that are longer. Takes up to 16 MiB of the device's memory, and 8 bytes for each 256 KiB of a span.
+    Two launches for each 256 MiB of a level, in which every span counts in whole leaves of 256 KiB: two for up to 1,024
+    spans of a leaf each, four for one of 1 MiB. Takes up to 16 MiB of the device's memory, and 8 bytes for each leaf.
 
     Args:
         spans: (address, number of bytes) each, to be left alone until the current stream has passed.
@@ -200,7 +205,8 @@ def _launches(pieces: Sequence[tuple[int, int, int]]) -> Iterator[_Launch]:
 
 
 def _run(launches: Sequence[_Launch], device: torch.device) -> None:
-    content = torch.tensor([*_CONSTANTS, *(word for launch in launches for word in launch.rows)], dtype=torch.int64)
+    words = [*_CONSTANTS, *(word for launch in launches for word in launch.rows)]
+    content = torch.tensor(words, dtype=torch.int64, device="cpu")
     if device.type != "cpu":  # Triton's interpreter takes the host's memory
         content = content.pin_memory().to(device, non_blocking=True)
     sums = torch.empty((max(launch.num_blocks for launch in launches) * 8,), dtype=torch.int64, device=device)

@@ -16,6 +16,8 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
     versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
     console.print(Text(f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"), soft_wrap=True)
+    if "digest" in facts:
+        console.print(Text(f"Digests of tensors on {facts['digest']}"), soft_wrap=True)
     asked = [finding for finding in diagnosis.settings if finding.state != "left alone"]
     console.print(Text(f"\nAsked for ({_asker(diagnosis)})", style="bold"), soft_wrap=True)
     for finding in asked:

@@ -34,7 +34,12 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
 BANNED_FILES = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 
 # (module, imported module) -> why it is not imported at the top.
-INNER_IMPORTS: Mapping[tuple[str, str], str] = {}
+INNER_IMPORTS: Mapping[tuple[str, str], str] = {
+    (
+        "det_callbacks.digest.device",
+        "det_callbacks.digest",
+    ): "its kernels need Triton, which CUDA builds of torch bring",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

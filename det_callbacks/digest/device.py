@@ -1,0 +1,172 @@
+"""Which way the digests of tensors on a device are computed: where they are, or on the host."""
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from subprocess import SubprocessError
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes, digest_memory
+from det_callbacks.digest.integer_ops import digest_flat
+from det_callbacks.digest.queue import DeviceDigest
+from det_callbacks.digest.xxh3 import unsigned
+
+INTEGER_DEVICES = frozenset({"cuda", "mps", "xpu"})
+"""Devices whose tensors are strided memory of their own; others may have no integer ops, or no memory to show."""
+
+INTEGER_BYTES = 64 * 1024 * 1024
+"""From here on integer ops beat a copy to the host: the 1,700 launches of a chunk, at some 5 us each, take 9 ms, in
+which a copy brings some 80 MiB. Reckoned, not measured."""
+
+# What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors.
+_FAILURES = (ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a device's tensors are digested, and why not in a faster way.
+
+    Attributes:
+        method: computes on the device; None where tensors are copied to the host.
+        reasons: why each faster way is not taken, fastest first.
+    """
+
+    method: DeviceDigest[Any] | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = "a copy to the host" if self.method is None else self.method.name
+        return "; ".join((name, *self.reasons))
+
+
+class TritonDigest:
+    """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected."""
+
+    def __init__(self, kernels: ModuleType, device: torch.device) -> None:
+        self.name = f"Triton {kernels.VERSION}"
+        self._kernels = kernels
+        self._device = device
+
+    def stream(self) -> Hashable:
+        """Return the device's current stream."""
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def launch(self, flats: Sequence[torch.Tensor], stream: Hashable) -> tuple[torch.Tensor, Hashable]:
+        """Enqueue the kernels on a stream."""
+        spans = [(flat.data_ptr() if flat.nbytes else 0, flat.nbytes) for flat in flats]
+        if not isinstance(stream, torch.cuda.Stream):
+            return self._kernels.digest_device_spans(spans, self._device), stream
+        with torch.cuda.stream(stream):
+            return self._kernels.digest_device_spans(spans, self._device), stream
+
+    def collect(self, launched: Sequence[tuple[torch.Tensor, Hashable]]) -> list[int]:
+        """Fetch the digests in one copy."""
+        current = self.stream()
+        for digests, stream in launched:
+            if isinstance(stream, torch.cuda.Stream) and isinstance(current, torch.cuda.Stream) and stream != current:
+                current.wait_stream(stream)
+                digests.record_stream(current)
+        return [unsigned(bits) for bits in torch.cat([digests for digests, _ in launched]).tolist()]
+
+
+class IntegerDigest:
+    """torch's integer ops for large tensors; smaller ones are copied to the host, those of a launch together.
+
+    Args:
+        min_bytes: of a tensor that is not copied.
+    """
+
+    name = "torch's integer ops"
+
+    def __init__(self, *, min_bytes: int = INTEGER_BYTES) -> None:
+        self._min_bytes = min_bytes
+
+    def stream(self) -> Hashable:
+        """Return None: the ops and copies of a launch are done, or ordered by torch, on whatever stream is current."""
+        return None
+
+    def launch(self, flats: Sequence[torch.Tensor], stream: Hashable) -> list[int | torch.Tensor]:
+        """Enqueue the ops; waits for the copies of smaller tensors."""
+        contents = [flat if flat.dtype is torch.uint8 else flat.view(torch.uint8) for flat in flats]
+        small = [content for content in contents if content.numel() < self._min_bytes]
+        copied = torch.cat(small).cpu() if small else torch.empty(0, dtype=torch.uint8, device="cpu")
+        address = copied.data_ptr()
+        found: list[int | torch.Tensor] = []
+        for content in contents:
+            if content.numel() < self._min_bytes:
+                found.append(digest_memory(address, content.numel()))
+                address += content.numel()
+            else:
+                found.append(digest_flat(content))
+        return found
+
+    def collect(self, launched: Sequence[list[int | torch.Tensor]]) -> list[int]:
+        """Fetch in one copy what is still on the device."""
+        found = [one for part in launched for one in part]
+        late = [one for one in found if isinstance(one, torch.Tensor)]
+        fetched = iter(torch.stack(late).tolist() if late else ())
+        return [unsigned(next(fetched)) if isinstance(one, torch.Tensor) else one for one in found]
+
+
+@functools.cache
+def device_choice(device: torch.device) -> Choice:
+    """Return how tensors on a device are digested, found out when it is first asked for and kept.
+
+    Triton's kernels on CUDA, else torch's integer ops on the devices that have them, else a copy to the host. What is
+    chosen has first given the host's bits for a few hundred KiB on that device; what failed is in the reasons. With
+    Triton the first call compiles for some seconds, unless Triton has them in its cache.
+
+    Args:
+        device: with its index.
+    """
+    reasons = []
+    if device.type == "cuda":
+        method, reason = _try_triton(device)
+        if method is not None:
+            return Choice(method=method, reasons=())
+        reasons.append(f"no Triton: {reason}")
+    if device.type in INTEGER_DEVICES:
+        try:
+            trial = disagreement(IntegerDigest(min_bytes=0), device)
+        except _FAILURES as error:
+            trial = f"{type(error).__name__}: {error}"
+        if trial is None:
+            return Choice(method=IntegerDigest(), reasons=tuple(reasons))
+        reasons.append(f"no integer ops: {trial}")
+    return Choice(method=None, reasons=tuple(reasons))
+
+
+def _try_triton(device: torch.device) -> tuple[TritonDigest | None, str]:
+    try:
+        from det_callbacks.digest import triton_kernels
+    except ImportError as error:
+        return None, f"{type(error).__name__}: {error}"
+    try:
+        method = TritonDigest(triton_kernels, device)
+        reason = disagreement(method, device)
+    except (*_FAILURES, triton_kernels.TritonError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return (method, "") if reason is None else (None, reason)
+
+
+def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
+    """Return in what a method does not give the host's bits, None where it does.
+
+    Raises:
+        RuntimeError: or another error of the device, its compiler or its ops.
+    """
+    length = LEAF_BYTES + BLOCK_BYTES + 5
+    # the top byte of multiples of 2**32 divided by the golden ratio: no two words are alike
+    content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
+    there = content.to(device)
+    parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
+    launched = method.launch([there[part] for part in parts], method.stream())
+    given = method.collect([launched])
+    expected = [digest_bytes(memoryview(content[part].numpy())) for part in parts]
+    for part, one, other in zip(parts, expected, given, strict=True):
+        if one != other:
+            return f"{method.name} gave other bits than the host for {part.stop - part.start} bytes at {part.start}"
+    return None
