@@ -141,13 +141,13 @@ def device_choice(device: torch.device) -> Choice:
 
 def _try_triton(device: torch.device) -> tuple[TritonDigest | None, str]:
     try:
-        from det_callbacks.digest import triton_kernels
+        import det_callbacks.digest.triton_kernels as kernels
     except ImportError as error:
         return None, f"{type(error).__name__}: {error}"
     try:
-        method = TritonDigest(triton_kernels, device)
+        method = TritonDigest(kernels, device)
         reason = disagreement(method, device)
-    except (*_FAILURES, triton_kernels.TritonError) as error:
+    except (*_FAILURES, kernels.TritonError) as error:
         return None, f"{type(error).__name__}: {error}"
     return (method, "") if reason is None else (None, reason)
 
@@ -165,7 +165,7 @@ def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
     parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
     launched = method.launch([there[part] for part in parts], method.stream())
     given = method.collect([launched])
-    expected = [digest_bytes(memoryview(content[part].numpy())) for part in parts]
+    expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
     for part, one, other in zip(parts, expected, given, strict=True):
         if one != other:
             return f"{method.name} gave other bits than the host for {part.stop - part.start} bytes at {part.start}"

@@ -37,8 +37,8 @@ BANNED_FILES = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     (
         "det_callbacks.digest.device",
-        "det_callbacks.digest",
-    ): "its kernels need Triton, which CUDA builds of torch bring",
+        "det_callbacks.digest.triton_kernels",
+    ): "needs Triton, which only CUDA builds of torch bring; imported for tensors on such a device",
 }
 
 

@@ -1,0 +1,111 @@
+"""Random tensors whose digests a device's method has to get right, and the means to try that method on the host.
+
+As a program it does so with the Triton kernels in Triton's interpreter, which has to be asked for before they are
+defined: ``TRITON_INTERPRET=1 python device_cases.py NUM_CASES``.
+"""
+
+import ctypes
+import mmap
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest.device import Choice, TritonDigest, disagreement
+from det_callbacks.digest.queue import DeviceDigest
+
+HOST = torch.device("cpu")
+LEAF = 256 * 1024
+QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)
+LAYOUTS = ("contiguous", "transposed", "permuted", "strided", "expanded", "0-d")
+
+
+@contextmanager
+def as_on_a_device(method: DeviceDigest) -> Iterator[None]:
+    """Have the package take tensors of the host for those of a device with this method."""
+    with (
+        mock.patch.object(components, "_is_on_host", return_value=False),
+        mock.patch.object(components, "device_choice", return_value=Choice(method=method, reasons=())),
+    ):
+        yield
+
+
+def tensors(num_cases: int, *, largest: int, seed: int) -> list[torch.Tensor]:
+    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_cases):
+        dtype, layout = draw.choice(DTYPES), draw.choice(LAYOUTS)
+        num_bytes = draw.choice([draw.randrange(40), draw.randrange(4096), draw.randrange(70_000)])
+        if draw.random() < 0.05:
+            num_bytes = draw.randrange(largest)
+        rows = draw.choice([1, 2, 3])
+        columns = num_bytes // dtype.itemsize // rows // 2
+        offset = draw.randrange(9)
+        numel = rows * columns * 2 + offset + 1
+        raw = torch.randint(
+            0, 2 if dtype is torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator
+        )
+        base = raw.view(dtype)[offset:]
+        box = base[: rows * columns * 2].reshape(rows, columns, 2)
+        value = {
+            "contiguous": box,
+            "transposed": box.reshape(rows, columns * 2).t(),
+            "permuted": box.permute(2, 0, 1),
+            "strided": box[:, :, 1],
+            "expanded": box[:1].expand(rows, columns, 2),
+            "0-d": base[0],
+        }[layout]
+        found.append(value.conj() if dtype.is_complex and draw.random() < 0.5 else value)
+    return found
+
+
+def check(method: DeviceDigest, num_cases: int, *, largest: int, seed: int) -> None:
+    """Compare the digests of random tensors with those of the host, in batches and one by one."""
+    cases = tensors(num_cases, largest=largest, seed=seed)
+    expected = digest_tensors(cases)
+    outputs = [digest_output(case) for case in cases[:8]]
+    with as_on_a_device(method):
+        assert digest_tensors(cases) == expected
+        assert [digest_tensor(case) for case in cases[:8]] == expected[:8]
+        assert [digest_output(case) for case in cases[:8]] == outputs
+
+
+def check_edges_of_memory(method: DeviceDigest) -> None:
+    """Digest spans that touch pages which cannot be read: a read too far ends the process."""
+    page = mmap.PAGESIZE
+    area = mmap.mmap(-1, 3 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    area[page : 2 * page] = random.Random(0).randbytes(page)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    for forbidden in (start, start + 2 * page):
+        assert protect(ctypes.c_void_p(forbidden), ctypes.c_size_t(page), 0) == 0
+    for num_bytes in (1, 5, 8, 13, 1023, 1025):
+        for address in (start + page, start + 2 * page - num_bytes):
+            flat = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+            assert method.collect([method.launch([flat], None)]) == [digest_memory(address, num_bytes)]
+
+
+def main(num_cases: int) -> None:
+    import det_callbacks.digest.triton_kernels as kernels
+
+    method = TritonDigest(kernels, HOST)
+    assert disagreement(method, HOST) is None
+    check_edges_of_memory(method)
+    check(method, num_cases, largest=2 * LEAF, seed=num_cases)
+    # several launches, cut within a tensor and between two
+    parts = [torch.arange(LEAF // 8 + 77), torch.arange(3.0), torch.arange(3)]
+    with mock.patch.object(kernels, "LAUNCH_BYTES", LEAF), as_on_a_device(method):
+        found = digest_tensors(parts)
+    assert found == digest_tensors(parts)
+    print(f"{num_cases} cases agree")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
