@@ -1,5 +1,6 @@
 """Digests that are computed where a tensor is: the bits of the host, whichever way, and which way that is."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -83,12 +84,13 @@ def test_launches_hold_every_leaf_once(num_bytes: int, monkeypatch: pytest.Monke
             last = list(zip(*[iter(launch.rows)] * 6, strict=True))[-1]
             assert launch.num_leaves == last[3] + -(-last[1] // (256 * 1024))
             assert launch.num_tiles == last[2] + -(-last[1] // (32 * 1024))
-        first = rows[0]
-        begins = [row[0] - first[0] for row in rows if first[0] <= row[0] < first[0] + expected][: len(rows)]
-        assert begins[:1] == [0]
+        own = rows[:-1] if number == 0 else rows
+        for one, other in itertools.pairwise(own):
+            assert other[0] == one[0] + one[1]
+            assert other[5] == one[5] + 8 * (one[1] // (256 * 1024))
         expected = 8 * -(-expected // (256 * 1024))
     assert len(levels) == (1 if num_bytes <= 256 * 1024 else 3 if num_bytes > 8 << 30 else 2)
-    assert levels[-1][-1].rows[-1 if num_bytes > 1 else 5] == digests.data_ptr()
+    assert levels[-1][0].rows[5] == digests.data_ptr()
 
 
 @pytest.mark.parametrize("seed", range(3))
