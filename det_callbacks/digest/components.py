@@ -51,7 +51,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import device_choice
+from det_callbacks.digest.device import ALONE_BYTES, device_choice
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
 from det_callbacks.digest.queue import DeviceDigest, DigestQueue
 from det_callbacks.errors import DetCallbacksError
@@ -190,12 +190,12 @@ def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
     if components is not None:
         return _combine(components)
     if not _is_on_host(tensor):
-        method = device_choice(tensor.device).method
-        if method is None:
-            return _digest(tensor.cpu(), memory_order=memory_order)
-        queue = DigestQueue(method)
-        queue.add(_flat(tensor, memory_order))
-        return queue.finish()[0]
+        method = device_choice(tensor.device).method if tensor.nbytes >= ALONE_BYTES else None
+        if method is not None:
+            queue = DigestQueue(method)
+            queue.add(_flat(tensor, memory_order))
+            return queue.finish()[0]
+        tensor = tensor.cpu()
     plain = _plain(tensor, memory_order)
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 

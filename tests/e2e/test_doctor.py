@@ -57,6 +57,15 @@ def test_what_comes_too_late_is_said_with_the_variable(capsys: Capture):
     assert not diagnosis.is_well
 
 
+def test_it_says_how_tensors_of_an_accelerator_are_digested(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    main(["doctor"])
+    assert "Digests of tensors on hpu:3: a copy to the host\n" in capsys.readouterr().out
+    main(["doctor", "--json"])
+    assert json.loads(capsys.readouterr().out)["facts"]["digest"] == "hpu:3: a copy to the host"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without CUDA")
 def test_what_only_cuda_reads_is_no_fault_without_it():
     with enforce_determinism({"cublas_workspace_config": None, "cudnn_deterministic": False}):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from det_callbacks.digest import device as device_module
-from det_callbacks.digest import digest_tensors, integer_ops
+from det_callbacks.digest import digest_output, digest_tensor, digest_tensors, integer_ops
 from det_callbacks.digest.device import Choice, IntegerDigest, device_choice, disagreement
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,19 @@ def test_integer_ops_of_several_chunks_and_levels(monkeypatch: pytest.MonkeyPatc
 
 def test_small_tensors_are_copied_together_and_large_ones_are_not() -> None:
     device_cases.check(IntegerDigest(min_bytes=2000), 60, largest=300_000, seed=7)
+
+
+def test_one_small_tensor_is_copied_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(
+        IntegerDigest, "launch", lambda self, flats, stream: launched.append(len(flats)) or [7] * len(flats)
+    )
+    small, large = torch.arange(25), torch.arange(26)
+    expected = digest_tensor(small)
+    with device_cases.as_on_a_device(IntegerDigest(), alone_bytes=large.nbytes):
+        assert (digest_tensor(small), digest_output(small.view(5, 5).t()), launched) == (expected, expected, [])
+        assert (digest_tensor(large), launched) == (7, [1])
+        assert (digest_tensors([small, small]), launched) == ([7, 7], [1, 2])
 
 
 def test_integer_ops_leave_what_they_read_alone() -> None:
