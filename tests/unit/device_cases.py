@@ -71,11 +71,11 @@ def check(method: DeviceDigest, num_cases: int, *, largest: int, seed: int) -> N
     """Compare the digests of random tensors with those of the host, in batches and one by one."""
     cases = tensors(num_cases, largest=largest, seed=seed)
     expected = digest_tensors(cases)
-    outputs = [digest_output(case) for case in cases[:8]]
+    outputs = [digest_output(case) for case in cases[:4]]
     with as_on_a_device(method):
         assert digest_tensors(cases) == expected
-        assert [digest_tensor(case) for case in cases[:8]] == expected[:8]
-        assert [digest_output(case) for case in cases[:8]] == outputs
+        assert [digest_tensor(case) for case in cases[:4]] == expected[:4]
+        assert [digest_output(case) for case in cases[:4]] == outputs
 
 
 def check_edges_of_memory(method: DeviceDigest) -> None:
