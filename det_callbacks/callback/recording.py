@@ -315,8 +315,8 @@ class Recording:
         for done, found in (("saved for the replay", self.exchange), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 rank_zero_warn(
-                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran. "
-                    "det-callbacks show --ops names those that did.",
+                    f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran "
+                    "(the ends of compiled regions are none). det-callbacks show --ops names those that did.",
                     category=CoverageWarning,
                 )
 

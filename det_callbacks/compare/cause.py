@@ -232,7 +232,8 @@ RULES: tuple[Rule, ...] = (
         applies=lambda facts: facts.origin is not None and facts.origin.role == "graph",
         advice=lambda facts: (
             "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled "
-            f"before decides as well; see why with TORCH_LOGS=recompiles,graph_breaks; or record step "
+            "before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one "
+            f"graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step "
             f'{facts.difference.step} of both with compiled="interpret" (only_steps=[{facts.difference.step}]) to see '
             "which op is another"
         ),

@@ -2,20 +2,26 @@
 
 import collections
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+_MAX_OBJECTS = 100_000
+_NOT_ENTERED = (nn.Module, Tensor, type, ModuleType, FunctionType, str, bytes, int, float, complex, bool, NoneType)
+_FOREIGN = ("torch", "lightning", "numpy", "builtins")
+
 
 class Attributes:
     """The attributes of all modules below one, as they are now.
 
-    Held: which object each attribute is, and each entry of its dictionaries, lists, sets and deques (so parameters and
-    buffers that are replaced come back, and hooks); the states of generators among them. The content of tensors is not
-    held here, nor what lies deeper.
+    Held: which object each attribute is, and each entry of dictionaries, lists, sets and deques, however deep (so
+    parameters and buffers that are replaced come back, and hooks); the attributes of plain objects among them, the
+    content of NumPy arrays, and the states of generators. The content of tensors is not held here, nor what objects of
+    torch's and Lightning's own, or without a ``__dict__``, keep inside.
 
     Args:
         module: the root.
@@ -23,12 +29,19 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._refills: list[Callable[[], None]] = []
+        waiting: list[Any] = []
         for part in module.modules():
-            attributes = vars(part)
-            self._refills.append(_refill_dict(attributes))
-            for value in attributes.values():
-                if (refill := _refill_of(value)) is not None:
-                    self._refills.append(refill)
+            self._refills.append(_refill_dict(vars(part)))
+            waiting.extend(vars(part).values())
+        seen: dict[int, Any] = {}  # with the objects, whose ids would be used again
+        while waiting and len(seen) < _MAX_OBJECTS:
+            value = waiting.pop()
+            if id(value) in seen or isinstance(value, _NOT_ENTERED):
+                continue
+            seen[id(value)] = value
+            if (refill := _refill_of(value)) is not None:
+                self._refills.append(refill)
+            waiting.extend(_entries_of(value))
 
     def put_back(self) -> None:
         """Make the attributes again what they were."""
@@ -59,6 +72,10 @@ def _refill_of(value: Any) -> Callable[[], None] | None:
         return _refill_sequence(value)
     if type(value) is set:
         return _refill_set(value)
+    if isinstance(value, np.ndarray) and value.flags.writeable and not value.dtype.hasobject:
+        return _refill_array(value)
+    if _is_plain(value):
+        return _refill_dict(vars(value))
     if isinstance(value, torch.Generator):
         return _setter(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -69,6 +86,29 @@ def _refill_of(value: Any) -> Callable[[], None] | None:
         bits: Any = value.bit_generator
         return _setter(lambda before: setattr(bits, "state", before), bits.state)
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is an object of somebody's own class, with attributes."""
+    owner = type(value).__module__.partition(".")[0]
+    return owner not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _entries_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return list(value)
+    return list(vars(value).values()) if _is_plain(value) else ()
+
+
+def _refill_array(value: Any) -> Callable[[], None]:
+    before = value.copy()
+
+    def put_back() -> None:
+        np.copyto(value, before)
+
+    return put_back
 
 
 def _setter(write: Callable[[Any], object], state: Any) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from rich.text import Text
 
 from det_callbacks.bisect import Bisection, Rerun
 from det_callbacks.report.closing import count
+from det_callbacks.trace.compiled import REGION
 from det_callbacks.verdict import Verdict
 
 MAX_RANKS = 8
@@ -63,8 +64,15 @@ def _render_first(bisection: Bisection, verdict: Verdict, console: Console) -> N
     if bisection.reruns:
         _render_reruns(bisection, console)
     else:
-        _line(console, "The runs hold every op of this step:")
+        regions = [name for name in verdict.coverage.opaque_regions if name.startswith(REGION)]
+        but = f" but those inside {', '.join(regions)}" if regions else ""
+        _line(console, f"The runs hold every op of this step{but}:")
         _line(console, f"  {bisection.then}")
+        if regions:
+            step = found.ranks[0].step
+            _line(
+                console, f'To see these, record it again on both sides with compiled="interpret", only_steps=[{step}].'
+            )
 
 
 def _render_reruns(bisection: Bisection, console: Console) -> None:

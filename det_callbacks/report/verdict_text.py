@@ -11,6 +11,7 @@ from det_callbacks.compare.wording import count_batches
 from det_callbacks.report.closing import count
 from det_callbacks.report.numbers_text import render_numbers
 from det_callbacks.report.tables import print_table, to_text
+from det_callbacks.trace.compiled import REGION
 from det_callbacks.trace.eval_batches import is_batch_point
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -192,6 +193,9 @@ def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
         return
     for path in dict.fromkeys((verdict.reference, verdict.current)):
         _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
+    if any(origin.op.startswith(REGION) and not origin.op.endswith(".graph") for origin in verdict.origins):
+        _line(console, f"  which op of the compiled region it is: record step {first.step} again on both sides, with")
+        _line(console, f'      compiled="interpret" and only_steps=[{first.step}], and compare the two')
     if (wanted := to_keep(verdict)) is not None:
         divergence, pattern = wanted
         _line(console, f"  det-callbacks bisect {verdict.reference} {verdict.current}")

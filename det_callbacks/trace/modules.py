@@ -55,6 +55,7 @@ class ModuleStack:
         self._root = root
         self._names: dict[int, str] = {}
         self._known: frozenset[str] = frozenset()
+        self._unwrapped: dict[str, str] = {}
         self._modules: list[nn.Module] = []
         self._stack: list[_Call] = []
         self._key: int | None = None
@@ -112,6 +113,13 @@ class ModuleStack:
         if len(self._known) != len(self._names):
             self._known = frozenset(self._names.values())
         return self._known
+
+    @property
+    def names_unwrapped(self) -> dict[str, str]:
+        """The names without the parts that ``torch.compile`` adds by wrapping a module, with those that have them."""
+        if len(self._unwrapped) != len(self.names_known):
+            self._unwrapped = {name.replace("_orig_mod.", ""): name for name in sorted(self.names_known)}
+        return self._unwrapped
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):

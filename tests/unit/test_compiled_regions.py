@@ -278,3 +278,12 @@ def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it()
     NUDGE["twice"] = True
     current = restored(model, state, lambda: traced(train(compiled), model))
     assert ("compiled.graph_compiled_earlier.inside", None) in origins(difference(steps[0], current))
+
+
+def test_a_module_inside_a_wrapped_one_is_selected_by_its_own_name() -> None:
+    model = net()
+    model.blocks = torch.compile(model.blocks, backend=opaque_backend())
+    trace = traced(train(model), model, modules=("blocks._orig_mod.1",))
+    assert [site.module for site in ends(trace, "graph")] == ["blocks"]
+    assert trace.program.opaque_regions == ("compiled.Sequential_forward",)
+    assert not ends(traced(train(model), model, modules=("head",)), "graph")

@@ -88,7 +88,7 @@ class CompiledRegions:
         phase, context = self._place()
         context = self._in_own_module(graph, args, context)
         if not self._selects(graph, phase, context):
-            return self._unselected(call, args)
+            return self._unselected(graph, call, args)
         is_interpreted = self._is_interpreted and graph.runnable is not None
         rows = RegionRows(self._recorder, graph, phase, context, is_interpreted=is_interpreted)
         rows.enter(args)
@@ -223,11 +223,14 @@ class CompiledRegions:
     def _selects(self, graph: TracedGraph, phase: str, context: Context) -> bool:
         """Return whether the region's module is selected, or one that is called inside."""
         selects = self._recorder.selects
-        owner = module_of(context)
+        if selects(phase, context):
+            return True
+        owner = module_of(context).replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
+        names = self._recorder.modules.names_unwrapped
         paths = (f"{owner}.{path}" if owner and path else path or owner for path in graph.modules)
-        return selects(phase, context) or any(selects(phase, path) for path in paths)
+        return any(selects(phase, names.get(path, path)) for path in paths)
 
-    def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _unselected(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
         versions = [version_of(value) for value in args]
         outputs = call(*args)
