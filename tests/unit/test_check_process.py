@@ -19,10 +19,12 @@ SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C mean what it means in a terminal: a shell starts what runs in the background with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let signals mean what they mean in a terminal: what runs in the background, or by nohup, has some ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def run(source: str, folder: Path, **options: object) -> int:
