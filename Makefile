@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 	fi; \
 	echo "demo: the planted fault was found (exit status 1); the runs are in $(DEMO)/"
 
-# The everyday tier: some 9 minutes on two cores.
+# The everyday tier: some 11 minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest
 

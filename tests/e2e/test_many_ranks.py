@@ -89,7 +89,7 @@ def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp
     assert lines[9].startswith("peak of memory")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number):

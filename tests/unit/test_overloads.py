@@ -265,7 +265,7 @@ def test_kinds(func, kind):
     assert make_plan(func).kind is kind
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_kept_silent_by_any_op_that_torch_tests():
     """Runs the samples of torch's own operator database, in a process of its own: importing it changes global flags."""
     script = Path(__file__).with_name("op_database.py")
