@@ -108,7 +108,7 @@ def _render_divergence(divergence: Divergence, console: Console) -> None:
         ("module", divergence.module or "(outside any module)"),
         ("op", f"{divergence.op} #{divergence.occurrence}, output {divergence.output}" if divergence.op else ""),
         ("name", divergence.name or ""),
-        ("kind", f"{divergence.kind}: {KINDS[divergence.kind]}"),
+        ("kind", f"{divergence.kind}: {_kind_words(divergence)}"),
         ("tensor", _tensor(divergence)),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
         ("origin", role_of(divergence)),
@@ -204,6 +204,11 @@ def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
             f"      how to record step {divergence.step} again on both sides, to see by how much it differs: with "
             f"only_steps=[{divergence.step}] and keep_tensors={json.dumps([pattern])}",
         )
+
+
+def _kind_words(divergence: Divergence) -> str:
+    is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
+    return "another compiled graph" if is_graph and divergence.kind == "structure" else KINDS[divergence.kind]
 
 
 def _tensor(divergence: Divergence) -> str:
