@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -16,13 +17,21 @@ from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.steps import StepTrace
 
+COMPILING = [
+    pytest.mark.usefixtures("compiles_anew"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, in what Dynamo and inductor import
+    # torch's own, when it compiles a module whose input is no leaf
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+"""Marks of a module whose tests compile."""
+
 SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 """The environment variable that it sets when it loads its first kernel."""
 
 NUDGE = {"twice": False}
 
 
-@torch.library.custom_op("det_tests::twice", mutates_args=())
+@library.custom_op("det_tests::twice", mutates_args=())
 def twice(tensor: Tensor) -> Tensor:
     result = tensor * 2
     if NUDGE["twice"]:

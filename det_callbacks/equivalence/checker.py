@@ -126,7 +126,7 @@ class Checker:
             if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
                 reason = reason or "no_data"
             # they are subclasses of Tensor, declared as any class
-            elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]
+            elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]  # classes
                 # the class runs ops on the tensors that it is made of, and those come here again, one by one
                 self.skipped["subclass"] += 1
                 return NotImplemented

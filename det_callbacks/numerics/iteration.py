@@ -52,7 +52,7 @@ def run_iteration(
             stage.name = "leaving its context"
     except DetCallbacksError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a module raises: told with its side, never swallowed
         raise ModuleRunError(_what_failed(side, stage.name, iteration, error), side.label, iteration) from error
 
 

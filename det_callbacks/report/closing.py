@@ -24,9 +24,12 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
         regions: of which only the ends, and some of the ops inside, were seen.
     """
     num_regions = sum(region.startswith(REGION) for region in regions)
+    words = []
     if compiled == "interpret":
-        return f"{level} (compiled regions ran op by op, with other kernels than the compiled ones)"
-    return f"{level} ({count(num_regions, 'compiled region')} seen from outside)" if num_regions else level
+        words.append("compiled regions ran op by op, with other kernels than the compiled ones")
+    if num_regions:  # interpreting needs a graph, which what was compiled before the callback was made has not left
+        words.append(f"{count(num_regions, 'compiled region')} seen from outside")
+    return f"{level} ({'; '.join(words)})" if words else level
 
 
 def recorded_line(

@@ -91,6 +91,12 @@ def open_modes() -> list[object]:
     return list(_get_current_dispatch_mode_stack())
 
 
+def runs_uncompiled(function: _Function) -> _Function:
+    """Mark a function that runs between the parts of a compiled one as it is; one graph may hold it all the same."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
 def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """Mark a function that a compiled one calls outside its graph.
 
@@ -98,7 +104,7 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
     """
 
     def mark(function: _Function) -> _Function:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        runs_uncompiled(function)
         function._torchdynamo_disable = True  # type: ignore[attr-defined]  # what Dynamo reads
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # what Dynamo reads
         return function

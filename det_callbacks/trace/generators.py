@@ -25,7 +25,7 @@ PASSED = "generator on "
 """Begins the names of generators that are passed to an op."""
 
 # by its address, which torch 2.13 does not declare: ops get a new Python object for it
-_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]
+_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # undeclared
 PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
 
@@ -33,7 +33,7 @@ _MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key
 
 
 # the generator that the functions of random are bound methods of; their stubs are plain functions
-_python_random: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_python_random: Any = random.getstate.__self__  # type: ignore[attr-defined]  # undeclared
 
 
 class GeneratorTrail:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as _module  # its dictionaries of global hooks: looked at in torch 2.13
 
 from det_callbacks.trace.checkpoints import Checkpoints, running_region
+from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.tree import Context, module_of
 
 UNKNOWN_MODULE = "?"
@@ -153,6 +154,7 @@ class ModuleStack:
             names.append(name)
         return names
 
+    @runs_uncompiled  # compiled by itself it would do nothing, for good: what is compiled is told by is_compiling
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -165,6 +167,7 @@ class ModuleStack:
         self._stack.append((module, self._name_of(module), backward_pass, is_recomputed))
         self.return_to_stack()
 
+    @runs_uncompiled  # likewise
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return

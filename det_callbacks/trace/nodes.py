@@ -29,7 +29,7 @@ _next_sequence_number = torch._C._autograd._get_sequence_nr
 _graph_task_id = torch._C._current_graph_task_id
 
 # a class method, which mypy takes for a plain function
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # undeclared
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"

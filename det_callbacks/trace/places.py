@@ -59,7 +59,7 @@ class Places:
             return None
         if phase == "backward":
             # in phase "backward" the context is an attribution
-            if not (_is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
+            if not (_is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]  # an attribution
                 return None
         elif not (_is_grad_enabled() or self.backward.is_unclaimed()):
             return None

@@ -239,7 +239,7 @@ class Recorder:
             self.reads.row_edges.clear()
         self._num_digested += 1
         # in phase "backward" the context is an attribution
-        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]
+        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]  # attribution
             self.backward.register(event)
         indices = self.layout_indices
         if event.varying:

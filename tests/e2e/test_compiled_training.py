@@ -1,14 +1,14 @@
 """Compiled models under a Trainer: recorded and verified, seen for what they are, and trained as without us."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from compiling import NUDGE, compiling_anew, net, opaque_backend
+from compiling import COMPILING, NUDGE, net, opaque_backend
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
@@ -27,19 +27,12 @@ from det_callbacks import (
 OVERHEAD = Path(__file__).parents[2] / "recipes" / "overhead"
 
 pytestmark = [
+    *COMPILING,
     LIGHTNING_ADVICE,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*isinstance.treespec, LeafSpec"),
-    # torch's own, when it compiles a module whose input is no leaf
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning's use of torch's trees
 ]
 BACKENDS = ["aot_eager", "inductor"]
-
-
-@pytest.fixture(autouse=True)
-def _compiles_anew() -> Iterator[None]:
-    with compiling_anew():
-        yield
 
 
 class Training(pl.LightningModule):

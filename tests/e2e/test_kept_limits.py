@@ -26,7 +26,10 @@ from det_callbacks.kept import keeper
 from det_callbacks.report.verdict_text import verdict_lines
 from det_callbacks.trace.store import Run
 
-pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning")]
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),
+]  # on_divergence="warn"
 
 ADDMM = "aten.addmm.default"
 FIRST = f"forward/first:{ADDMM}"
@@ -169,7 +172,7 @@ def test_tensors_of_another_step_of_the_same_bits_are_no_numbers(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")  # resumed
 def test_a_resumed_recording_goes_on_keeping(tmp_path: Path) -> None:
     saving = partial(
         ModelCheckpoint, tmp_path / "kept-checkpoints", every_n_train_steps=1, save_top_k=-1, filename="{step}"

@@ -24,7 +24,10 @@ from det_callbacks import (
 from det_callbacks.cli import main
 from det_callbacks.report.verdict_text import verdict_lines
 
-pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning")]
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),
+]  # on_divergence="warn"
 
 ADDMM = "aten.addmm.default"
 

@@ -50,7 +50,7 @@ def run(program: ModuleType, overrides: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_the_readme_tells_the_truth(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = 0
     asked = set()

@@ -1,12 +1,11 @@
 """Where a difference starts when parts of a step are compiled."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compiling import NUDGE, batch, compiling_anew, difference, net, nudged, opaque_backend, origins, restored, train
+from compiling import COMPILING, NUDGE, batch, difference, net, nudged, opaque_backend, origins, restored, train
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -19,29 +18,7 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import StepTrace
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # torch's own, when it compiles a module whose input is no leaf
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _compiles_anew() -> Iterator[None]:
-    with compiling_anew():
-        yield
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("boxed", id="opaque"),
-        pytest.param("aot_eager", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=pytest.mark.slow),
-    ]
-)
-def backend(request: pytest.FixtureRequest) -> Any:
-    """A compiler: one that runs op after op, one of which nothing is known, and the one that users use."""
-    return opaque_backend() if request.param == "boxed" else request.param
+pytestmark = COMPILING
 
 
 def test_one_ulp_in_an_input_comes_in_from_outside(backend: Any) -> None:

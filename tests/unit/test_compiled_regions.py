@@ -2,16 +2,15 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from compiling import (
+    COMPILING,
     NAMES_OF_BLOCK,
     NUDGE,
     batch,
-    compiling_anew,
     difference,
     ends,
     net,
@@ -31,29 +30,7 @@ from tracing import assert_same, step_of, traced
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.hash_mode import HashMode
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # torch's own, when it compiles a module whose input is no leaf
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _compiles_anew() -> Iterator[None]:
-    with compiling_anew():
-        yield
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("boxed", id="opaque"),
-        pytest.param("aot_eager", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=pytest.mark.slow),
-    ]
-)
-def backend(request: pytest.FixtureRequest) -> Any:
-    """A compiler: one that runs op after op, one of which nothing is known, and the one that users use."""
-    return opaque_backend() if request.param == "boxed" else request.param
+pytestmark = COMPILING
 
 
 def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -> None:

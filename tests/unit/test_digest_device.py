@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
 # every dtype is digested, those that torch calls experimental too
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental:UserWarning"
+)  # torch says so of the dtype
 
 
 def run_python(*arguments: str, **variables: str) -> str:

@@ -12,7 +12,9 @@ from det_callbacks.errors import DetCallbacksError
 
 # torch says this once per process when a complex32 tensor is made, digested or not.
 # every dtype is digested, those that torch calls experimental too
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental:UserWarning"
+)  # torch says so of the dtype
 
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)

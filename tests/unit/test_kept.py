@@ -227,7 +227,7 @@ def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> N
     assert (keeping.counts.num_tensors, keeping.counts.shortage) == (3, None)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling_anew():
         compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())

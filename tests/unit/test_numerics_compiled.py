@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled, compare_modules
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 
 _SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
 

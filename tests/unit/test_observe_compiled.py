@@ -24,7 +24,7 @@ from det_callbacks import (
 )
 from det_callbacks.trace.store import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 
 
 _SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
+MAX_INTERPRETERS = 256
+"""Graphs that are kept ready to run node by node, from step to step."""
 _MAX_NODES = 1000
 """How many nodes that a region made are looked at to find those: a region has few, views and copies aside."""
 
@@ -67,7 +69,6 @@ class CompiledRegions:
         if not self._depth:
             WATCHERS.unwatch(self)
             self.inside.clear()
-            self._interpreters.clear()
 
     def begin(self) -> None:
         """Start a step."""
@@ -192,6 +193,8 @@ class CompiledRegions:
         known = self._interpreters.get((id(graph), owner))
         if known is None:
             assert graph.runnable is not None
+            if len(self._interpreters) >= MAX_INTERPRETERS:
+                self._interpreters.clear()
             known = (graph, NodeByNode(graph.runnable, self._recorder.modules, owner))
             self._interpreters[(id(graph), owner)] = known
         return known[1]
