@@ -1,10 +1,11 @@
 """References that many tests compare with, recorded once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import compiling_anew
 from faults import Deep, Training
 from fits import record
 from hydra_apps import run_app
@@ -31,3 +32,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folders[key]
 
     return recorded
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    with compiling_anew():
+        yield

@@ -1,9 +1,11 @@
 """What tests of settings and of numerics start from, and must leave."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from compiling import compiling_anew, opaque_backend
 from process_state import VARIABLES, process_state
 
 
@@ -23,3 +25,21 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    with compiling_anew():
+        yield
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("boxed", id="opaque"),
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.slow),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> Any:
+    """A compiler: one of which nothing is known, one that runs op after op, and the one that users use."""
+    return opaque_backend() if request.param == "boxed" else request.param
