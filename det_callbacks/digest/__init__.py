@@ -5,7 +5,6 @@ from det_callbacks.digest.components import (
     digest_tensor,
     digest_tensors,
     inner_tensors,
-    unobserved,
 )
 from det_callbacks.digest.device import device_choice
 from det_callbacks.digest.host import (
@@ -18,6 +17,7 @@ from det_callbacks.digest.host import (
 )
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.streaming import DigestStream
+from det_callbacks.digest.unobserved import unobserved
 
 __all__ = [
     "DIGEST_VERSION",

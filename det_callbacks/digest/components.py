@@ -28,21 +28,16 @@ are read through their address alone.
 
 import struct
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction as _DisableTorchFunction
 
 # torch-private names below: looked at in torch 2.13.0.
 # _data_address is where the storage begins; unlike data_ptr() it does not materialise a copy-on-write storage, and is 0
 # for what has no memory (wrapper subclasses, functional and zero tensors).
 from torch._C import (  # type: ignore[attr-defined]  # its stubs leave some of them out
-    _AutoDispatchBelowAutograd,
     _data_address,
-    _DisableFuncTorch,
-    _DisableTorchDispatch,
     _functorch,
     _len_torch_function_stack,
 )
@@ -53,7 +48,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from det_callbacks.digest.device import ALONE_BYTES, device_choice
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
-from det_callbacks.digest.queue import DeviceDigest, DigestQueue
+from det_callbacks.digest.queue import DeviceDigest, DigestQueue, Span
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 
 # Anything else may compute its attributes in Python.
@@ -134,7 +130,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
                 spans.append(span)
             elif (method := _queued_method(tensor)) is not None:
                 queue, places = queued.setdefault(tensor.device, (DigestQueue(method), []))
-                queue.add(_flat(tensor, False))
+                queue.add(*_device_span(tensor, False))
                 places.append(index)
             else:
                 digests[index] = _digest(tensor, memory_order=False)
@@ -144,13 +140,6 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     for index, digest in zip(in_place, digest_spans(spans), strict=True):
         digests[index] = digest
     return digests
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done inside."""
-    with _DisableTorchFunction(), _DisableFuncTorch(), _DisableTorchDispatch(), _AutoDispatchBelowAutograd():
-        yield
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
@@ -193,7 +182,7 @@ def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
         method = device_choice(tensor.device).method if tensor.nbytes >= ALONE_BYTES else None
         if method is not None:
             queue = DigestQueue(method)
-            queue.add(_flat(tensor, memory_order))
+            queue.add(*_device_span(tensor, memory_order))
             return queue.finish()[0]
         tensor = tensor.cpu()
     plain = _plain(tensor, memory_order)
@@ -217,12 +206,10 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
     return (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
 
 
-def _flat(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
-    """Return ``_plain`` as one dimension; float8, sub-byte and bits dtypes as integers of their size."""
+def _device_span(tensor: torch.Tensor, memory_order: bool) -> Span:
+    """Return the memory that ``_plain`` has, wherever it is."""
     plain = _plain(tensor, memory_order)
-    size = plain.element_size()
-    plain = plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain
-    return plain.as_strided((plain.numel(),), (1,))
+    return plain.untyped_storage(), int(plain.storage_offset()) * plain.element_size(), plain.nbytes
 
 
 def _queued_method(tensor: torch.Tensor) -> DeviceDigest[Any] | None:

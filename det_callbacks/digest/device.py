@@ -11,7 +11,7 @@ import torch
 
 from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes, digest_memory
 from det_callbacks.digest.integer_ops import digest_flat
-from det_callbacks.digest.queue import DeviceDigest
+from det_callbacks.digest.queue import DeviceDigest, Span
 from det_callbacks.digest.xxh3 import unsigned
 
 INTEGER_DEVICES = frozenset({"cuda", "mps", "xpu"})
@@ -58,13 +58,13 @@ class TritonDigest:
         """Return the device's current stream."""
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-    def launch(self, flats: Sequence[torch.Tensor], stream: Hashable) -> tuple[torch.Tensor, Hashable]:
+    def launch(self, spans: Sequence[Span], stream: Hashable) -> tuple[torch.Tensor, Hashable]:
         """Enqueue the kernels on a stream."""
-        spans = [(flat.data_ptr() if flat.nbytes else 0, flat.nbytes) for flat in flats]
+        places = [(storage.data_ptr() + offset if size else 0, size) for storage, offset, size in spans]
         if not isinstance(stream, torch.cuda.Stream):
-            return self._kernels.digest_device_spans(spans, self._device), stream
+            return self._kernels.digest_device_spans(places, self._device), stream
         with torch.cuda.stream(stream):
-            return self._kernels.digest_device_spans(spans, self._device), stream
+            return self._kernels.digest_device_spans(places, self._device), stream
 
     def collect(self, launched: Sequence[tuple[torch.Tensor, Hashable]]) -> list[int]:
         """Fetch the digests in one copy."""
@@ -92,9 +92,9 @@ class IntegerDigest:
         """Return None: the ops and copies of a launch are done, or ordered by torch, on whatever stream is current."""
         return None
 
-    def launch(self, flats: Sequence[torch.Tensor], stream: Hashable) -> list[int | torch.Tensor]:
+    def launch(self, spans: Sequence[Span], stream: Hashable) -> list[int | torch.Tensor]:
         """Enqueue the ops; waits for the copies of smaller tensors."""
-        contents = [flat if flat.dtype is torch.uint8 else flat.view(torch.uint8) for flat in flats]
+        contents = [bytes_of(span) for span in spans]
         small = [content for content in contents if content.numel() < self._min_bytes]
         copied = torch.cat(small).cpu() if small else torch.empty(0, dtype=torch.uint8, device="cpu")
         address = copied.data_ptr()
@@ -113,6 +113,12 @@ class IntegerDigest:
         late = [one for one in found if isinstance(one, torch.Tensor)]
         fetched = iter(torch.stack(late).tolist() if late else ())
         return [unsigned(next(fetched)) if isinstance(one, torch.Tensor) else one for one in found]
+
+
+def bytes_of(span: Span) -> torch.Tensor:
+    """Return a span as a tensor of bytes that shares its memory."""
+    storage, offset, size = span
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
 
 
 @functools.cache
@@ -167,7 +173,8 @@ def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
     there = content.to(device)
     parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
-    launched = method.launch([there[part] for part in parts], method.stream())
+    spans = [(there.untyped_storage(), part.start, part.stop - part.start) for part in parts]
+    launched = method.launch(spans, method.stream())
     given = method.collect([launched])
     expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
     for part, one, other in zip(parts, expected, given, strict=True):

@@ -5,6 +5,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 
 MAX_TENSORS = 1024
@@ -12,6 +13,9 @@ MAX_BYTES = 64 * 1024 * 1024
 """Memory that tensors waiting for their digest may hold: what the program would have freed by then."""
 
 _Launched = TypeVar("_Launched")
+
+Span = tuple[torch.UntypedStorage, int, int]
+"""Storage, first byte in it, number of bytes."""
 
 
 class DeviceDigest(Protocol[_Launched]):
@@ -26,25 +30,26 @@ class DeviceDigest(Protocol[_Launched]):
     def stream(self) -> Hashable:
         """Return what the device's work is ordered by now; equal for one order."""
 
-    def launch(self, flats: Sequence[torch.Tensor], stream: Hashable) -> _Launched:
-        """Enqueue the digests of contiguous tensors of one dimension, behind what that stream has been given."""
+    def launch(self, spans: Sequence[Span], stream: Hashable) -> _Launched:
+        """Enqueue the digests of spans of memory, behind what that stream has been given."""
 
     def collect(self, launched: Sequence[_Launched]) -> list[int]:
         """Return the digests of all launches, one after the other; the one place that waits for the device."""
 
 
 class DigestQueue(Generic[_Launched]):
-    """Tensors of one device in the order of their digests, launched together and fetched together.
+    """Spans of a device's memory in the order of their digests, launched together and fetched together.
 
-    A tensor that waits is held, so the program may drop it. Its memory must not change until it is launched: say
-    ``before_write`` of whatever is about to be written, resized or freed. Launches happen then, when the budget is
-    full, when the stream is another one, and at ``finish``, which alone waits for the device.
+    The storage of a span that waits is held, so the program may drop its tensors (not the tensors: they would keep
+    autograd's graph alive). Its bytes must not change until it is launched: say ``before_write`` of whatever is about
+    to be written, resized or freed. Launches happen then, when the budget is full, when the stream is another one, and
+    at ``finish``, which alone waits for the device.
 
-    After a launch failed its tensors' digests are lost, and the queue refuses to go on until ``discard``.
+    After a launch failed its spans' digests are lost, and the queue refuses to go on until ``discard``.
 
     Args:
         method: of the device.
-        max_tensors: that wait at most.
+        max_tensors: spans that wait at most.
         max_bytes: that they hold at most; one that is larger by itself is launched at once.
 
     Example:
@@ -53,9 +58,9 @@ class DigestQueue(Generic[_Launched]):
         >>> from det_callbacks.digest.device import IntegerDigest
         >>> queue = DigestQueue(IntegerDigest())
         >>> value = torch.arange(4.0)
-        >>> queue.add(value)
+        >>> queue.add(value.untyped_storage(), 0, value.nbytes)
         0
-        >>> queue.before_write(value[:2])
+        >>> queue.before_write(value[:2].untyped_storage())
         >>> value.zero_().sum().item()
         0.0
         >>> queue.finish() == [digest_tensor(torch.arange(4.0))]
@@ -67,13 +72,13 @@ class DigestQueue(Generic[_Launched]):
     ) -> None:
         if max_tensors < 1 or max_bytes < 0:
             raise ValueError(
-                f"a queue holds at least one tensor and no negative number of bytes; got max_tensors={max_tensors}, "
+                f"a queue holds at least one span and no negative number of bytes; got max_tensors={max_tensors}, "
                 f"max_bytes={max_bytes}"
             )
         self._method = method
         self._max_tensors = max_tensors
         self._max_bytes = max_bytes
-        self._pending: list[torch.Tensor] = []
+        self._pending: list[Span] = []
         self._places: set[int] = set()
         self._num_bytes = 0
         self._stream: Hashable = None
@@ -83,7 +88,7 @@ class DigestQueue(Generic[_Launched]):
 
     @property
     def num_pending(self) -> int:
-        """How many tensors wait for their launch."""
+        """How many spans wait for their launch."""
         return len(self._pending)
 
     @property
@@ -91,46 +96,45 @@ class DigestQueue(Generic[_Launched]):
         """How many bytes they hold."""
         return self._num_bytes
 
-    def add(self, flat: torch.Tensor) -> int:
-        """Take a tensor; return the place of its digest in what ``finish`` returns.
+    def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> int:
+        """Take a span; return the place of its digest in what ``finish`` returns.
 
         Args:
-            flat: contiguous, of one dimension, on the queue's device, ready on its current stream.
+            storage: on the queue's device, its bytes ready on the device's current stream.
+            offset: of the first byte.
+            num_bytes: how many.
 
         Raises:
-            ValueError: if it is not contiguous or of another number of dimensions.
             DetCallbacksError: if a launch failed before.
         """
-        self._require_whole()
-        if flat.dim() != 1 or not flat.is_contiguous():
-            raise ValueError(f"a contiguous tensor of one dimension is queued; got shape {tuple(flat.shape)}")
+        if self._is_broken:
+            self._require_whole()
         stream = self._method.stream()
-        nbytes = flat.nbytes
-        if self._pending and (
-            stream != self._stream
-            or len(self._pending) == self._max_tensors
-            or self._num_bytes + nbytes > self._max_bytes
+        pending = self._pending
+        if pending and (
+            stream != self._stream or len(pending) == self._max_tensors or self._num_bytes + num_bytes > self._max_bytes
         ):
             self.flush()
+            pending = self._pending
         self._stream = stream
-        self._pending.append(flat)
-        self._places.add(flat.untyped_storage().data_ptr())
-        self._num_bytes += nbytes
+        pending.append((storage, offset, num_bytes))
+        self._places.add(storage._cdata)
+        self._num_bytes += num_bytes
         self._num_added += 1
         if self._num_bytes > self._max_bytes:
             self.flush()
         return self._num_added - 1
 
-    def before_write(self, tensor: torch.Tensor) -> None:
-        """Launch what waits, if any of it shares memory with a tensor that is about to change or to lose its memory."""
-        if self._pending and tensor.untyped_storage().data_ptr() in self._places:
+    def before_write(self, storage: torch.UntypedStorage) -> None:
+        """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
+        if self._pending and storage._cdata in self._places:
             self.flush()
 
     def flush(self) -> None:
         """Launch what waits, on the stream it was made on.
 
         Raises:
-            DetCallbacksError: if a launch failed before, or the memory of a tensor that waits was freed.
+            DetCallbacksError: if a launch failed before, or the memory of a span that waits was freed.
         """
         self._require_whole()
         if not self._pending:
@@ -138,27 +142,29 @@ class DigestQueue(Generic[_Launched]):
         pending, stream = self._pending, self._stream
         self._forget_pending()
         self._is_broken = True
-        for flat in pending:
-            if flat.untyped_storage().nbytes() < flat.storage_offset() * flat.element_size() + flat.nbytes:
+        for storage, offset, num_bytes in pending:
+            if storage.nbytes() < offset + num_bytes:
                 raise DetCallbacksError(
-                    f"the memory of a tensor of {flat.nbytes} bytes was freed before its digest was taken; the tensors "
+                    f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; the tensors "
                     "before it are intact; say before_write of a storage that is about to be freed or resized"
                 )
-        self._launched.append(self._method.launch(pending, stream))
+        with unobserved():
+            self._launched.append(self._method.launch(pending, stream))
         self._is_broken = False
 
     def finish(self) -> list[int]:
-        """Return the digests of all tensors in the order in which they came, and begin anew.
+        """Return the digests of all spans in the order in which they came, and begin anew.
 
         Raises:
             DetCallbacksError: as ``flush`` does; also if the device gave another number of digests.
         """
         self.flush()
-        digests = self._method.collect(self._launched) if self._launched else []
+        with unobserved():
+            digests = self._method.collect(self._launched) if self._launched else []
         if len(digests) != self._num_added:
             self._is_broken = True
             raise DetCallbacksError(
-                f"{self._num_added} tensors were queued and {self._method.name} gave {len(digests)} digests, so none "
+                f"{self._num_added} spans were queued and {self._method.name} gave {len(digests)} digests, so none "
                 "can be told from another; the tensors are intact; report this with the device and the versions in use"
             )
         self.discard()

@@ -90,7 +90,8 @@ def check_edges_of_memory(method: DeviceDigest) -> None:
     for num_bytes in (1, 5, 8, 13, 1023, 1025):
         for address in (start + page, start + 2 * page - num_bytes):
             flat = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
-            assert method.collect([method.launch([flat], None)]) == [digest_memory(address, num_bytes)]
+            launched = method.launch([(flat.untyped_storage(), 0, num_bytes)], None)
+            assert method.collect([launched]) == [digest_memory(address, num_bytes)]
 
 
 def main(num_cases: int) -> None:

@@ -115,7 +115,7 @@ def test_small_tensors_are_copied_together_and_large_ones_are_not() -> None:
 def test_one_small_tensor_is_copied_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     monkeypatch.setattr(
-        IntegerDigest, "launch", lambda self, flats, stream: launched.append(len(flats)) or [7] * len(flats)
+        IntegerDigest, "launch", lambda self, spans, stream: launched.append(len(spans)) or [7] * len(spans)
     )
     small, large = torch.arange(25), torch.arange(26)
     expected = digest_tensor(small)
