@@ -5,6 +5,8 @@ from det_callbacks.digest.components import (
     digest_tensor,
     digest_tensors,
     inner_tensors,
+    output_bits,
+    tensor_bits,
 )
 from det_callbacks.digest.device import device_choice
 from det_callbacks.digest.host import (
@@ -15,13 +17,18 @@ from det_callbacks.digest.host import (
     digest_spans,
     format_digest,
 )
+from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.streaming import DigestStream
 from det_callbacks.digest.unobserved import unobserved
 
 __all__ = [
     "DIGEST_VERSION",
+    "Bits",
+    "Derived",
     "DigestStream",
+    "LateBits",
+    "LateDigests",
     "StateDigest",
     "device_choice",
     "digest_bytes",
@@ -34,5 +41,8 @@ __all__ = [
     "digest_tensors",
     "format_digest",
     "inner_tensors",
+    "output_bits",
+    "tensor_bits",
     "unobserved",
+    "value_of",
 ]

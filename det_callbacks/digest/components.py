@@ -29,7 +29,6 @@ are read through their address alone.
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -46,9 +45,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import ALONE_BYTES, device_choice
+from det_callbacks.digest.device import ALONE_BYTES
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
-from det_callbacks.digest.queue import DeviceDigest, DigestQueue, Span
+from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 
@@ -89,7 +88,9 @@ def digest_tensor(tensor: torch.Tensor) -> int:
     if span is not None:
         return digest_memory(*span)
     with unobserved():
-        return _digest(tensor, memory_order=False)
+        digest = _digest(tensor, None, memory_order=False)
+    assert isinstance(digest, int)
+    return digest
 
 
 def digest_output(tensor: torch.Tensor) -> int:
@@ -106,7 +107,28 @@ def digest_output(tensor: torch.Tensor) -> int:
     if span is not None:
         return digest_memory(*span)
     with unobserved():
-        return _digest(tensor, memory_order=True)
+        digest = _digest(tensor, None, memory_order=True)
+    assert isinstance(digest, int)
+    return digest
+
+
+def tensor_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
+    """Return what ``digest_tensor`` does, late where a device computes it.
+
+    Args:
+        tensor: any with data.
+        late: where it is queued then.
+
+    Raises:
+        TypeError: as ``digest_tensor`` does.
+        DetCallbacksError: likewise.
+    """
+    return _bits(tensor, late, memory_order=False)
+
+
+def output_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
+    """Return what ``digest_output`` does, late where a device computes it; as ``tensor_bits``."""
+    return _bits(tensor, late, memory_order=True)
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -118,28 +140,30 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
         TypeError: as ``digest_tensor`` does.
         DetCallbacksError: likewise.
     """
-    digests = [0] * len(tensors)
+    late = LateDigests()
+    found: list[Bits] = [0] * len(tensors)
     in_place: list[int] = []
     spans: list[tuple[int, int]] = []
-    queued: dict[torch.device, tuple[DigestQueue[Any], list[int]]] = {}
     with unobserved():
         for index, tensor in enumerate(tensors):
             span = _span(tensor, False)
             if span is not None:
                 in_place.append(index)
                 spans.append(span)
-            elif (method := _queued_method(tensor)) is not None:
-                queue, places = queued.setdefault(tensor.device, (DigestQueue(method), []))
-                queue.add(*_device_span(tensor, False))
-                places.append(index)
             else:
-                digests[index] = _digest(tensor, memory_order=False)
-        for queue, places in queued.values():
-            for index, digest in zip(places, queue.finish(), strict=True):
-                digests[index] = digest
+                found[index] = _digest(tensor, late, memory_order=False)
     for index, digest in zip(in_place, digest_spans(spans), strict=True):
-        digests[index] = digest
-    return digests
+        found[index] = digest
+    known = late.finish()
+    return [value_of(bits, known) for bits in found]
+
+
+def _bits(tensor: torch.Tensor, late: LateDigests, *, memory_order: bool) -> Bits:
+    span = None if _len_torch_function_stack() else _span(tensor, memory_order)
+    if span is not None:
+        return digest_memory(*span)
+    with unobserved():
+        return _digest(tensor, late, memory_order=memory_order)
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
@@ -168,25 +192,35 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     return base + start, nbytes
 
 
-def _digest(tensor: torch.Tensor, *, memory_order: bool) -> int:
+def _digest(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits:
+    """Return the digest; without ``late`` as a number."""
     span = _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
     _require_data(tensor)
     if _functorch.is_gradtrackingtensor(tensor):
-        return _digest(_functorch.get_unwrapped(tensor), memory_order=memory_order)
-    components = _components(tensor)
+        return _digest(_functorch.get_unwrapped(tensor), late, memory_order=memory_order)
+    components = _components(tensor, late)
     if components is not None:
         return _combine(components)
     if not _is_on_host(tensor):
-        method = device_choice(tensor.device).method if tensor.nbytes >= ALONE_BYTES else None
-        if method is not None:
-            queue = DigestQueue(method)
-            queue.add(*_device_span(tensor, memory_order))
-            return queue.finish()[0]
+        bits = _digest_there(tensor, late, memory_order=memory_order)
+        if bits is not None:
+            return bits
         tensor = tensor.cpu()
     plain = _plain(tensor, memory_order)
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
+
+
+def _digest_there(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits | None:
+    """Return the digest of a strided tensor of a device; None where it has to be copied to the host."""
+    if late is None and tensor.nbytes < ALONE_BYTES:
+        return None
+    queue = LateDigests() if late is None else late
+    plain = _plain(tensor, memory_order)
+    first = int(plain.storage_offset()) * plain.element_size()
+    bits = queue.add(plain.untyped_storage(), first, plain.nbytes)
+    return bits if bits is None or late is not None else value_of(bits, queue.finish())
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -206,28 +240,6 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
     return (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
 
 
-def _device_span(tensor: torch.Tensor, memory_order: bool) -> Span:
-    """Return the memory that ``_plain`` has, wherever it is."""
-    plain = _plain(tensor, memory_order)
-    return plain.untyped_storage(), int(plain.storage_offset()) * plain.element_size(), plain.nbytes
-
-
-def _queued_method(tensor: torch.Tensor) -> DeviceDigest[Any] | None:
-    """Return how an ordinary strided tensor on another device is digested there; None for any other tensor."""
-    if (
-        type(tensor) not in _PLAIN_TYPES
-        or _is_on_host(tensor)
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_nested
-        or tensor.is_meta
-        or _functorch.is_functorch_wrapped_tensor(tensor)
-        or torch._is_functional_tensor(tensor)
-    ):
-        return None
-    return device_choice(tensor.device).method
-
-
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() and tensor.is_neg():
         # One after the other: complex32 has no kernel for both at once, nor a negation.
@@ -236,28 +248,28 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _components(tensor: torch.Tensor) -> list[int] | None:
+def _components(tensor: torch.Tensor, late: LateDigests | None) -> list[Bits] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     if type(tensor) not in _PLAIN_TYPES:
         if is_traceable_wrapper_subclass(tensor):
-            return [_digest(part, memory_order=False) for part in inner_tensors(tensor)]
+            return [_digest(part, late, memory_order=False) for part in inner_tensors(tensor)]
         if tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
             raise TypeError(
                 f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
                 "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
             )
     if tensor.is_quantized:
-        return _quantised_components(tensor)
+        return _quantised_components(tensor, late)
     if tensor.layout is torch.strided:
-        return [_digest(part, memory_order=False) for part in tensor.unbind()] if tensor.is_nested else None
+        return [_digest(part, late, memory_order=False) for part in tensor.unbind()] if tensor.is_nested else None
     if tensor.layout is torch.sparse_coo:
-        parts = [_digest(part, memory_order=False) for part in (tensor._indices(), tensor._values())]
+        parts = [_digest(part, late, memory_order=False) for part in (tensor._indices(), tensor._values())]
         return [*parts, digest_bytes(bytes([tensor.is_coalesced()]))]
     if tensor.layout in _COMPRESSED:
         accessors = (*_COMPRESSED[tensor.layout], torch.Tensor.values)
-        return [_digest(accessor(tensor), memory_order=False) for accessor in accessors]
+        return [_digest(accessor(tensor), late, memory_order=False) for accessor in accessors]
     if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # not in torch's stubs
-        return [_digest(tensor.to_dense(), memory_order=False)]
+        return [_digest(tensor.to_dense(), late, memory_order=False)]
     raise TypeError(
         f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are supported; "
         "digest the tensors it is made of instead"
@@ -279,21 +291,27 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
     return [_waited(wrapper, part) for part in inner]
 
 
-def _quantised_components(tensor: torch.Tensor) -> list[int]:
-    integers = _digest(tensor.int_repr(), memory_order=False)
+def _quantised_components(tensor: torch.Tensor, late: LateDigests | None) -> list[Bits]:
+    integers = _digest(tensor.int_repr(), late, memory_order=False)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [integers, digest_bytes(struct.pack("<dq", tensor.q_scale(), tensor.q_zero_point()))]
     return [
         integers,
-        _digest(tensor.q_per_channel_scales(), memory_order=False),
-        _digest(tensor.q_per_channel_zero_points(), memory_order=False),
+        _digest(tensor.q_per_channel_scales(), late, memory_order=False),
+        _digest(tensor.q_per_channel_zero_points(), late, memory_order=False),
         digest_bytes(struct.pack("<q", tensor.q_per_channel_axis())),
     ]
 
 
-def _combine(components: Sequence[int]) -> int:
+def _combine(components: Sequence[Bits]) -> Bits:
     if len(components) == 1:
         return components[0]
+    if any(isinstance(bits, LateBits) for bits in components):
+        return Derived(components, _combined)
+    return _combined([bits for bits in components if isinstance(bits, int)])
+
+
+def _combined(components: Sequence[int]) -> int:
     return digest_bytes(struct.pack(f"<{len(components) + 1}Q", len(components), *components))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest import ulps
-from det_callbacks.digest.components import unobserved
+from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.verdict import TensorNumbers
 
 _POWERS = np.array([1 << power for power in range(64)], dtype=np.uint64)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # torch-private, looked at in torch 2.13.0; its stubs leave some of them out
-from torch._C import (  # type: ignore[attr-defined]
+from torch._C import (
     DisableTorchFunction,
     _AutoDispatchBelowAutograd,
     _DisableFuncTorch,

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors, late
 from det_callbacks.digest.device import Choice, TritonDigest, disagreement
 from det_callbacks.digest.queue import DeviceDigest
 
@@ -31,7 +31,7 @@ def as_on_a_device(method: DeviceDigest, *, alone_bytes: int = 0) -> Iterator[No
     with (
         mock.patch.object(components, "_is_on_host", return_value=False),
         mock.patch.object(components, "ALONE_BYTES", alone_bytes),
-        mock.patch.object(components, "device_choice", return_value=Choice(method=method, reasons=())),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=method, reasons=())),
     ):
         yield
 

@@ -1,0 +1,156 @@
+"""Digests that are asked for in the order of a device's work, and known when the device is waited for at the end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from det_callbacks.digest.device import device_choice
+from det_callbacks.digest.host import digest_bytes
+from det_callbacks.digest.queue import DigestQueue
+from det_callbacks.digest.unobserved import unobserved
+
+
+class LateBits:
+    """64 bits that are known once ``LateDigests.finish`` has been called."""
+
+    __slots__ = ()
+
+    def value(self, known: "Known") -> int:
+        """Return them."""
+        raise NotImplementedError
+
+
+Bits = int | LateBits
+Known = dict[torch.device, list[int]]
+"""What ``LateDigests.finish`` found, for ``value_of``."""
+
+
+class _Queued(LateBits):
+    """A digest that a device computes."""
+
+    __slots__ = ("_device", "_place")
+
+    def __init__(self, device: torch.device, place: int) -> None:
+        self._device = device
+        self._place = place
+
+    def value(self, known: Known) -> int:
+        return known[self._device][self._place]
+
+
+class Derived(LateBits):
+    """Bits that are computed on the host from others, some of which are late.
+
+    Args:
+        parts: the others.
+        combine: takes them as numbers, in their order.
+    """
+
+    __slots__ = ("_combine", "_parts")
+
+    def __init__(self, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> None:
+        self._parts = tuple(parts)
+        self._combine = combine
+
+    def value(self, known: Known) -> int:
+        """Return them."""
+        return self._combine([value_of(part, known) for part in self._parts])
+
+
+def value_of(bits: Bits, known: Known) -> int:
+    """Return bits as a number."""
+    return bits.value(known) if isinstance(bits, LateBits) else bits
+
+
+class LateDigests:
+    """A queue for each device that computes digests; devices are waited for in ``finish`` alone.
+
+    Attributes:
+        is_used: whether a device's memory was taken since it was made; nothing else has anything to do until then.
+
+    Example:
+        >>> import torch
+        >>> late = LateDigests()
+        >>> late.add(torch.ones(2).untyped_storage(), 0, 8) is None  # memory of the host is digested at once
+        True
+        >>> late.finish()
+        {}
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self._queues: dict[torch.device, DigestQueue[Any] | None] = {}
+        self._copies: list[Any] = []
+
+    def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
+        """Ask for the digest of a span of memory as it is now in the order of its device's work.
+
+        Args:
+            storage: of a device that is not the host.
+            offset: of the first byte.
+            num_bytes: how many.
+
+        Returns:
+            None where that device's tensors have to be copied to the host.
+
+        Raises:
+            DetCallbacksError: a launch failed before.
+        """
+        if not num_bytes:
+            return digest_bytes(b"")
+        device = storage.device
+        queue = self._queues[device] if device in self._queues else self._new_queue(device)
+        return None if queue is None else _Queued(device, queue.add(storage, offset, num_bytes))
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of a tensor on the host, to be read after ``finish``.
+
+        From CUDA it is made in the order of the device's work, into pinned memory; elsewhere at once.
+        """
+        with unobserved(), torch.no_grad():
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            if plain.device.type != "cuda":
+                return plain.cpu()
+            copy = torch.empty_like(plain, device="cpu", pin_memory=True).copy_(plain, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(plain.device))
+            self._copies.append(event)
+            return copy
+
+    def before_write(self, storage: torch.UntypedStorage) -> None:
+        """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
+        for queue in self._queues.values():
+            if queue is not None:
+                queue.before_write(storage)
+
+    def flush(self) -> None:
+        """Launch what waits."""
+        for queue in self._queues.values():
+            if queue is not None:
+                queue.flush()
+
+    def finish(self) -> Known:
+        """Wait for the devices and return what ``value_of`` needs; begin anew.
+
+        Raises:
+            DetCallbacksError: a launch failed, or memory was freed before it was digested.
+        """
+        known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
+        copies, self._copies = self._copies, []
+        for event in copies:
+            event.synchronize()
+        return known
+
+    def discard(self) -> None:
+        """Begin anew without the digests."""
+        self._copies = []
+        for queue in self._queues.values():
+            if queue is not None:
+                queue.discard()
+
+    def _new_queue(self, device: torch.device) -> DigestQueue[Any] | None:
+        method = device_choice(device).method
+        queue = self._queues[device] = None if method is None else DigestQueue(method)
+        self.is_used |= queue is not None
+        return queue
