@@ -119,16 +119,20 @@ class Evidence:
         if self._trainer is not None:
             self._ledger.mark(point, with_seeds=point == "after forward")
 
-    def begin_step(self, batch: Any, sketch: Sequence[int]) -> None:
+    def note_samples(self, digests: Sequence[int]) -> None:
+        """Note the sketch of the samples of the step's batch, see ``det_callbacks.trace.batches``."""
+        for number, digest in enumerate(digests):
+            self._ledger.note(BATCH, f"sample {number}", digest)
+
+    def begin_step(self, batch: Any, samples: Sequence[int] = ()) -> None:
         """Note what the batch of a step is made of, when its trace has begun.
 
         Args:
             batch: as the training step gets it.
-            sketch: of its samples, see ``det_callbacks.trace.batches``.
+            samples: the sketch of its samples, as far as it is known by now.
         """
         self._ledger.mark("batch start", with_seeds=True)
-        for number, digest in enumerate(sketch):
-            self._ledger.note(BATCH, f"sample {number}", digest)
+        self.note_samples(samples)
         assert self._trainer is not None
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         waiting = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0

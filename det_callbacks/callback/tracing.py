@@ -96,7 +96,7 @@ class Tracing:
     def begin_step(self, step: int, batch: Any) -> None:
         """Open the trace for a step, if it is a selected one."""
         if not self._selection.selects_step(step):
-            self.evidence.begin_step(batch, ())
+            self.evidence.begin_step(batch)
             return
         expected = self._run.expectation(step, self._hash_mode.digest_state)
         # one that an exception had ended is done again after a resume; a step that was chosen by number is the same one
@@ -104,7 +104,7 @@ class Tracing:
         is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
         self._observations.begin(saver=self._run.saver, saved=self._run.saved)
-        self.evidence.begin_step(batch, self._hash_mode.sketch)
+        self.evidence.begin_step(batch, self._hash_mode.sketch.digests)
 
     def note_loss(self, loss: Any) -> None:
         """Record the loss, before the backward pass."""
@@ -122,12 +122,15 @@ class Tracing:
             TraceError: it could not be traced.
         """
         self.evidence.mark("batch end")
-        self._run.put_evidence(self.evidence.take(step))
         if not self._hash_mode.is_open:
+            self._run.put_evidence(self.evidence.take(step))
             return False
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
+        if self._hash_mode.sketch.is_late:
+            self.evidence.note_samples(self._hash_mode.sketch.digests)
+        self._run.put_evidence(self.evidence.take(step))
         if trace is None:
             raise TraceError(
                 f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "

@@ -83,6 +83,10 @@ class LateDigests:
         self._queues: dict[torch.device, DigestQueue[Any] | None] = {}
         self._copies: list[Any] = []
 
+    def computes_on(self, device: torch.device) -> bool:
+        """Return whether a device computes digests; the first time it finds that out, see ``device_choice``."""
+        return self._queue_of(device) is not None
+
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
         """Ask for the digest of a span of memory as it is now in the order of its device's work.
 
@@ -100,7 +104,7 @@ class LateDigests:
         if not num_bytes:
             return digest_bytes(b"")
         device = storage.device
-        queue = self._queues[device] if device in self._queues else self._new_queue(device)
+        queue = self._queue_of(device)
         return None if queue is None else _Queued(device, queue.add(storage, offset, num_bytes))
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +153,9 @@ class LateDigests:
             if queue is not None:
                 queue.discard()
 
-    def _new_queue(self, device: torch.device) -> DigestQueue[Any] | None:
+    def _queue_of(self, device: torch.device) -> DigestQueue[Any] | None:
+        if device in self._queues:
+            return self._queues[device]
         method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
         self.is_used |= queue is not None

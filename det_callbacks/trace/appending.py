@@ -1,11 +1,12 @@
-"""What is appended to a step without being digested a second time."""
+"""What is appended to a step in another way than an ordinary tensor that an op wrote."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from det_callbacks.trace.layouts import digest_as_laid_out
+from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.tree import scalar_bits
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
@@ -19,6 +20,28 @@ def append_output(recorder: "Recorder", tensor: Tensor, writers: Sequence[int]) 
         written = recorder.layouts.at(recorder.layout_indices[writer])
         is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
         if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
-            recorder.append_bits(recorder.digests[writer], slot)
+            recorder.append_bits(recorder.late.take_over(len(recorder.digests), writer, recorder.digests), slot)
             return
-    recorder.append_bits(digest_as_laid_out(tensor, slot), slot)
+    recorder.append(tensor)
+
+
+def append_special(recorder: "Recorder", output: Any, *, is_fresh: bool) -> None:
+    """Append a number, or a tensor that is not an ordinary strided one.
+
+    A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
+    """
+    if not isinstance(output, Tensor):
+        bits, tag = scalar_bits(output)
+        recorder.append_bits(bits, recorder.layouts.special(tag))
+        return
+    position = recorder.num_sites
+    if not holds_data(output):
+        recorder.append_bits(0, recorder.layouts.special("no data"))
+        return
+    recorder.append(output)
+    parts = list(parts_of(output)) if has_parts(output) else [output]
+    for part in parts:
+        if not (is_fresh and part.untyped_storage()._cdata in recorder.ledger.writers):
+            recorder.ledger.write(part, position)
+    if not parts:
+        recorder.ledger.write_whole(output, position)

@@ -1,6 +1,7 @@
 """The batch that a step trains on, and its samples whatever their order."""
 
 import struct
+from collections.abc import Sequence
 from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import digest_bytes, digest_rows
+from det_callbacks.digest import Bits, digest_bytes, digest_rows
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.named import flatten, record_bits, record_group
 from det_callbacks.trace.recorder import Recorder
@@ -40,26 +41,67 @@ class Samples:
     num_bytes: int
 
 
-def record_batch(recorder: Recorder, batch: Any) -> tuple[int, ...]:
+class Sketch:
+    """The sketch of the samples of one batch: of the tensor with the largest ones.
+
+    Attributes:
+        is_late: whether some of the batch is on a device that computes digests, so that it is known at the step's end.
+    """
+
+    def __init__(self) -> None:
+        self.is_late = False
+        self._largest = Samples(digest=0, sketch=(), num_bytes=0)
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """Of the samples that it keeps; () where there are none, and as long as they are not known."""
+        return self._largest.sketch
+
+    def note(self, samples: Samples) -> None:
+        """Take the samples of one more tensor."""
+        if samples.sketch and samples.num_bytes > self._largest.num_bytes:
+            self._largest = samples
+
+
+def record_batch(recorder: Recorder, batch: Any) -> Sketch:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
     Returns:
-        The sketch of the tensor with the largest samples; () where there is none.
+        The sketch of the samples.
     """
-    largest = Samples(digest=0, sketch=(), num_bytes=0)
+    sketch = Sketch()
     for name, tensor in flatten(batch, "batch"):
         record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
         if not isinstance(tensor, Tensor) or not holds_data(tensor) or tensor.is_nested or not tensor.dim():
             continue  # nested ones of torch's older layout have no sizes to ask for
-        if 1 <= tensor.shape[0] <= MAX_SAMPLES:
+        if not 1 <= tensor.shape[0] <= MAX_SAMPLES or has_parts(tensor) or tensor.is_quantized or not tensor.numel():
+            continue
+        bits = _record_late(recorder, tensor, sketch)
+        if bits is None:
             samples = samples_of(tensor)
             if samples is None:
                 continue
-            if tensor.shape[0] > 1:
-                record_bits(recorder, "samples", "data", name, samples.digest, role="samples")
-            if samples.sketch and samples.num_bytes > largest.num_bytes:
-                largest = samples
-    return largest.sketch
+            sketch.note(samples)
+            bits = samples.digest
+        if tensor.shape[0] > 1:
+            record_bits(recorder, "samples", "data", name, bits, role="samples")
+    return sketch
+
+
+def _record_late(recorder: Recorder, tensor: Tensor, sketch: Sketch) -> Bits | None:
+    """Ask for the samples of a tensor on a device that computes digests; None on others."""
+    late = recorder.late
+    if tensor.is_cpu or not late.computes_on(tensor.device):
+        return None
+    sketch.is_late = True
+    num_samples = tensor.shape[0]
+    size = tensor.numel() // num_samples * tensor.itemsize
+    if size in _WORDS:
+        copy = late.fetch(tensor)
+        return late.derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
+    rows = late.digest_rows(tensor)
+    late.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
+    return late.derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 
 def samples_of(tensor: Tensor) -> Samples | None:
@@ -78,8 +120,16 @@ def samples_of(tensor: Tensor) -> Samples | None:
     address = tensor.data_ptr()
     size = tensor.numel() // samples * tensor.itemsize
     if size in _WORDS:
-        words = np.frombuffer(string_at(address, samples * size), dtype=_WORDS[size])
-        return Samples(digest_bytes(np.sort(words).tobytes()), (), size)
-    digests = sorted(digest_rows(address, samples, size))
+        return _sorted_words(address, samples, size)
+    return _of_digests(digest_rows(address, samples, size), size)
+
+
+def _sorted_words(address: int, num_samples: int, size: int) -> Samples:
+    words = np.frombuffer(string_at(address, num_samples * size), dtype=_WORDS[size])
+    return Samples(digest_bytes(np.sort(words).tobytes()), (), size)
+
+
+def _of_digests(digests: Sequence[int], size: int) -> Samples:
+    digests = sorted(digests)
     sketch = tuple(digests[:MAX_SKETCHED]) if size > max(_WORDS) else ()
-    return Samples(digest_bytes(struct.pack(f"<{samples}Q", *digests)), sketch, size)
+    return Samples(digest_bytes(struct.pack(f"<{len(digests)}Q", *digests)), sketch, size)

@@ -223,6 +223,7 @@ class Collectives:
             if not sent:
                 recorder.append_bits(0, recorder.layouts.none)
             positions = tuple(range(start, len(recorder.digests)))
+            recorder.late.flush()  # before another stream writes there
             out = func(*args, **kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             recorder.reads.roll_back(mark)

@@ -9,9 +9,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.digest import digest_tensor
+from det_callbacks.digest import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.trace.batches import record_batch
+from det_callbacks.trace.batches import Sketch, record_batch
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.named import (
     Entry,
@@ -101,8 +101,8 @@ class HashMode:
         self.is_open = False
         self.seconds = 0.0
         """Spent on gradients between the training's own ops, in all steps."""
-        self.sketch: tuple[int, ...] = ()
-        """Of the samples of the last batch: see ``record_batch``."""
+        self.sketch = Sketch()
+        """Of the samples of the last batch."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -190,11 +190,9 @@ class HashMode:
     def digest_state(self) -> dict[str, int]:
         """Return the digest of each parameter, buffer and state of an optimizer by name; of a number its 64 bits."""
         self._name_parameters()
-        return {
-            name: digest_tensor(value) if isinstance(value, Tensor) else scalar_bits(value)[0]
-            for name, value in self._state()
-            if holds_data(value)
-        }
+        entries = [(name, value) for name, value in self._state() if holds_data(value)]
+        digests = iter(digest_tensors([value for _, value in entries if isinstance(value, Tensor)]))
+        return {name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0] for name, value in entries}
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with phase forward while it runs."""

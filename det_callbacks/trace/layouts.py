@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import digest_memory, digest_output
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.program import Layout, TensorLayout, entry_digest, layout_id
 from det_callbacks.trace.storages import is_dense
@@ -139,15 +138,3 @@ class LayoutTable:
     def layout(self, indices: list[int]) -> Layout:
         """Return the layout with these slots."""
         return Layout(entries=tuple(self._order[index].entry for index in indices))
-
-
-def digest_as_laid_out(tensor: Tensor, slot: LayoutSlot) -> int:
-    """Return the digest of a tensor in memory order where it is dense, else in row-major order."""
-    if slot.is_raw and is_readable(tensor, slot):
-        return digest_memory(tensor.data_ptr(), slot.num_bytes)
-    return digest_output(tensor)
-
-
-def is_readable(tensor: Tensor, slot: LayoutSlot) -> bool:
-    """Return whether the bytes at ``data_ptr`` are a strided tensor's elements, and are still there."""
-    return tensor.is_cpu and not tensor.is_neg() and tensor.untyped_storage().nbytes() >= slot.num_bytes

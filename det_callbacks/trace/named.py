@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.digest import digest_spans, digest_tensor
+from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
@@ -130,7 +130,8 @@ def record_group(
     first = recorder.num_sites
     digests = digest_spans(spans)
     for index, value in others:
-        digests.insert(index, digest_tensor(value) if isinstance(value, Tensor) else scalar_bits(value)[0])
+        bits = recorder.late.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
+        digests.insert(index, scalar_bits(value)[0] if bits is None else bits)
     recorder.digests.extend(digests)
     recorder.layout_indices.extend([slot.index for slot in slots])
     if is_source:
@@ -157,10 +158,10 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
         append_output(recorder, tensor, reads)
 
 
-def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: int, *, role: Role) -> None:
+def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: Bits, *, role: Role) -> None:
     """Record 64 bits that are no tensor's, such as the digest of a generator."""
     _enter(recorder, label, phase, "", [], [name], role)
-    recorder.append_bits(bits, recorder.layouts.none)
+    recorder.append_bits(recorder.late.later(recorder.num_sites, bits), recorder.layouts.none)
 
 
 def _enter(

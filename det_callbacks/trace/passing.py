@@ -57,6 +57,8 @@ class Passing:
             if _is_grad_enabled() or self._recorder.backward.is_unclaimed():
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
+        if plan.kind is not OpKind.UNINITIALISED:
+            self._recorder.late.flush()  # it may write what nobody is told of, or let another stream do so
         if plan.kind is OpKind.COLLECTIVE:
             return self.collectives.run(plan, func, args, kwargs)
         self.skipped[plan.kind.value] += 1
@@ -86,6 +88,7 @@ class Passing:
         ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process; what it writes are zeros.
         """
         self.skipped["reducer"] += 1
+        self._recorder.late.flush()
         return plan.call(*args, **kwargs)
 
     def unselected(
@@ -101,6 +104,8 @@ class Passing:
         self.skipped["unselected"] += 1
         if phase != "optimizer" and (_is_grad_enabled() or self._recorder.backward.is_unclaimed()):
             self._touch(func, plan)
+        if self._recorder.late.is_used and not plan.is_functional:
+            self._recorder.late.before_write(written_arguments(plan, args, kwargs))
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:

@@ -7,7 +7,11 @@ from det_callbacks.trace.steps import StepTrace
 
 
 def trace_so_far(recorder: Recorder) -> StepTrace:
-    """Return what the step under way did up to here, as a copy; it counts no ops. Builds a program at each call."""
+    """Return what the step under way did up to here, as a copy; it counts no ops. Builds a program at each call.
+
+    Waits for the devices that compute digests.
+    """
+    recorder.late.settle(recorder.digests)
     event = recorder.at
     known, event.program = event.program, None
     try:

@@ -187,6 +187,7 @@ class Reads:
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""
+        self._recorder.late.roll_back(mark)
         del self._recorder.digests[mark:]
         del self._recorder.layout_indices[mark:]
         self.row_edges.clear()

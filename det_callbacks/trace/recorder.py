@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest import digest_memory, digest_output
+from det_callbacks.digest import digest_memory
 from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.appending import append_special
 from det_callbacks.trace.building import build_op_event, source_of
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.compiled import CompiledRegions
-from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.exchange import OutputExchange, TensorKeeper, begin_kept_call, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
-from det_callbacks.trace.layouts import LayoutSlot, LayoutTable, digest_as_laid_out
+from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.names import NameTable
 from det_callbacks.trace.nodes import BackwardMap
@@ -32,7 +34,7 @@ from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, module_of, scalar_bits
+from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, module_of
 from det_callbacks.trace.witness import Witness
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
@@ -52,7 +54,7 @@ class Recorder:
         root: the module that module names are relative to; None names outermost modules by their class.
 
     Attributes:
-        phase: phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks).
+        late: the sites whose digests a device computes.
         alerts: what is told of ops without a deterministic implementation; set before the first step.
         exchange: what may put other bits into an op's outputs before they are digested.
         keeper: what keeps the tensors of chosen ops.
@@ -67,7 +69,8 @@ class Recorder:
         self.keeper: TensorKeeper | None = None
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
-        self.phase = "other"
+        self.late = LateSites()
+        self._phase = "other"
         self.tree = ProgramTree()
         self.layouts = LayoutTable()
         self.ledger = StorageLedger()
@@ -87,8 +90,19 @@ class Recorder:
         self._expected: Expectation | None = None
         self._num_digested = 0
 
+    @property
+    def phase(self) -> str:
+        """Phase of what runs outside a backward pass; set by whoever knows (the callback, the optimizer hooks)."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.late.flush()
+        self._phase = phase
+
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
+        self.late.discard()
         self.tree.trim()
         self.layouts.trim()
         self.ledger.close()
@@ -107,6 +121,7 @@ class Recorder:
         """End the step and return what it did."""
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
         ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
+        late = self.late.settle(self.digests)
         program = self.tree.program_at(
             self.at,
             ops_seen=ops_digested + sum(skipped.values()),
@@ -114,6 +129,8 @@ class Recorder:
             skipped=skipped,
             opaque_regions=tuple(sorted(self.passing.opaque | self.compiled.opaque)),
         )
+        if self._expected is not None and late:
+            self.witness.look_back(self._expected, program, late)
         trace = StepTrace(
             program=program,
             digests=np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64),
@@ -127,6 +144,7 @@ class Recorder:
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
+        self.late.discard()
         self.ledger.close()
         self.backward.clear()
         self.compiled.end()
@@ -144,7 +162,7 @@ class Recorder:
         if plan.kind is not _DIGEST:
             return self.passing.pass_through(plan, func, args, kwargs)
         if _graph_task_id() == -1:
-            phase = self.phase
+            phase = self._phase
             context: Context = self.modules.current
         else:
             phase = "backward"
@@ -187,8 +205,12 @@ class Recorder:
                         self.reads.gather(value, consts, reads, names)
             if plan.draws_random:
                 self.reads.read_generator(args, kwargs, reads, names)
-            if expected is not None and not is_functional and phase != "optimizer" and not plan.is_overwrite:
-                was_changed = self.witness.has_changed(written_arguments(plan, args, kwargs))
+            if not is_functional and (expected is not None or self.late.is_used):
+                written = written_arguments(plan, args, kwargs)
+                if expected is not None and phase != "optimizer" and not plan.is_overwrite:
+                    was_changed = self.witness.has_changed(written)
+                if self.late.is_used:
+                    self.late.before_write(written)
             if self.keeper is not None:
                 kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs)
             out = plan.call(*args, **kwargs)
@@ -266,10 +288,10 @@ class Recorder:
                 if slot.is_raw and output.is_cpu and (address := output.data_ptr()):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
-                    digests.append(digest_output(output))
+                    digests.append(self.late.digest(len(digests), output, slot))
                 indices.append(slot.index)
             else:
-                self._append_special(output, is_fresh=is_functional)
+                append_special(self, output, is_fresh=is_functional)
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
@@ -279,7 +301,7 @@ class Recorder:
     def append(self, tensor: Tensor) -> LayoutSlot:
         """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
         slot = self.layouts.of(tensor)
-        self.digests.append(digest_as_laid_out(tensor, slot))
+        self.digests.append(self.late.digest(len(self.digests), tensor, slot))
         self.layout_indices.append(slot.index)
         return slot
 
@@ -287,27 +309,6 @@ class Recorder:
         """Append a site whose 64 bits are known."""
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
-
-    def _append_special(self, output: Any, *, is_fresh: bool) -> None:
-        """Append a number, or a tensor that is not an ordinary strided one.
-
-        A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
-        """
-        if not isinstance(output, Tensor):
-            bits, tag = scalar_bits(output)
-            self.append_bits(bits, self.layouts.special(tag))
-            return
-        position = len(self.digests)
-        if not holds_data(output):
-            self.append_bits(0, self.layouts.special("no data"))
-            return
-        self.append(output)
-        parts = list(parts_of(output)) if has_parts(output) else [output]
-        for part in parts:
-            if not (is_fresh and part.untyped_storage()._cdata in self.ledger.writers):
-                self.ledger.write(part, position)
-        if not parts:
-            self.ledger.write_whole(output, position)
 
     def let_through(
         self,

@@ -3,17 +3,20 @@
 An op whose output differs while everything it read agrees would be called the origin. But a raw kernel, NumPy or
 another thread may have written what it read, unseen. So when an output differs from the reference, the inputs that are
 still alive are digested again and compared with what their writers had left; a difference makes ``is_origin`` null.
+Where digests are known at the step's end only, so is what differs: then what is still alive of the inputs is looked at.
 """
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from det_callbacks.digest import digest_memory
+from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, value_of
 from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.components import has_parts
-from det_callbacks.trace.layouts import digest_as_laid_out
 from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.program import Program
 from det_callbacks.trace.steps import Expectation
 from det_callbacks.trace.storages import PartialWrites, region_of
 
@@ -54,9 +57,11 @@ class Witness:
             kwargs: of the call.
             was_changed: what ``has_changed`` said, before the call, of the arguments that it wrote.
         """
-        digests = self._recorder.digests
+        digests, late = self._recorder.digests, self._recorder.late.bits
         positions = range(first, len(digests))
-        if not expected.checks_left or not any(expected.differs(position, digests[position]) for position in positions):
+        if not expected.checks_left or not any(
+            position not in late and expected.differs(position, digests[position]) for position in positions
+        ):
             return
         expected.checks_left -= 1
         written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
@@ -67,6 +72,40 @@ class Witness:
         if was_changed or self.has_changed(read):
             expected.unseen_writes.update(positions)
 
+    def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
+        """Do the same at the end of a step for the sites whose digests are known only then.
+
+        What they read is looked at where it is alive still, and no recorded site has written it since.
+
+        Args:
+            expected: the reference's digests; the finding is noted in it.
+            program: of the step.
+            late: positions of these sites.
+        """
+        recorder = self._recorder
+        differing = [at for at in sorted(late) if expected.differs(at, recorder.digests[at])][: expected.checks_left]
+        inputs = {at: program.sites[at].inputs for at in differing if program.sites[at].role == "output"}
+        changed = self._changed_since({writer for writers in inputs.values() for writer in writers})
+        expected.unseen_writes.update(at for at, writers in inputs.items() if not changed.isdisjoint(writers))
+
+    def _changed_since(self, wanted: Set[int]) -> set[int]:
+        """Return the sites among these whose bytes, as far as they are alive, are others now."""
+        recorder = self._recorder
+        queues = LateDigests()
+        found: list[tuple[int, Bits]] = []
+        for address, writer in recorder.ledger.writers.items():
+            if writer.__class__ is not int or writer not in wanted:
+                continue
+            left = recorder.layouts.at(recorder.layout_indices[writer])
+            # the ledger holds a weak reference to it; torch 2.13: None where it is gone
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
+                bits = queues.add(storage, 0, left.num_bytes)
+                if bits is not None:
+                    found.append((writer, bits))
+        known = queues.finish()
+        return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
+
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder
         if has_parts(tensor):
@@ -74,19 +113,19 @@ class Witness:
         writer = recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
         if isinstance(writer, PartialWrites):
             return self._is_part_changed(tensor, writer)
-        if writer is None:
+        if writer is None or writer in recorder.late.bits:
             return False
         slot = recorder.layouts.of(tensor)
         left = recorder.layouts.at(recorder.layout_indices[writer])
         if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
             return False
-        return digest_as_laid_out(tensor, slot) != recorder.digests[writer]
+        return digest_output(tensor) != recorder.digests[writer]
 
     def _is_part_changed(self, tensor: Tensor, known: PartialWrites) -> bool:
         """Return whether bytes without holes, which one site wrote, are others now; the rest cannot be told."""
         recorder = self._recorder
         storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":
+        if not tensor.is_cpu:
             return False
         for region, writer in known.untouched(region_of(tensor)):
             left = recorder.layouts.at(recorder.layout_indices[writer])

@@ -31,6 +31,9 @@ class Watcher(Protocol):
     def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
         """Run a graph of which nothing is known but its inputs; return what ``call()`` returns."""
 
+    def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Note that one of inductor's Triton kernels is about to be launched."""
+
     def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Note that one of inductor's Triton kernels was launched."""
 
@@ -138,6 +141,8 @@ class Watchers:
 
         @wraps(run_kernel)
         def launched(kernel: Any, *args: Any, **options: Any) -> Any:
+            for watcher in self.open:
+                watcher.before_kernel(kernel, args)
             result = run_kernel(kernel, *args, **options)
             if not options.get("benchmark_run"):
                 for watcher in self.open:

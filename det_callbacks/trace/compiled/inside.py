@@ -4,13 +4,13 @@ What they wrote follows from the region's inputs and its row of role "graph": in
 region can be told to be the origin.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from det_callbacks.digest import Bits
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.tree import Context, Event, module_of, scalar_bits
@@ -38,7 +38,7 @@ class Inside:
     context: Context
     reads: tuple[int, ...]
     source: tuple[str, ...]
-    digests: "array[int]"
+    digests: list[Bits]
 
     def record(self, recorder: "Recorder", func: object, name: str, outputs: Sequence[Any]) -> None:
         """Make the rows of a call.
@@ -79,7 +79,7 @@ class Inside:
             else:
                 bits, tag = scalar_bits(output)
                 recorder.append_bits(bits, recorder.layouts.special(tag))
-            self.digests.append(recorder.digests[-1])
+            self.digests.append(recorder.late.bits_of(recorder.num_sites - 1, recorder.digests))
 
 
 def written_by_kernel(kernel: Any, args: Sequence[Any]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from det_callbacks.trace.calls import written_by_call
+from det_callbacks.trace.calls import written_arguments, written_by_call
 from det_callbacks.trace.collective_calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
@@ -117,6 +117,7 @@ class CompiledRegions:
             return call()
         phase, context = self._place()
         if not self._recorder.selects(phase, context):
+            self._recorder.late.flush()
             return call()
         graph = self._earlier.get(len(inputs))
         if graph is None:
@@ -145,6 +146,8 @@ class CompiledRegions:
             recorder.passing.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         mark = recorder.num_sites
+        if recorder.late.is_used and not plan.is_functional:
+            recorder.late.before_write(written_arguments(plan, args, kwargs))
         phase, context = inside.phase, inside.context
         keeper = recorder.keeper
         kept = None
@@ -167,6 +170,11 @@ class CompiledRegions:
         self.num_digested += 1
         return out
 
+    def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
+        """Have the device read what a kernel of inductor's is about to overwrite."""
+        if self.step is not None and self._recorder.late.is_used:
+            self._recorder.late.before_write(written_by_kernel(kernel, args))
+
     def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Record what a kernel of inductor's wrote, which has been launched."""
         inside = self.inside.get(get_ident())
@@ -179,6 +187,7 @@ class CompiledRegions:
 
     def _start(self, rows: RegionRows) -> None:
         """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
+        self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
         if not rows.graph.is_transparent:
             self.opaque.add(rows.graph.region)
             self.inside[get_ident()] = Inside(
@@ -235,6 +244,7 @@ class CompiledRegions:
 
     def _unselected(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
+        self._recorder.late.flush()
         versions = [version_of(value) for value in args]
         outputs = call(*args)
         written = [value for value, before in zip(args, versions, strict=True) if version_of(value) != before]

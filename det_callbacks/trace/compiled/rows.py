@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest import digest_bytes
+from det_callbacks.digest import Bits, digest_bytes, digest_output
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import input_row, source_of
 from det_callbacks.trace.collective_calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.layouts import digest_as_laid_out
 from det_callbacks.trace.names import has_place
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.tree import Context, Event, arguments_json, module_of, scalar_bits
@@ -77,7 +76,7 @@ class RegionRows:
         self._reads: tuple[int, ...] = ()
         self.reads_of_inner: tuple[int, ...] = ()
         """What an op inside an opaque region follows from: the graph, and the inputs but the parameters."""
-        self.inner = array("Q")
+        self.inner: list[Bits] = []
         """Digests of what the ops inside an opaque region gave."""
 
     def enter(self, args: Sequence[Any]) -> None:
@@ -221,9 +220,9 @@ class RegionRows:
                 source=source,
             ),
         )
-        recorder.append_bits(digest_bytes(self.inner.tobytes()), recorder.layouts.none)
+        recorder.append_bits(recorder.late.derive(position, self.inner, _joined), recorder.layouts.none)
         self._reads += (position,)
-        self.inner = array("Q")
+        self.inner = []
 
     def _row_of_input(
         self, index: int, num_inputs: int, names: Sequence[str | None], inputs: tuple[int, ...], source: tuple[str, ...]
@@ -297,25 +296,31 @@ class RegionRows:
 
         Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
         """
-        recorder = self._recorder
         written: list[tuple[str | None, Tensor]] = []
         for entered in self._entered:
             value = entered.value
             if not isinstance(value, Tensor):
                 continue
             is_told = version_of(value) != entered.version
-            is_other = (
-                not is_told
-                and (self._may_write_parameters or not isinstance(value, nn.Parameter))
-                and (digest_as_laid_out(value, recorder.layouts.of(value)) != recorder.digests[entered.position])
-            )
-            if is_told or is_other:
+            may_be = self._may_write_parameters or not isinstance(value, nn.Parameter)
+            if is_told or (may_be and self._is_other(entered, value)):
                 written.append((self._name(entered), value))
         return written
+
+    def _is_other(self, entered: "_Entered", value: Tensor) -> bool:
+        """Return whether an input has other bits now; on a device that computes digests, whether it may have."""
+        recorder = self._recorder
+        if entered.position in recorder.late.bits:
+            return self._may_write_parameters or entered.known.path is not None
+        return digest_output(value) != recorder.digests[entered.position]
 
     def _writers(self, value: Tensor) -> list[int]:
         ledger = self._recorder.ledger
         return sorted({writer for part in parts_with_memory(value) for writer in ledger.writers_of(part)})
+
+
+def _joined(digests: list[int]) -> int:
+    return digest_bytes(array("Q", digests).tobytes())
 
 
 def version_of(value: Any) -> int:

@@ -1,0 +1,191 @@
+"""Sites whose digests a device computes: asked for in the step, known at its end.
+
+A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
+write, or lets something unseen write, says so first. Python may free a storage behind the back of every mode
+(``resize_(0)``, as FSDP does with what it gathered): until the step ends, ``torch.UntypedStorage.resize_`` is wrapped.
+"""
+
+import functools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from det_callbacks.digest import (
+    Bits,
+    Derived,
+    LateBits,
+    LateDigests,
+    digest_memory,
+    output_bits,
+    tensor_bits,
+    unobserved,
+    value_of,
+)
+from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.layouts import LayoutSlot
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+class LateSites:
+    """The sites of one step after the other that get their digests late, each with 0 in its place until then.
+
+    Attributes:
+        is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
+        bits: position of a site -> what it will be.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.bits: dict[int, Bits] = {}
+        self._digests = LateDigests()
+        self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
+
+    def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
+        """Return the digest of a tensor, in memory order where it is dense; 0 where it is late.
+
+        Args:
+            position: of the site that it is for.
+            tensor: any with data.
+            slot: its layout.
+        """
+        if slot.is_raw and tensor.__class__ in _PLAIN and not tensor.is_neg():
+            storage = tensor.untyped_storage()
+            if tensor.is_cpu:
+                if storage.nbytes() >= slot.num_bytes:
+                    return digest_memory(tensor.data_ptr(), slot.num_bytes)
+            else:
+                first = tensor.storage_offset() * tensor.element_size()
+                if storage.nbytes() >= first + slot.num_bytes:
+                    bits = self._digests.add(storage, first, slot.num_bytes)
+                    if bits is not None:
+                        return self.later(position, bits)
+        return self.later(position, output_bits(tensor, self._digests))
+
+    def digest_row_major(self, position: int, tensor: Tensor) -> int:
+        """Return the digest of a tensor in row-major order; 0 where it is late."""
+        return self.later(position, tensor_bits(tensor, self._digests))
+
+    def computes_on(self, device: torch.device) -> bool:
+        """Return whether a device computes digests."""
+        return self._digests.computes_on(device)
+
+    def digest_rows(self, tensor: Tensor) -> list[Bits]:
+        """Return the digest of each row (dimension 0) of a tensor of a device that computes digests."""
+        with unobserved(), torch.no_grad():
+            rows = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            return [tensor_bits(row, self._digests) for row in rows]
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the host that may be read once the step has ended."""
+        return self._digests.fetch(tensor)
+
+    def ask(self, parts: Sequence[Bits], then: Callable[[list[int]], None]) -> None:
+        """Have a function called with digests when they are known, if the step comes to its end."""
+        self._note_use()
+        self._asked.append((parts, then))
+
+    def derived(self, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> Bits:
+        """Return late bits that are computed from others."""
+        return Derived(parts, combine)
+
+    def derive(self, position: int, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> int:
+        """Return what is computed from other bits; 0 where some of them are late."""
+        known = [part for part in parts if isinstance(part, int)]
+        return combine(known) if len(known) == len(parts) else self.later(position, Derived(parts, combine))
+
+    def bits_of(self, position: int, digests: "array[int]") -> Bits:
+        """Return the digest of a site, late or not."""
+        bits = self.bits.get(position)
+        return digests[position] if bits is None else bits
+
+    def take_over(self, position: int, other: int, digests: "array[int]") -> int:
+        """Return the digest of another site for a new one that holds the same bytes; 0 where it is late."""
+        return self.later(position, self.bits_of(other, digests))
+
+    def before_write(self, tensors: Iterable[Tensor]) -> None:
+        """Have the device read what waits, if any of it lies in memory that is about to change."""
+        for tensor in tensors:
+            for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
+                self._digests.before_write(part.untyped_storage())
+
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        """Have the device read what waits, if any of it lies in memory that is about to be freed."""
+        self._digests.before_write(storage)
+
+    def flush(self) -> None:
+        """Have the device read all that waits: something may write that says nothing."""
+        if self.is_used:
+            self._digests.flush()
+
+    def roll_back(self, mark: int) -> None:
+        """Drop the sites from a position on."""
+        while self.bits and next(reversed(self.bits)) >= mark:
+            self.bits.popitem()
+
+    def settle(self, digests: "array[int]") -> frozenset[int]:
+        """Wait for the devices and put the digests in their places; return these."""
+        if not self.is_used:
+            return frozenset()
+        known = self._digests.finish()
+        for position, bits in self.bits.items():
+            digests[position] = value_of(bits, known)
+        for parts, then in self._asked:
+            then([value_of(part, known) for part in parts])
+        settled = frozenset(self.bits)
+        self._end()
+        return settled
+
+    def discard(self) -> None:
+        """Drop what waits, at the end of a step."""
+        if self.is_used:
+            self._digests.discard()
+        self._end()
+
+    def later(self, position: int, bits: Bits) -> int:
+        """Return bits that are known; note others for a site, and return 0."""
+        if not isinstance(bits, LateBits):
+            return bits
+        self.bits[position] = bits
+        self._note_use()
+        return 0
+
+    def _note_use(self) -> None:
+        if not self.is_used or self not in _WATCHING:
+            self.is_used = True
+            _watch(self)
+
+    def _end(self) -> None:
+        self.bits.clear()
+        self._asked.clear()
+        _unwatch(self)
+
+
+_WATCHING: list[LateSites] = []
+"""Those of steps under way that a device computes digests for."""
+
+_Storage: Any = torch.UntypedStorage
+_resize = _Storage.resize_  # of a base class in C: what is put over it is taken away again
+
+
+@functools.wraps(_resize)
+def _resize_watched(storage: torch.UntypedStorage, *args: Any) -> Any:
+    for late in _WATCHING:
+        late.before_resize(storage)
+    return _resize(storage, *args)
+
+
+def _watch(late: LateSites) -> None:
+    if not _WATCHING:
+        _Storage.resize_ = _resize_watched
+    _WATCHING.append(late)
+
+
+def _unwatch(late: LateSites) -> None:
+    if late in _WATCHING:
+        _WATCHING.remove(late)
+        if not _WATCHING:
+            del _Storage.resize_
