@@ -1,14 +1,12 @@
 """Sites whose digests a device computes: asked for in the step, known at its end.
 
 A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
-write, or lets something unseen write, says so first. Python may free a storage behind the back of every mode
-(``resize_(0)``, as FSDP does with what it gathered): until the step ends, ``torch.UntypedStorage.resize_`` is wrapped.
+write, or lets something unseen write, says so first. What gets at memory past every mode is watched until the step
+ends.
 """
 
-import functools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +24,8 @@ from det_callbacks.digest import (
 )
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
+from det_callbacks.trace.memory_watch import unwatch, watch
+from det_callbacks.trace.names import address_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -33,13 +33,21 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 class LateSites:
     """The sites of one step after the other that get their digests late, each with 0 in its place until then.
 
+    Args:
+        on_access: called with a storage that is freed or handed out past every mode.
+
     Attributes:
         is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
+        is_told: whether what is about to be written is told in another way, so that memory may be handed out.
+        is_watching: whether it is told of memory that is handed out or freed.
         bits: position of a site -> what it will be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_access: Callable[[torch.UntypedStorage], None]) -> None:
+        self._on_access = on_access
         self.is_used = False
+        self.is_told = False
+        self.is_watching = False
         self.bits: dict[int, Bits] = {}
         self._digests = LateDigests()
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
@@ -56,10 +64,11 @@ class LateSites:
             storage = tensor.untyped_storage()
             if tensor.is_cpu:
                 if storage.nbytes() >= slot.num_bytes:
-                    return digest_memory(tensor.data_ptr(), slot.num_bytes)
+                    return digest_memory(address_of(tensor), slot.num_bytes)
             else:
                 first = tensor.storage_offset() * tensor.element_size()
-                if storage.nbytes() >= first + slot.num_bytes:
+                # an efficient zero tensor has no memory
+                if storage.nbytes() >= first + slot.num_bytes and address_of(tensor):
                     bits = self._digests.add(storage, first, slot.num_bytes)
                     if bits is not None:
                         return self.later(position, bits)
@@ -112,9 +121,11 @@ class LateSites:
             for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
                 self._digests.before_write(part.untyped_storage())
 
-    def before_resize(self, storage: torch.UntypedStorage) -> None:
-        """Have the device read what waits, if any of it lies in memory that is about to be freed."""
-        self._digests.before_write(storage)
+    def before_access(self, storage: torch.UntypedStorage) -> None:
+        """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
+        if not self.is_told:
+            self._digests.before_write(storage)
+            self._on_access(storage)
 
     def flush(self) -> None:
         """Have the device read all that waits: something may write that says nothing."""
@@ -154,38 +165,13 @@ class LateSites:
         return 0
 
     def _note_use(self) -> None:
-        if not self.is_used or self not in _WATCHING:
-            self.is_used = True
-            _watch(self)
+        if not self.is_watching:
+            self.is_used = self.is_watching = True
+            watch(self)
 
     def _end(self) -> None:
         self.bits.clear()
         self._asked.clear()
-        _unwatch(self)
-
-
-_WATCHING: list[LateSites] = []
-"""Those of steps under way that a device computes digests for."""
-
-_Storage: Any = torch.UntypedStorage
-_resize = _Storage.resize_  # of a base class in C: what is put over it is taken away again
-
-
-@functools.wraps(_resize)
-def _resize_watched(storage: torch.UntypedStorage, *args: Any) -> Any:
-    for late in _WATCHING:
-        late.before_resize(storage)
-    return _resize(storage, *args)
-
-
-def _watch(late: LateSites) -> None:
-    if not _WATCHING:
-        _Storage.resize_ = _resize_watched
-    _WATCHING.append(late)
-
-
-def _unwatch(late: LateSites) -> None:
-    if late in _WATCHING:
-        _WATCHING.remove(late)
-        if not _WATCHING:
-            del _Storage.resize_
+        if self.is_watching:
+            self.is_watching = False
+            unwatch(self)

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from det_callbacks.trace.components import has_parts, holds_data
 
+address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
+"""``data_ptr``, past whoever watches who asks for it (``det_callbacks.trace.memory_watch``)."""
+
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 
 Place = tuple[int, int]
@@ -76,4 +79,4 @@ def has_place(value: object) -> TypeGuard[Tensor]:
 
 def place_of(tensor: Tensor) -> Place:
     """Return where an ordinary strided tensor lies."""
-    return tensor.untyped_storage()._cdata, tensor.data_ptr()
+    return tensor.untyped_storage()._cdata, address_of(tensor)

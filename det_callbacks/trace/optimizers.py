@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from det_callbacks.trace.dispatch import runs_uncompiled
+
 
 class HasPhase(Protocol):
     """What keeps the phase of what runs outside a backward pass."""
@@ -59,6 +61,7 @@ class OptimizerPhases:
             handle.remove()
         self._handles = []
 
+    @runs_uncompiled
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -79,6 +82,7 @@ class OptimizerPhases:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
+    @runs_uncompiled
     def _after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._outer:
             self._owner.phase = self._outer.pop()

@@ -41,8 +41,11 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.batch_norm_update_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    # declared, but left as it was allocated where there is no training
+    "aten.rrelu_with_noise": ("noise",),
+    "aten.rrelu_with_noise_": ("noise",),
 }
-"""Op -> arguments it writes although its schema does not say so."""
+"""Op -> arguments it writes although its schema does not say so, or only when ``training`` is true."""
 
 OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
@@ -150,8 +153,8 @@ class OpPlan:
         sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
         fresh_returns: indices of the returns that alias no argument.
         returns_one: the op has one return, which may itself be a list of tensors.
-        hidden_writes: names among ``writes`` that the schema does not declare; where there is an argument
-            ``training``, they are written only when it is true.
+        hidden_writes: names among ``writes`` that the schema does not declare, or declares always; where there is an
+            argument ``training``, they are written only when it is true.
         is_overwrite: the written argument is not read.
         is_plain: a tensor that it returns is digested as it is.
         opaque_outputs: indices of returned tensors that are not digested.

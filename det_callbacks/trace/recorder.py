@@ -69,7 +69,6 @@ class Recorder:
         self.keeper: TensorKeeper | None = None
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
-        self.late = LateSites()
         self._phase = "other"
         self.tree = ProgramTree()
         self.layouts = LayoutTable()
@@ -81,6 +80,7 @@ class Recorder:
         self.passing = Passing(self)
         self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
+        self.late = LateSites(self.witness.note_access)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
@@ -114,6 +114,7 @@ class Recorder:
         self._expected = expected
         self.tree.expected = () if expected is None else expected.programs
         self.passing.clear()
+        self.witness.begin()
         self.compiled.begin()
         self._num_digested = 0
 

@@ -33,6 +33,19 @@ class Witness:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
+        self._handed_out: dict[int, int] = {}
+        """Site -> the last one before the memory that it wrote was handed out."""
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._handed_out.clear()
+
+    def note_access(self, storage: torch.UntypedStorage) -> None:
+        """Note that memory was handed out past every mode: what is recorded there may be written from now on."""
+        known = self._recorder.ledger.writers.get(storage._cdata)
+        writers = [known] if isinstance(known, int) else [at for _, at in known.writes] if known is not None else []
+        for writer in writers:
+            self._handed_out.setdefault(writer, self._recorder.num_sites - 1)
 
     def has_changed(self, tensors: list[Tensor]) -> bool:
         """Return whether one of them is not what the recorded site that wrote it had left."""
@@ -75,21 +88,26 @@ class Witness:
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
 
-        What they read is looked at where it is alive still, and no recorded site has written it since.
+        What they read is looked at where it is alive still, and no recorded site has written it since. Where it is not,
+        it counts as changed when its memory had been handed out (``det_callbacks.trace.memory_watch``).
 
         Args:
             expected: the reference's digests; the finding is noted in it.
             program: of the step.
             late: positions of these sites.
         """
-        recorder = self._recorder
-        differing = [at for at in sorted(late) if expected.differs(at, recorder.digests[at])][: expected.checks_left]
-        inputs = {at: program.sites[at].inputs for at in differing if program.sites[at].role == "output"}
-        changed = self._changed_since({writer for writers in inputs.values() for writer in writers})
-        expected.unseen_writes.update(at for at, writers in inputs.items() if not changed.isdisjoint(writers))
+        sites, digests = program.sites, self._recorder.digests
+        differing = [at for at in sorted(late) if sites[at].role == "output" and expected.differs(at, digests[at])]
+        differing = differing[: expected.checks_left]
+        expected.checks_left -= len(differing)
+        same, changed = self._alive({writer for at in differing for writer in sites[at].inputs})
+        for at in differing:
+            handed_out = {writer for writer in sites[at].inputs if self._handed_out.get(writer, at) < at} - same
+            if handed_out or not changed.isdisjoint(sites[at].inputs):
+                expected.unseen_writes.add(at)
 
-    def _changed_since(self, wanted: Set[int]) -> set[int]:
-        """Return the sites among these whose bytes, as far as they are alive, are others now."""
+    def _alive(self, wanted: Set[int]) -> tuple[set[int], set[int]]:
+        """Return those of some sites whose bytes are still there and the same, and those that have others now."""
         recorder = self._recorder
         queues = LateDigests()
         found: list[tuple[int, Bits]] = []
@@ -104,7 +122,8 @@ class Witness:
                 if bits is not None:
                     found.append((writer, bits))
         known = queues.finish()
-        return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
+        changed = {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
+        return {writer for writer, _ in found} - changed, changed
 
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder

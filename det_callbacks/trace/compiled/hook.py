@@ -34,6 +34,9 @@ class Watcher(Protocol):
     def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Note that one of inductor's Triton kernels is about to be launched."""
 
+    def after_kernel(self) -> None:
+        """Note that its launch has returned, or raised."""
+
     def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Note that one of inductor's Triton kernels was launched."""
 
@@ -143,7 +146,11 @@ class Watchers:
         def launched(kernel: Any, *args: Any, **options: Any) -> Any:
             for watcher in self.open:
                 watcher.before_kernel(kernel, args)
-            result = run_kernel(kernel, *args, **options)
+            try:
+                result = run_kernel(kernel, *args, **options)
+            finally:
+                for watcher in self.open:
+                    watcher.after_kernel()
             if not options.get("benchmark_run"):
                 for watcher in self.open:
                     watcher.run_kernel(kernel, args)

@@ -171,9 +171,15 @@ class CompiledRegions:
         return out
 
     def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Have the device read what a kernel of inductor's is about to overwrite."""
-        if self.step is not None and self._recorder.late.is_used:
-            self._recorder.late.before_write(written_by_kernel(kernel, args))
+        """Have the device read what a kernel of inductor's is about to overwrite, and nothing else it is given."""
+        late = self._recorder.late
+        if self.step is not None and late.is_used:
+            late.before_write(written_by_kernel(kernel, args))
+            late.is_told = True
+
+    def after_kernel(self) -> None:
+        """Note that the launch is over."""
+        self._recorder.late.is_told = False
 
     def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Record what a kernel of inductor's wrote, which has been launched."""

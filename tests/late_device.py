@@ -1,0 +1,111 @@
+"""A device that yields digests only when it is waited for: the host's memory, seen as if it were another's.
+
+Within ``late_device()`` every tensor says that it is not on the CPU, and the package has its digests computed by
+``LateDevice``: it reads memory when a launch is due, as a GPU's stream would, and yields at ``collect``. Whoever
+collects within a step, or has a tensor's elements come to the host there, is noted.
+"""
+
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from det_callbacks.digest import digest_memory, late
+from det_callbacks.digest.device import Choice, bytes_of
+from det_callbacks.digest.queue import Span
+from det_callbacks.trace.late_sites import LateSites
+
+_FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
+
+
+class LateDevice:
+    """See ``det_callbacks.digest.queue.DeviceDigest``.
+
+    Args:
+        mask: differs from 0 where a late digest is to be told from one that the host computed.
+    """
+
+    name = "a late device"
+
+    def __init__(self, mask: int = 0) -> None:
+        self.mask = mask
+        self.num_launched: list[int] = []
+        self.num_collected = 0
+        self.waits: list[str] = []
+        """Where something waited for the device within a step: must stay empty."""
+        self.num_steps = 0
+
+    def stream(self) -> Hashable:
+        return None
+
+    def launch(self, spans: Sequence[Span], stream: Hashable) -> list[torch.Tensor]:
+        self.num_launched.append(len(spans))
+        return [bytes_of(span).clone() for span in spans]
+
+    def collect(self, launched: Sequence[list[torch.Tensor]]) -> list[int]:
+        self.num_collected += 1
+        if self.num_steps:
+            self.waits.append("collect")
+        return [digest_memory(copy.data_ptr(), copy.nbytes) ^ self.mask for part in launched for copy in part]
+
+
+def _is_on_cpu(_: torch.Tensor) -> bool:
+    """Return what a tensor says: torch's own code goes on as on the CPU."""
+    return not sys._getframe(1).f_globals.get("__name__", "").startswith("det_callbacks.")
+
+
+_array_of = torch.Tensor.numpy
+
+
+def _numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Return the array that shares a tensor's memory, in the way that CuPy and others come to a device's."""
+    tensor.data_ptr()
+    return _array_of(tensor, **kwargs)
+
+
+@contextmanager
+def late_device(mask: int = 0) -> Iterator[LateDevice]:
+    """Have the package take all tensors for those of a device that yields digests at the end of a step."""
+    device = LateDevice(mask)
+    settle = LateSites.settle
+
+    def settling(sites: LateSites, *args: Any) -> Any:
+        before, device.num_steps = device.num_steps, 0
+        try:
+            return settle(sites, *args)
+        finally:
+            device.num_steps = before
+
+    with (
+        mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
+        mock.patch.object(torch.Tensor, "numpy", _numpy),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=device, reasons=())),
+        mock.patch.object(LateSites, "settle", settling),
+    ):
+        yield device
+
+
+@contextmanager
+def as_in_a_step(device: LateDevice) -> Iterator[None]:
+    """Note whatever of the package waits for the device in here, as ``set_sync_debug_mode("error")`` would raise."""
+    originals = {name: getattr(torch.Tensor, name) for name in _FETCHES}
+
+    def noting(name: str) -> Any:
+        def fetch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            module = caller.f_globals.get("__name__", "")
+            if module.startswith("det_callbacks.") and not module.startswith("det_callbacks.digest."):
+                device.waits.append(f"{module}:{caller.f_lineno} {name}")
+            return originals[name](tensor, *args, **kwargs)
+
+        return fetch
+
+    device.num_steps += 1
+    try:
+        with mock.patch.multiple(torch.Tensor, **{name: noting(name) for name in _FETCHES}):
+            yield
+    finally:
+        device.num_steps -= 1
