@@ -1,5 +1,6 @@
-"""Time, memory and disk of training steps: plain, and with something that watches every op."""
+"""Time, memory, disk and synchronisations of training steps: plain, and with something that watches every op."""
 
+import gc
 import json
 import statistics
 import subprocess
@@ -8,12 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.tensor  # DebugMode imports it; here, so that every process has it and memory can be compared
+from device import counted_synchronizations, torch_device, wait_for
 from models import Workload, make_workload
 from ours import Ours
 from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
@@ -29,6 +31,43 @@ class EmptyMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+COUNTED_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is trained, and where.
+
+    Attributes:
+        network: one of ``models.NETWORKS``.
+        optimizer: one of OPTIMIZERS.
+        compiler: a backend of torch.compile's; None for eager.
+        device: "cpu" or "cuda".
+        is_tiny: see ``make_workload``.
+    """
+
+    network: str
+    optimizer: str
+    compiler: str | None = None
+    device: str = "cpu"
+    is_tiny: bool = False
+
+    def workload(self) -> Workload:
+        return make_workload(self.network, self.compiler, device=torch_device(self.device), is_tiny=self.is_tiny)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step of one variant: what trains, and what is done when it has trained."""
+
+    train: Callable[[int], None]
+    end: Callable[[], None]
+
+    def __call__(self, number: int) -> None:
+        self.train(number)
+        self.end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +97,8 @@ def debug_mode(digest: str) -> AbstractContextManager[Any]:
 
 def make_steps(
     workload: Workload, optimizer: str, variants: Sequence[str], root: Path
-) -> tuple[dict[str, Callable[[int], None]], dict[str, Ours]]:
-    """Return for each variant a function that trains the step of a number, and what records the levels.
+) -> tuple[dict[str, Step], dict[str, Ours]]:
+    """Return for each variant what trains the step of a number, and what records the levels.
 
     All variants train the same network: none of them changes a bit of it.
     """
@@ -72,18 +111,18 @@ def make_steps(
         "DebugMode norm": lambda: debug_mode("norm"),
     }
 
-    def watched(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[int], None]:
-        def step(number: int) -> None:
+    def watched(context: Callable[[], AbstractContextManager[Any]]) -> Step:
+        def train(number: int) -> None:
             batch = workload.batch(number)
             with context():
                 update.zero_grad()
                 workload.loss(batch).backward()
                 update.step()
 
-        return step
+        return Step(train=train, end=lambda: None)
 
-    def recorded(ours: Ours) -> Callable[[int], None]:
-        def step(number: int) -> None:
+    def recorded(ours: Ours) -> Step:
+        def train(number: int) -> None:
             batch = workload.batch(number)
             ours.start_step(batch)
             update.zero_grad()
@@ -91,9 +130,8 @@ def make_steps(
             ours.note_loss(loss)
             loss.backward()
             update.step()
-            ours.end_step()
 
-        return step
+        return Step(train=train, end=ours.end_step)
 
     steps = {
         variant: recorded(recorders[variant]) if variant in LEVELS else watched(contexts[variant])
@@ -103,24 +141,19 @@ def make_steps(
 
 
 def measure_time(
-    network: str,
-    optimizer: str,
-    variants: Sequence[str],
-    *,
-    rounds: int,
-    num_steps: int,
-    warm_up: int = 3,
-    compiler: str | None = None,
+    case: Case, variants: Sequence[str], *, rounds: int, num_steps: int, warm_up: int = 3
 ) -> dict[str, Times]:
-    """Return the times of each variant, measured in turns.
+    """Return the times of each variant, measured in turns; each step ends with a wait for the device.
 
     In each round every variant trains the same steps, one variant after the other, and the next round begins with
     the next variant. The ``warm_up`` steps of each variant come first and do not count: the optimizer makes its state
-    in the first of them, and a recording finds its program in the second.
+    in the first of them, Triton compiles, and a recording finds its program in the second.
     """
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    workload = case.workload()
+    device = workload.device
     with tempfile.TemporaryDirectory() as root:
-        steps, recorders = make_steps(make_workload(network, compiler), optimizer, variants, Path(root))
+        steps, recorders = make_steps(workload, case.optimizer, variants, Path(root))
         for step in steps.values():
             for number in range(warm_up):
                 step(number)
@@ -129,43 +162,67 @@ def measure_time(
             shift = turn % len(variants)
             for variant in (*variants[shift:], *variants[:shift]):
                 step = steps[variant]
+                wait_for(device)
                 start = time.perf_counter()
                 for number in range(first, first + num_steps):
                     step(number)
+                    wait_for(device)
                 seconds[variant].append((time.perf_counter() - start) / num_steps)
         for ours in recorders.values():
             ours.close()
     return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
 
 
-def measure_memory(
-    network: str, optimizer: str, variant: str, num_steps: int, compiler: str | None = None
-) -> dict[str, float]:
-    """Return what a process that trains this variant alone takes in memory and on disk.
+def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
+    """Return what a process that trains this variant alone takes in memory and on disk, and what of it waits.
 
     ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with the network made
-    and no step trained.
+    and no step trained; ``device_peak_growth_mib`` likewise of what is allocated on a CUDA device.
+    ``synchronizations`` are counted there in steps that come after: for each, those while it trains and those at its
+    end.
     """
+    workload = case.workload()
+    is_on_cuda = workload.device.type == "cuda"
     with tempfile.TemporaryDirectory() as root:
-        steps, recorders = make_steps(make_workload(network, compiler), optimizer, [variant], Path(root))
+        steps, recorders = make_steps(workload, case.optimizer, [variant], Path(root))
+        step = steps[variant]
         before = _resident_mib("VmRSS")
+        device_before = 0
+        if is_on_cuda:
+            torch.cuda.reset_peak_memory_stats(workload.device)
+            device_before = torch.cuda.memory_allocated(workload.device)
         for number in range(num_steps):
-            steps[variant](number)
-        result = {"peak_growth_mib": _resident_mib("VmHWM") - before}
+            step(number)
+        result: dict[str, Any] = {"peak_growth_mib": _resident_mib("VmHWM") - before}
+        if is_on_cuda:
+            peak = torch.cuda.max_memory_allocated(workload.device)
+            result["device_peak_growth_mib"] = (peak - device_before) / 2**20
+            result["synchronizations"] = [
+                count_synchronizations(step, number) for number in range(num_steps, num_steps + COUNTED_STEPS)
+            ]
         for ours in recorders.values():
             ours.close()
             result |= ours.figures()
     return result
 
 
-def measure_memory_apart(
-    network: str, optimizer: str, variant: str, num_steps: int, compiler: str | None = None
-) -> dict[str, float]:
+def count_synchronizations(step: Step, number: int) -> dict[str, int]:
+    """Return how often a step waits for the device while it trains, and at its end."""
+    with counted_synchronizations() as inside:
+        step.train(number)
+    with counted_synchronizations() as at_end:
+        step.end()
+    return {"inside": len(inside), "at_end": len(at_end)}
+
+
+def measure_memory_apart(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
     """Return ``measure_memory`` of a new process."""
-    command = [sys.executable, __file__, network, optimizer, variant, str(num_steps)]
-    command += [] if compiler is None else [compiler]
+    if case.device == "cuda":  # what the timed steps left is given back, for the new process to have it
+        gc.collect()
+        torch.cuda.empty_cache()
+    command = [sys.executable, __file__, json.dumps(asdict(case)), variant, str(num_steps)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, float] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
@@ -181,4 +238,4 @@ def _resident_mib(name: str) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_memory(*sys.argv[1:4], int(sys.argv[4]), *sys.argv[5:])))
+    print(json.dumps(measure_memory(Case(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))))

@@ -1,20 +1,27 @@
-"""Print what recording costs: time of a training step as a ratio to plain, peak of memory, and bytes on disk."""
+"""Print what recording costs: time of a training step as a ratio to plain, peak of memory, and bytes on disk.
+
+On a GPU also how often a step waits for it, and how fast digests are against a copy.
+"""
 
 import argparse
 import json
 import platform
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import OPTIMIZERS, VARIANTS, Times, measure_memory_apart, measure_time
-from models import NETWORKS
+from bandwidth import POOL_BYTES, SIZES_KIB, measure_bandwidth
+from device import describe, torch_device
+from measure import OPTIMIZERS, VARIANTS, Case, measure_memory_apart, measure_time
+from models import FLOAT32_NETWORKS, MIXED_NETWORKS, NETWORKS
+from tables import print_case, print_digests
+
+from det_callbacks.digest import device_choice
 
 # Steps that each variant trains in a round: enough to be timed, few enough to take turns often.
-STEPS = {"mlp": 50, "transformer": 1, "resnet": 2, "transformer-random-length": 2}
-
-WIDTHS = (11, 9, 10, 9, 7, 7, 14)
+STEPS = {"mlp": 50, "transformer": 1, "resnet": 2, "transformer-random-length": 2, "gpt2": 1, "resnet50": 1}
 
 
 def positive(text: str) -> int:
@@ -26,85 +33,116 @@ def positive(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="default: all")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: %(default)s")
     parser.add_argument(
-        "--optimizers", nargs="+", default=["plain"], choices=OPTIMIZERS, help="kinds of AdamW; default: plain"
+        "--networks",
+        nargs="*",
+        choices=NETWORKS,
+        help=f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else {' '.join(FLOAT32_NETWORKS)}",
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=OPTIMIZERS, help="kinds of AdamW; default: on cuda foreach, else plain"
     )
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
     parser.add_argument("--rounds", type=positive, default=7, help="turns of all variants; default: %(default)s")
     parser.add_argument("--steps", type=positive, help="steps of a variant in a round; default: 1 to 50 by network")
     parser.add_argument(
-        "--memory-steps", type=int, default=4, help="steps for memory and disk, 0 for none; default: %(default)s"
+        "--memory-steps",
+        type=int,
+        default=4,
+        help="steps for memory, disk and, on cuda, synchronisations, 0 for none; default: %(default)s",
     )
     parser.add_argument("--compile", metavar="BACKEND", help="compile the networks, all variants: inductor, aot_eager")
+    parser.add_argument(
+        "--tiny", action="store_true", help=f"{' and '.join(MIXED_NETWORKS)} so small that any machine trains them"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="*",
+        type=positive,
+        metavar="KIB",
+        help="digest tensors of so many KiB; none given: no digests; default: on cuda 1 KiB to 1 GiB, else none",
+    )
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     return parser
 
 
-def print_case(case: dict[str, Any], times: dict[str, Times]) -> None:
-    compiled = "" if case["compiler"] is None else f", compiled by {case['compiler']}"
-    print(f"\n{case['network']}{compiled}, AdamW {case['optimizer']}")
-    names = ("ms a step", "x plain", "MiB peak", "+ plain", "ops", "sites", "bytes a step")
-    print(" " * 22 + "".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
-    plain = case["variants"]["plain"].get("peak_growth_mib")
-    for variant, taken in times.items():
-        figures = case["variants"][variant]
-        cells = [f"{taken.median * 1e3:.2f}", f"{taken.ratio:.2f}"]
-        if plain is not None:
-            cells += [f"{figures['peak_growth_mib']:.0f}", f"{figures['peak_growth_mib'] - plain:.0f}"]
-        if "sites" in figures:
-            cells += [f"{figures[name]:,}" for name in ("ops", "sites", "bytes_a_step")]
-        print(f"{variant:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)))
-    if {"op", "DebugMode hash_tensor"} <= set(times):
-        share = (times["op"].ratio - 1) / (times["DebugMode hash_tensor"].ratio - 1)
-        print(f"level op adds {share:.2f} of the time that DebugMode with hash_tensor adds")
-    once = case["variants"].get("op", {})
-    if "num_layouts" in once:
-        print(
-            f"programs and layouts of level op, kept once: {once['num_programs']} and {once['num_layouts']}, "
-            f"{once['bytes_of_programs_and_layouts'] / 1e6:.2f} MB"
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options, with the defaults of the device; ends with status 2 where it is not there."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    is_on_cuda = options.device == "cuda"
+    if is_on_cuda and not torch.cuda.is_available():
+        parser.exit(
+            2,
+            f"{parser.prog}: --device cuda: torch {torch.__version__} finds no CUDA device here, so nothing was "
+            "measured. A GPU needs its driver and a build of torch with CUDA; --device cpu works without.\n",
         )
+    if options.networks is None:
+        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS)
+    if options.optimizers is None:
+        options.optimizers = ["foreach" if is_on_cuda else "plain"]  # what torch takes by itself on that device
+    if options.sizes is None:
+        options.sizes = list(SIZES_KIB) if is_on_cuda else []
+    return options
 
 
-def main() -> None:
-    options = make_parser().parse_args()
-    variants = ["plain", *(variant for variant in VARIANTS if variant in options.variants and variant != "plain")]
-    machine = {
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    machine: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "processor": platform.machine(),
         "python": platform.python_version(),
     }
+    if device.type == "cuda":
+        machine |= {**describe(device), "digests": str(device_choice(device))}
+    return machine
+
+
+def measure_case(case: Case, variants: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    num_steps = options.steps or STEPS[case.network]
+    times = measure_time(case, variants, rounds=options.rounds, num_steps=num_steps)
+    figures: dict[str, Any] = {
+        variant: {"ratio": taken.ratio, "median_seconds": taken.median, **asdict(taken)}
+        for variant, taken in times.items()
+    }
+    if options.memory_steps:
+        for variant in variants:
+            figures[variant] |= measure_memory_apart(case, variant, options.memory_steps)
+    return {**asdict(case), "variants": figures}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    device = torch_device(options.device)
+    variants = ["plain", *(variant for variant in VARIANTS if variant in options.variants and variant != "plain")]
+    machine = describe_machine(device)
     print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"; median of {options.rounds} rounds")
+    digests = [measure_bandwidth(device, size * 1024, rounds=options.rounds) for size in options.sizes]
+    if digests:
+        print_digests(digests)
     cases = []
     for network in options.networks:
         for optimizer in options.optimizers:
-            times = measure_time(
-                network,
-                optimizer,
-                variants,
-                rounds=options.rounds,
-                num_steps=options.steps or STEPS[network],
+            case = Case(
+                network=network,
+                optimizer=optimizer,
                 compiler=options.compile,
+                device=options.device,
+                is_tiny=options.tiny,
             )
-            case: dict[str, Any] = {
-                "network": network,
-                "optimizer": optimizer,
-                "compiler": options.compile,
-                "variants": {
-                    variant: {"ratio": taken.ratio, "median_seconds": taken.median, **asdict(taken)}
-                    for variant, taken in times.items()
-                },
-            }
-            if options.memory_steps:
-                for variant in variants:
-                    case["variants"][variant] |= measure_memory_apart(
-                        network, optimizer, variant, options.memory_steps, options.compile
-                    )
-            print_case(case, times)
-            cases.append(case)
+            cases.append(measure_case(case, variants, options))
+            print_case(cases[-1])
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "rounds": options.rounds, "cases": cases}, indent=1))
+        content = {
+            "machine": machine,
+            "rounds": options.rounds,
+            "pool_bytes": POOL_BYTES,
+            "digests": [one.figures() for one in digests],
+            "cases": cases,
+        }
+        options.json.write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

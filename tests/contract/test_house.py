@@ -40,10 +40,13 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
 
 # Recipes use public names; who measures or shows the engine itself says so here.
 PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
+    ("recipes/overhead/bandwidth.py", "det_callbacks.digest"): "measures the digests themselves",
+    ("recipes/overhead/bandwidth.py", "det_callbacks.digest.queue"): "likewise, without the wait for them",
     (
         "recipes/overhead/ours.py",
         "det_callbacks.trace.writer",
     ): "measures what a step leaves on disk",
+    ("recipes/overhead/run.py", "det_callbacks.digest"): "says how the device's digests were computed",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.peers"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.program"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.run_files"): "likewise",

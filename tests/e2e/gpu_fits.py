@@ -1,0 +1,142 @@
+"""Trainings of an image model with convolutions and attention on a GPU, also as a program: record PATH, verify PATH."""
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
+
+from det_callbacks import DeterminismCallback, DeterminismSettings, DivergenceError, enforce_determinism
+
+MIB = 1024 * 1024
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=2)
+        )
+        attended = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return x + gelu(self.project(attended))
+
+
+class ImageModel(LightningModule):
+    """Classifies images of 3 x 32 x 32.
+
+    Args:
+        width: of the 64 patches of an image.
+        does_wait: a step asks the device for a value.
+        fault_at: step in which the second block gives other bits.
+    """
+
+    def __init__(self, width: int = 64, *, does_wait: bool = False, fault_at: int | None = None) -> None:
+        super().__init__()
+        self.does_wait = does_wait
+        self.fault_at = fault_at
+        self.patches = nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.blocks = nn.Sequential(Attention(width), Attention(width))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.patches(images).flatten(2).transpose(1, 2))
+        if self.global_step == self.fault_at:
+            x = x * 1.5
+        return self.head(x.mean(1))
+
+    def training_step(self, batch: list[Tensor], _index: int) -> Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        if self.does_wait:
+            loss.item()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(
+    model: LightningModule, *callbacks: Callback, device: str = "cuda", num_steps: int = 4, batch_size: int = 16
+) -> pl.Trainer:
+    """Train a model in mixed precision, on batches that are the same in every fit."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(num_steps * batch_size, 3, 32, 32, generator=generator)
+    classes = torch.randint(10, (num_steps * batch_size,), generator=generator)
+    loader = DataLoader(TensorDataset(images, classes), batch_size=batch_size)
+    accelerator = {"cuda": "gpu", "cpu": "cpu"}[device]
+    trainer = quiet_trainer(*callbacks, accelerator=accelerator, devices=1, precision="bf16-mixed")
+    trainer.fit(model, loader)
+    return trainer
+
+
+class _SwitchOff(Callback):
+    def __init__(self, switch: Callable[[bool], None]) -> None:
+        self._switch = switch
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._switch(False)
+
+
+class _SwitchOn(Callback):
+    def __init__(self, switch: Callable[[bool], None], first_step: int) -> None:
+        self._switch = switch
+        self._first_step = first_step
+
+    def on_train_batch_start(self, _trainer: Any, _module: Any, _batch: Any, index: int) -> None:
+        if index >= self._first_step:
+            self._switch(True)
+
+
+def within_steps(switch: Callable[[bool], None], *callbacks: Callback, first_step: int = 0) -> list[Callback]:
+    """Return callbacks with a switch that is on after all of them began a step and off before any of them ends it."""
+    return [_SwitchOff(switch), *callbacks, _SwitchOn(switch, first_step)]
+
+
+def forbid_waiting(is_forbidden: bool) -> None:
+    """Make everything raise that torch knows to wait for a CUDA device, or allow it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
+        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
+
+
+def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
+    """Return the bytes by which the device's peak of a fit lies above what was allocated before it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fit(ImageModel(width), *callbacks, batch_size=batch_size)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Record or verify a fit under the default settings: MODE PATH [DEVICE [FAULT_AT]]."""
+    mode, path, device, fault_at = (*arguments, *("cuda", "")[len(arguments) - 2 :])
+    settings = DeterminismSettings(seed=0)
+    enforce_determinism(settings)
+    callback = DeterminismCallback(path, mode=mode, settings=settings)
+    model = ImageModel(fault_at=int(fault_at) if fault_at else None)
+    try:
+        fit(model, callback, device=device)
+    except DivergenceError as error:
+        print(error)
+        return error.exit_code
+    print(mode if callback.verdict is None else callback.verdict.verdict)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""A training on a GPU: level op waits for nothing inside a step, takes little memory, and a run repeats itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_fits import MIB, ImageModel, fit, forbid_waiting, peak_of_fit, within_steps
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # looked at in torch 2.13
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import DeterminismCallback, HashMode
+
+PROGRAM = Path(__file__).with_name("gpu_fits.py")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = LIGHTNING_ADVICE
+
+
+def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the program in a process of its own: CUBLAS_WORKSPACE_CONFIG is read once, by the first context."""
+    variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    path = os.pathsep.join([str(PROGRAM.parents[1]), str(PROGRAM.parents[2])])
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        cwd=folder,
+        env={**variables, "PYTHONPATH": path},
+    )
+
+
+def test_the_switch_encloses_the_training_and_nothing_of_the_callback(tmp_path: Path) -> None:
+    is_traced: list[tuple[bool, bool]] = []
+
+    def switch(is_on: bool) -> None:
+        is_traced.append((is_on, bool(_get_current_dispatch_mode_stack())))
+
+    ours = DeterminismCallback(tmp_path / "run", mode="record")
+    fit(ImageModel(8), *within_steps(switch, ours, first_step=1), device="cpu", num_steps=3, batch_size=2)
+    assert is_traced == [(False, True), *[(True, True), (False, True)] * 2]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["plain", "level op"])
+def test_nothing_waits_for_the_device_inside_a_step(tmp_path: Path, is_recorded: bool) -> None:
+    ours = [DeterminismCallback(tmp_path / "run", mode="record", level="op")] if is_recorded else []
+    try:
+        # in step 0 the kernels are compiled, and tried on the device before they are taken
+        fit(ImageModel(), *within_steps(forbid_waiting, *ours, first_step=1))
+    finally:
+        forbid_waiting(False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_wait_inside_a_step_is_noticed() -> None:
+    try:
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            fit(ImageModel(does_wait=True), *within_steps(forbid_waiting, first_step=1))
+    finally:
+        forbid_waiting(False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nothing_waits_without_a_trainer() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    images, classes = torch.randn(4, 3, 8, 8, device="cuda"), torch.arange(4, device="cuda")
+    mode = HashMode(model, level="op")
+    digests = []
+    for number in range(3):
+        mode.begin(batch=(images, classes))
+        forbid_waiting(number > 0)
+        try:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = cross_entropy(model(images), classes)
+            loss.backward()
+            optimizer.step()
+        finally:
+            forbid_waiting(False)
+        trace = mode.finish()
+        assert trace is not None
+        digests.append(tuple(int(digest) for digest in trace.digests))
+    assert len(digests[1]) == len(digests[2]) > 20
+    assert digests[1] != digests[2], "the weights changed"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_recording_takes_little_of_the_devices_memory(tmp_path: Path) -> None:
+    sizes = {"width": 256, "batch_size": 512}  # 16 MiB for each activation in bfloat16, hundreds of MiB in all
+    peak_of_fit(**sizes)  # workspaces that the libraries keep
+    plain = peak_of_fit(**sizes)
+    recorded = peak_of_fit(DeterminismCallback(tmp_path / "run", mode="record", level="op"), **sizes)
+    assert plain > 256 * MIB, "a training of which a copy would be noticed"
+    assert recorded - plain <= 128 * MIB, f"{(recorded - plain) / MIB:.0f} MiB more than {plain / MIB:.0f} MiB"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_recording_under_the_default_settings_matches(tmp_path: Path) -> None:
+    for mode, said in (("record", "record"), ("verify", "match")):
+        done = run(tmp_path, mode, tmp_path / "run")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == said
+    done = run(tmp_path, "verify", tmp_path / "run", "cuda", 2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Step 2, forward" in done.stdout
