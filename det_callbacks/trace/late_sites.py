@@ -7,6 +7,7 @@ ends.
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class LateSites:
         self.is_used = False
         self.is_told = False
         self.is_watching = False
+        self._is_in_op = False
         self.bits: dict[int, Bits] = {}
         self._digests = LateDigests()
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
@@ -125,7 +127,20 @@ class LateSites:
         """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
         if not self.is_told:
             self._digests.before_write(storage)
-            self._on_access(storage)
+            if not self._is_in_op:
+                self._on_access(storage)
+
+    def knows_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an op of which the schema says what it writes, though it hands memory to kernels itself."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer, self._is_in_op = self._is_in_op, True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._is_in_op = outer
+
+        return run
 
     def flush(self) -> None:
         """Have the device read all that waits: something may write that says nothing."""

@@ -392,5 +392,7 @@ class Recorder:
         plan = make_plan(func)
         if self.alerts is not None and self.alerts.may_warn(plan.base):
             plan = replace(plan, call=self.alerts.trap(plan.call))
+        if not plan.base.startswith("aten."):
+            plan = replace(plan, call=self.late.knows_of(plan.call))
         self._plans[id(func)] = plan
         return plan
