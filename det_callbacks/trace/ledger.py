@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Generator
 
+from det_callbacks.device_generators import is_capturing, used_generators
 from det_callbacks.digest import digest_bytes
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.generators import (
@@ -40,7 +41,7 @@ class Ledger:
         self._rows: list[tuple[str, str, int, str]] = []
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
-        """Note the states of all generators.
+        """Note the states of all generators; while a graph is captured, not those of devices.
 
         Args:
             point: where the run is.
@@ -52,9 +53,10 @@ class Ledger:
         add((point, TORCH_CPU, digest_generator(torch.default_generator), ""))
         if with_seeds:
             add((point, SEED + TORCH_CPU, _bits(torch.initial_seed()), ""))
-        if torch.cuda.is_initialized():
-            for index, generator in enumerate(torch.cuda.default_generators):
-                add((point, f"torch.cuda:{index}", digest_generator(generator), ""))
+        for device, generator in () if is_capturing() else used_generators():
+            add((point, device, digest_generator(generator), ""))
+            if with_seeds:
+                add((point, SEED + device, _bits(generator.initial_seed()), ""))
         for name, held in self.held.items():
             add((point, name, _digest_held(held), ""))
             if with_seeds and isinstance(held, Generator):
