@@ -153,6 +153,17 @@ def test_states_are_told_apart_by_seed_and_by_position(cuda: StandInDevices) -> 
     assert changed == [{"torch.cuda:3"}, {"torch.cuda"}]
 
 
+def test_a_step_begins_with_the_device_that_is_current_then(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = HashMode()
+    for current, expected in ((1, ["torch.cuda", "torch.cuda:3"]), (3, ["torch.cuda:1", "torch.cuda"])):
+        cuda.current = current
+        drawn_on(mode, cuda, monkeypatch, 1, 3)
+        found = [str(site.name) for site in mode.trace.program.sites if "cuda" in str(site.name)]
+        assert found == [*expected, *expected]
+
+
 def test_in_a_capture_nothing_is_read_and_no_origin_is_proven(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
