@@ -79,6 +79,11 @@ def is_capturing() -> bool:
     return torch.xpu.is_initialized() and torch.xpu.graphs.is_current_stream_capturing()
 
 
+def is_readable(generator: object) -> bool:
+    """Return whether the state of a generator, of any kind, can be read and set now."""
+    return not isinstance(generator, Generator) or generator.device.type == "cpu" or not is_capturing()
+
+
 def name_of(kind: str, index: int, homes: Homes) -> str:
     """Return the name of a device's generator; a kind that is used since ``homes`` was made gets its home now."""
     if kind not in homes:
@@ -90,7 +95,7 @@ def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator
     """Yield (name, generator) of the devices that the process has used.
 
     Of CUDA's: those with a context of this process, and its home. Of XPU's, which do not tell, all that it sees.
-    Their states can be read unless ``is_capturing()``. Costs some microseconds a device.
+    Not all can be read at all times: ``is_readable``. Costs some microseconds a device.
 
     Args:
         homes: of the process; None takes the current devices.

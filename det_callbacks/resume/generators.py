@@ -15,7 +15,7 @@ from det_callbacks.device_generators import (
     KINDS,
     current_index,
     default_generators,
-    is_capturing,
+    is_readable,
     set_default_state,
     used_generators,
 )
@@ -59,11 +59,8 @@ class GeneratorStates:
             NUMPY: _encode(np.random.get_state(legacy=False)),
             TORCH_CPU: _text(torch.get_rng_state().numpy().tobytes()),
         }
-        is_readable = not is_capturing()
-        for name, generator in used_generators():
-            states[name] = _read(generator) if is_readable else None
-        for name, one in (held or {}).items():
-            states[name] = _read(one)
+        for name, one in (*used_generators(), *(held or {}).items()):
+            states[name] = _read(one) if is_readable(one) else None
         return cls(states)
 
     def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
@@ -86,7 +83,7 @@ class GeneratorStates:
             elif name.startswith(_OF_DEVICES):
                 if state is None or not self._write_device(name, state):
                     missing.append(name)
-            elif held is not None and name in held:
+            elif state is not None and held is not None and name in held and is_readable(held[name]):
                 _write(held[name], state)
             else:
                 missing.append(name)

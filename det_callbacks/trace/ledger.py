@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Generator
 
-from det_callbacks.device_generators import is_capturing, used_generators
+from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import digest_bytes
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.generators import (
@@ -53,11 +53,9 @@ class Ledger:
         add((point, TORCH_CPU, digest_generator(torch.default_generator), ""))
         if with_seeds:
             add((point, SEED + TORCH_CPU, _bits(torch.initial_seed()), ""))
-        for device, generator in () if is_capturing() else used_generators():
-            add((point, device, digest_generator(generator), ""))
-            if with_seeds:
-                add((point, SEED + device, _bits(generator.initial_seed()), ""))
-        for name, held in self.held.items():
+        for name, held in (*used_generators(), *self.held.items()):
+            if not is_readable(held):
+                continue
             add((point, name, _digest_held(held), ""))
             if with_seeds and isinstance(held, Generator):
                 add((point, SEED + name, _bits(held.initial_seed()), ""))

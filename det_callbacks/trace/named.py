@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.device_generators import is_capturing, used_generators
+from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
@@ -44,9 +44,8 @@ def record_generators(recorder: Recorder) -> None:
         (NUMPY, digest_numpy_generator()),
         (TORCH_CPU, digest_generator(torch.default_generator)),
     ]
-    if not is_capturing():
-        homes = recorder.generators.homes
-        states += [(GeneratorName(name), digest_generator(one)) for name, one in used_generators(homes)]
+    devices = used_generators(recorder.generators.homes)
+    states += [(GeneratorName(name), digest_generator(one)) for name, one in devices if is_readable(one)]
     for name, bits in states:
         recorder.generators.read(name, recorder.num_sites)
         record_bits(recorder, "generator", "rng", name, bits, role="generator")

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.device_generators import is_capturing
+from det_callbacks.device_generators import is_readable
 from det_callbacks.digest import digest_memory
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.deliveries import IN_FLIGHT
@@ -154,11 +154,11 @@ class Reads:
         names.append(name)
         passed = generator if name.startswith(PASSED) else None
         self.row_edges.append(recorder.generators.read(name, position, passed))
-        if generator.device.type != "cpu" and is_capturing():
-            # what a graph draws from is known at its replays only; nothing that follows is proven an origin
-            recorder.append_bits(0, recorder.layouts.special("digest", (), IN_FLIGHT))
-        else:
+        if is_readable(generator):
             recorder.append_bits(digest_generator(generator), recorder.layouts.none)
+        else:
+            # what a captured graph draws from is known at its replays only: nothing that follows is proven an origin
+            recorder.append_bits(0, recorder.layouts.special("digest", (), IN_FLIGHT))
         reads.append(position)
 
     def by_output(

@@ -106,6 +106,25 @@ def test_a_default_generator_that_is_passed_goes_by_its_device(cuda: StandInDevi
     assert found == {"root.given": given}
 
 
+def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu, mac = [torch.Generator().manual_seed(index) for index in range(2)], torch.Generator()
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "default_generators", tuple(xpu))
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.xpu.graphs, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "_default_mps_generator", mac)
+    assert names() == ["torch.xpu:0", "torch.xpu", "torch.mps"]
+    states, held = stored(GeneratorStates.capture()), HeldState({})
+    before = [generator.get_state() for generator in (*xpu, mac)]
+    for put_back, expected in ((states.restore, []), (held.put_back, ["XPU's generators", "MPS's generators"])):
+        for generator in (*xpu, mac):
+            torch.rand(1, generator=generator)
+        assert put_back() == expected
+        now = [generator.get_state() for generator in (*xpu, mac)]
+        assert all(map(torch.equal, now, before))
+
+
 # what is recorded
 
 
@@ -172,11 +191,16 @@ def test_in_a_capture_nothing_is_read_and_no_origin_is_proven(
     drawn_on(mode, cuda, monkeypatch, 1)
     (row,) = [index for index, site in enumerate(mode.trace.program.sites) if "cuda" in str(site.name)]
     assert mode.trace.layout.entries[row].detail == IN_FLIGHT
+    ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
     ledger.mark("batch start", with_seeds=True)
     assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
-    states = stored(GeneratorStates.capture())
+    states = stored(GeneratorStates.capture(ledger.held))
     cuda.is_capturing = False
-    assert states.restore() == ["torch.cuda", "torch.cuda:3"]
+    unread = ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    assert states.restore(ledger.held) == unread
+    states = stored(GeneratorStates.capture(ledger.held))
+    cuda.is_capturing = True
+    assert states.restore(ledger.held) == unread
 
 
 def test_the_evidence_has_states_and_seeds_by_the_names_of_the_trace(cuda: StandInDevices) -> None:
