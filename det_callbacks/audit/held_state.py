@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch  # looked at in torch 2.13: hides what runs inside from open modes
 from torch.utils.data import DataLoader, Dataset
 
+from det_callbacks.device_generators import KeptStates, keep_states
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import StepNotRepeatableError
 
@@ -115,8 +116,11 @@ class HeldState:
         self._hold_by("Python's generator", random.getstate, random.setstate)
         self._hold_by("NumPy's generator", lambda: np.random.get_state(legacy=False), np.random.set_state)
         self._hold_by("torch's CPU generator", torch.get_rng_state, torch.set_rng_state)
-        if torch.cuda.is_initialized():
-            self._hold_by("CUDA's generators", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+        for kept in keep_states():
+            self._hold_device_generators(kept)
+
+    def _hold_device_generators(self, kept: KeptStates) -> None:
+        self._hold_by(f"{kept.kind.upper()}'s generators", kept.read, lambda _: kept.put_back())
 
     def _hold_by(self, name: str, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         before = read()

@@ -1,8 +1,8 @@
 """The proof that a resumed training is the training that was interrupted."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from det_callbacks.callback.loops import root_folder
 from det_callbacks.callback.restoring import PATIENCE_SECONDS, Resume
 from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
+from det_callbacks.device_generators import keep_states
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report import count
@@ -80,11 +81,10 @@ def prove_resume(
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
-    generators = GeneratorStates.capture()
     place = _Place(None if folder is None else Path(folder))
 
+    @_undrawn()
     def train(callback: DeterminismCallback, *others: pl.Callback, ckpt_path: str | None = None) -> None:
-        generators.restore()
         trainer = _make(make_trainer)
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             raise SelectionError(
@@ -99,40 +99,49 @@ def prove_resume(
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         trainer.fit(model, training, validation, ckpt_path=ckpt_path)
 
+    stop = _StopAfter(steps)
+    train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)
+    if stop.num_done < steps:
+        raise SelectionError(
+            f"The training ended after {stop.num_done} of {count(steps, 'step')}. Give its Trainer more "
+            "(max_epochs, max_steps), or ask for fewer steps."
+        )
+    reference, interrupted = place.folder / "reference", place.folder / "interrupted"
+    with suppress(TrainingInterruptedError):
+        place.interrupt = _Interrupt(stop_at)
+        train(DeterminismCallback("interrupted", mode="record", level=level, resume=resume), place.interrupt)
+    place.interrupt = None
+    _meet()  # all have written what is compared
+    before = compare_runs(reference, interrupted, steps="common")
+    if before.verdict != "match":
+        return before
+    resumed = DeterminismCallback("reference", current="resumed", resume=resume, require_digests=True)
     try:
-        stop = _StopAfter(steps)
-        train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)
-        if stop.num_done < steps:
-            raise SelectionError(
-                f"The training ended after {stop.num_done} of {count(steps, 'step')}. Give its Trainer more "
-                "(max_epochs, max_steps), or ask for fewer steps."
-            )
-        reference, interrupted = place.folder / "reference", place.folder / "interrupted"
-        with suppress(TrainingInterruptedError):
-            place.interrupt = _Interrupt(stop_at)
-            train(DeterminismCallback("interrupted", mode="record", level=level, resume=resume), place.interrupt)
-        place.interrupt = None
-        _meet()  # all have written what is compared
-        before = compare_runs(reference, interrupted, steps="common")
-        if before.verdict != "match":
-            return before
-        resumed = DeterminismCallback("reference", current="resumed", resume=resume, require_digests=True)
-        try:
-            train(resumed, _StopAfter(steps), ckpt_path=str(place.folder / CHECKPOINT))
-        except DivergenceError as error:
-            if error.verdict is None:
-                raise
-            return error.verdict
-        if resumed.verdict is None or resumed.verdict.coverage.steps is None:
-            raise NothingComparedError("The resumed training was not verified to its end.")
-        first = resumed.verdict.coverage.steps[0]
-        if first != stop_at:
-            raise NotResumableError(
-                f"The resumed training began with step {first}, and not with step {stop_at}.", (f"step {first}",)
-            )
-        return resumed.verdict
+        train(resumed, _StopAfter(steps), ckpt_path=str(place.folder / CHECKPOINT))
+    except DivergenceError as error:
+        if error.verdict is None:
+            raise
+        return error.verdict
+    if resumed.verdict is None or resumed.verdict.coverage.steps is None:
+        raise NothingComparedError("The resumed training was not verified to its end.")
+    first = resumed.verdict.coverage.steps[0]
+    if first != stop_at:
+        raise NotResumableError(
+            f"The resumed training began with step {first}, and not with step {stop_at}.", (f"step {first}",)
+        )
+    return resumed.verdict
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Put the process's generators back after a training, also those of devices that it was the first to use."""
+    generators, devices = GeneratorStates.capture(), keep_states()
+    try:
+        yield
     finally:
         generators.restore()
+        for kept in devices:  # by index: the Trainer may have made another device the current one
+            kept.put_back()
 
 
 def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:

@@ -289,7 +289,7 @@ class Restoring:
     def _restore_generators(self, state: ResumeState) -> None:
         missing = state.generators.restore(self._watch.held)
         if missing:
-            self._refuse([f"generators that a state was saved of are not there: {', '.join(missing)}"])
+            self._refuse([f"generators whose saved state cannot be put back, or are not there: {', '.join(missing)}"])
 
     def _before_draw(self, state: ResumeState) -> None:
         """Put back, once more, what a validation may have changed that Lightning had no need to run."""

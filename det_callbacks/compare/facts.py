@@ -167,7 +167,7 @@ def has_other_epochs(facts: Facts) -> bool:
 def has_named_generator(facts: Facts) -> bool:
     """Return whether a generator that an object holds was another before an op that got other arguments."""
     first = facts.difference.findings[0].divergence
-    own = ("python", "numpy", "torch.cpu", "torch.cuda")
+    own = ("python", "numpy", "torch.")
     named = [change for change in facts.generators if not change.name.startswith(own)]
     return first.kind == "argument" and any(_is_before_step(change, facts) for change in named)
 

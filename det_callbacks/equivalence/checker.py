@@ -1,7 +1,7 @@
 """Runs ops twice: what the private dispatch mode hands its calls to."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
+from det_callbacks.device_generators import is_capturing
 from det_callbacks.equivalence.copies import AliasedError, Copies
 from det_callbacks.equivalence.difference import difference_of, has_same_bits
 from det_callbacks.equivalence.generators import GeneratorStates
@@ -28,7 +29,6 @@ from det_callbacks.trace.places import Places
 from det_callbacks.trace.tree import Context, module_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
-_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
@@ -132,7 +132,7 @@ class Checker:
                 return NotImplemented
         if check.hidden_state and _argument(plan, check.hidden_state, args, kwargs) is not None:
             reason = "hidden_state"
-        if not reason and torch.cuda.is_initialized() and _is_capturing():
+        if not reason and is_capturing():
             reason = "capturing"
         if reason:
             self.skipped[reason] += 1

@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from det_callbacks.device_generators import every_generator
 from det_callbacks.trace.generators import digest_numpy_generator, digest_python_generator
 
 
 class GeneratorStates:
-    """The states of torch's default generators (CPU, and every CUDA device once CUDA is in use) and of those passed.
+    """The states of torch's default generators (CPU, and every device of the kinds in use) and of those passed.
+
+    Those of devices that the process has not used are among them: the op may be the first on its device.
 
     Args:
         args: of the op.
@@ -21,9 +24,7 @@ class GeneratorStates:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_python: bool) -> None:
-        generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            generators.extend(torch.cuda.default_generators)
+        generators = [torch.default_generator, *every_generator()]
         generators.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Generator))
         self._generators = generators
         self._before: list[Tensor] = [generator.get_state() for generator in generators]

@@ -11,6 +11,15 @@ import numpy as np
 import torch
 from torch import Generator
 
+from det_callbacks.device_generators import (
+    KINDS,
+    current_index,
+    default_generators,
+    is_readable,
+    set_default_state,
+    used_generators,
+)
+
 Held = Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 """A generator that some object holds; ``np.random.Generator`` and ``RandomState`` share their bit generator's state."""
 
@@ -20,14 +29,17 @@ PYTHON = "python"
 NUMPY = "numpy"
 TORCH_CPU = "torch.cpu"
 
+_OF_DEVICES = tuple(f"torch.{kind}" for kind in KINDS)
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
     """Where generators were at one moment.
 
     Attributes:
-        states: name -> state in a form that JSON holds exactly (bytes as base64, floats as hexadecimal text). The
-            process's own are "python", "numpy", "torch.cpu" and "torch.cuda:0"; those that objects hold go by path.
+        states: name -> state in a form that JSON holds exactly (bytes as base64, floats as hexadecimal text); None for
+            one that could not be read. The process's own are "python", "numpy", "torch.cpu", "torch.cuda" of the
+            current device and "torch.cuda:1" of another; those that objects hold go by path.
     """
 
     states: Mapping[str, Any]
@@ -36,7 +48,8 @@ class GeneratorStates:
     def capture(cls, held: Mapping[str, Held] | None = None) -> "GeneratorStates":
         """Return the states of all generators of the process, and of those that objects hold.
 
-        50 microseconds, most of them NumPy's, and 3 for each CUDA device that was used; no device synchronisation.
+        50 microseconds, most of them NumPy's, and 3 for each device that was used; no device synchronisation. While a
+        graph is captured, those of devices cannot be read.
 
         Args:
             held: path -> generator.
@@ -46,15 +59,15 @@ class GeneratorStates:
             NUMPY: _encode(np.random.get_state(legacy=False)),
             TORCH_CPU: _text(torch.get_rng_state().numpy().tobytes()),
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for index, state in enumerate(torch.cuda.get_rng_state_all()):
-                states[f"torch.cuda:{index}"] = _text(state.numpy().tobytes())
-        for name, generator in (held or {}).items():
-            states[name] = _read(generator)
+        for name, one in (*used_generators(), *(held or {}).items()):
+            states[name] = _read(one) if is_readable(one) else None
         return cls(states)
 
     def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
         """Put the states back; return the names of those whose generator is not there (any more).
+
+        The current device gets the state of the one that was current, whichever index each has, and the others that of
+        their index. States that name no current device are older: each goes to its index, a single one to the current.
 
         Args:
             held: path -> generator, as for ``capture``.
@@ -67,17 +80,37 @@ class GeneratorStates:
                 np.random.set_state(_decode(state))
             elif name == TORCH_CPU:
                 torch.set_rng_state(_tensor(state))
-            elif name.startswith("torch.cuda:"):
-                index = int(name.removeprefix("torch.cuda:"))
-                if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            elif name.startswith(_OF_DEVICES):
+                if state is None or not self._write_device(name, state):
                     missing.append(name)
-                    continue
-                torch.cuda.set_rng_state(_tensor(state), index)
-            elif held is not None and name in held:
+            elif state is not None and held is not None and name in held and is_readable(held[name]):
                 _write(held[name], state)
             else:
                 missing.append(name)
-        return missing
+        return missing + self._without_state()
+
+    def _write_device(self, name: str, state: Any) -> bool:
+        kind, _, index = name.removeprefix("torch.").partition(":")
+        place = int(index) if index else None
+        own = f"torch.{kind}"
+        if index and own in self.states:
+            if default_generators(kind) and place == current_index(kind):
+                return False  # it has the state of the device that was current
+        elif index and self._num_devices(own) == 1:
+            place = None
+        return set_default_state(kind, place, _tensor(state))
+
+    def _without_state(self) -> list[str]:
+        """Return the current devices that older states do not name, though they name others."""
+        return [
+            name
+            for kind in KINDS
+            if (own := f"torch.{kind}") not in self.states and self._num_devices(own) > 1 and default_generators(kind)
+            if (name := f"{own}:{current_index(kind)}") not in self.states
+        ]
+
+    def _num_devices(self, own: str) -> int:
+        return sum(name.startswith(f"{own}:") for name in self.states)
 
     def differing(self, other: "GeneratorStates") -> list[str]:
         """Return the names of the generators whose states differ, or that only one side has."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from det_callbacks.device_generators import is_default
 from det_callbacks.resume.generators import HELD_TYPES, Held
 
 MAX_OBJECTS = 20_000
@@ -36,16 +37,17 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
         left: types whose instances are not looked into.
     """
     found: dict[str, Held] = {}
-    own = {id(random.getstate.__self__), id(torch.default_generator)}  # type: ignore[attr-defined]  # a bound method
+    own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     seen: dict[int, object] = {}  # kept alive, so that no identity is used twice
     pending = deque(roots.items())
     while pending and len(seen) < MAX_OBJECTS:
         path, value = pending.popleft()
-        if isinstance(value, (*_LEFT, *left)) or id(value) in seen or id(value) in own:
+        if isinstance(value, (*_LEFT, *left)) or id(value) in seen or value is own:
             continue
         seen[id(value)] = value
         if isinstance(value, HELD_TYPES):
-            if not isinstance(value, random.SystemRandom):
+            is_own = isinstance(value, torch.Generator) and is_default(value)
+            if not is_own and not isinstance(value, random.SystemRandom):
                 found[path] = value
             continue
         pending.extend(_inside(path, value))

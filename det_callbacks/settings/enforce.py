@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from det_callbacks.device_generators import keep_states
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings.knobs import (
     KNOBS,
@@ -23,7 +24,7 @@ from det_callbacks.settings.knobs import (
     set_algorithms,
     set_sdpa,
 )
-from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
+from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.settings.process import restart_command, start_environment
 from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
@@ -33,9 +34,6 @@ _R = TypeVar("_R")
 # Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
 _deterministic: Any = torch.utils.deterministic
 _backends: Any = torch.backends
-
-# What a CUDA generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
-_CUDA_DEFAULT_SEED = 67280421310721
 
 _VARIABLES = (
     SEED_VARIABLE,
@@ -276,15 +274,8 @@ class _ProcessState:
         self._undo.append(lambda: setattr(owner, name, value))
 
     def _keep_generators(self) -> None:
-        python, numpy, seed, cpu = random.getstate(), np.random.get_state(), torch.initial_seed(), torch.get_rng_state()
+        python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._undo.append(lambda: random.setstate(python))
         self._undo.append(lambda: np.random.set_state(numpy))
         self._undo.append(lambda: torch.set_rng_state(cpu))
-        if has_cuda_context():
-            cuda = torch.cuda.get_rng_state_all()
-            self._undo.append(lambda: torch.cuda.set_rng_state_all(cuda))
-        else:
-            # Reading the states would create a CUDA context. A generator that does not exist yet will start from the
-            # seed of torch.manual_seed, or from torch's default when that was never called.
-            start = seed if seed <= MAX_SEED else _CUDA_DEFAULT_SEED
-            self._undo.append(lambda: torch.cuda.manual_seed_all(start))
+        self._undo.extend(kept.put_back for kept in keep_states())

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from det_callbacks.device_generators import Homes, generator_on, home_devices, is_default, name_of
 from det_callbacks.digest import digest_bytes, digest_memory
 
 
@@ -24,8 +25,6 @@ TORCH_CPU = GeneratorName("torch.cpu")
 PASSED = "generator on "
 """Begins the names of generators that are passed to an op."""
 
-# by its address, which torch 2.13 does not declare: ops get a new Python object for it
-_DEFAULT: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # undeclared
 PYTHON = GeneratorName("python")
 NUMPY = GeneratorName("numpy")
 
@@ -40,15 +39,21 @@ class GeneratorTrail:
     """Per generator, the last sites of the step that read or advanced it.
 
     Generators that are passed to an op share a name; their addresses tell them apart.
+
+    Attributes:
+        homes: the devices whose generators go by no index, the same for the whole step: ops of a backward pass run on
+            threads whose current device is another.
     """
 
     def __init__(self) -> None:
+        self.homes: Homes = home_devices()
         self._last: dict[object, tuple[int, ...]] = {}
         self._held: list[Generator] = []
         self._drawing: object = None
 
     def clear(self) -> None:
-        """Start a step."""
+        """Start a step; ask on the main thread."""
+        self.homes = home_devices()
         self._last.clear()
         self._held.clear()
         self._drawing = None
@@ -76,20 +81,27 @@ class GeneratorTrail:
         self._last[self._drawing] = (*self._last[self._drawing], position)
 
 
-def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GeneratorName, Generator]:
-    """Return the generator that an op draws from: the one passed, else its device's default."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Generator) and value._cdata != _DEFAULT:  # type: ignore[attr-defined]  # undeclared
-            return GeneratorName(f"{PASSED}{value.device.type}"), value
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) -> tuple[GeneratorName, Generator]:
+    """Return the generator that an op draws from: the one passed, else its device's default.
+
+    Args:
+        args: of the op.
+        kwargs: of the op.
+        homes: the devices whose generators go by no index.
+    """
     device = kwargs.get("device")
-    if device is None:
-        device = next((value.device for value in args if isinstance(value, Tensor)), None)
-    if device is not None and torch.device(device).type == "cuda":
-        index = torch.device(device).index
-        return GeneratorName("torch.cuda"), torch.cuda.default_generators[
-            torch.cuda.current_device() if index is None else index
-        ]
-    return TORCH_CPU, torch.default_generator
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Generator):
+            if not is_default(value):
+                return GeneratorName(f"{PASSED}{value.device.type}"), value
+            device = value.device
+        elif device is None and isinstance(value, Tensor):
+            device = value.device
+    own = None if device is None else generator_on(torch.device(device))
+    if own is None:
+        return TORCH_CPU, torch.default_generator
+    kind, index, generator = own
+    return GeneratorName(name_of(kind, index, homes)), generator
 
 
 def digest_generator(generator: Generator) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Generator
 
+from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import digest_bytes
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.generators import (
@@ -40,7 +41,7 @@ class Ledger:
         self._rows: list[tuple[str, str, int, str]] = []
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
-        """Note the states of all generators.
+        """Note the states of all generators; while a graph is captured, not those of devices.
 
         Args:
             point: where the run is.
@@ -52,10 +53,9 @@ class Ledger:
         add((point, TORCH_CPU, digest_generator(torch.default_generator), ""))
         if with_seeds:
             add((point, SEED + TORCH_CPU, _bits(torch.initial_seed()), ""))
-        if torch.cuda.is_initialized():
-            for index, generator in enumerate(torch.cuda.default_generators):
-                add((point, f"torch.cuda:{index}", digest_generator(generator), ""))
-        for name, held in self.held.items():
+        for name, held in (*used_generators(), *self.held.items()):
+            if not is_readable(held):
+                continue
             add((point, name, _digest_held(held), ""))
             if with_seeds and isinstance(held, Generator):
                 add((point, SEED + name, _bits(held.initial_seed()), ""))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
@@ -34,14 +35,17 @@ Entry = tuple[str, Tensor | int | float | bool]
 
 
 def record_generators(recorder: Recorder) -> None:
-    """Record the states of the generators of Python, NumPy and torch (phase rng)."""
+    """Record the states of the generators of Python, NumPy and torch (phase rng), those of devices among them.
+
+    While a graph is captured those of devices are left out: nothing can read them.
+    """
     states: list[tuple[GeneratorName, int]] = [
         (PYTHON, digest_python_generator()),
         (NUMPY, digest_numpy_generator()),
         (TORCH_CPU, digest_generator(torch.default_generator)),
     ]
-    if torch.cuda.is_initialized():
-        states += [(GeneratorName("torch.cuda"), digest_generator(g)) for g in torch.cuda.default_generators]
+    devices = used_generators(recorder.generators.homes)
+    states += [(GeneratorName(name), digest_generator(one)) for name, one in devices if is_readable(one)]
     for name, bits in states:
         recorder.generators.read(name, recorder.num_sites)
         record_bits(recorder, "generator", "rng", name, bits, role="generator")

@@ -6,8 +6,10 @@ import torch
 from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
+from det_callbacks.device_generators import is_readable
 from det_callbacks.digest import digest_memory
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.storages import region_of
@@ -146,12 +148,17 @@ class Reads:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
     ) -> None:
         """Make a site of the state of the generator that a call draws from."""
-        name, generator = generator_of(args, kwargs)
-        position = len(self._recorder.digests)
+        recorder = self._recorder
+        name, generator = generator_of(args, kwargs, recorder.generators.homes)
+        position = len(recorder.digests)
         names.append(name)
         passed = generator if name.startswith(PASSED) else None
-        self.row_edges.append(self._recorder.generators.read(name, position, passed))
-        self._recorder.append_bits(digest_generator(generator), self._recorder.layouts.none)
+        self.row_edges.append(recorder.generators.read(name, position, passed))
+        if is_readable(generator):
+            recorder.append_bits(digest_generator(generator), recorder.layouts.none)
+        else:
+            # what a captured graph draws from is known at its replays only: nothing that follows is proven an origin
+            recorder.append_bits(0, recorder.layouts.special("digest", (), IN_FLIGHT))
         reads.append(position)
 
     def by_output(

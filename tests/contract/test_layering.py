@@ -14,7 +14,7 @@ MAX_LINES = 400
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "verdict"),
-    ("patterns",),
+    ("patterns", "device_generators"),
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "kept", "resume", "equivalence", "compare", "doctor", "audit", "export", "check"),

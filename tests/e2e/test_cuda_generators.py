@@ -1,0 +1,138 @@
+"""CUDA's generators on a GPU: dropout there is recorded, run again and gone on with."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from resuming import Checkpoints
+from styles import Classifier, Samples
+from torch import nn
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError, HashMode
+from det_callbacks.device_generators import is_default, keep_states, used_generators
+from det_callbacks.resume import GeneratorStates
+from det_callbacks.trace.ledger import Ledger
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+]
+
+
+def fit(root: Path, *callbacks: pl.Callback, cuda_seed: int = 1, ckpt_path: Path | None = None) -> None:
+    torch.manual_seed(1)
+    model, data = Classifier(), DataLoader(Samples(), batch_size=8)
+    torch.cuda.manual_seed_all(cuda_seed)
+    trainer = quiet_trainer(*callbacks, max_epochs=2, default_root_dir=root, accelerator="gpu", devices=1)
+    trainer.fit(model, data, ckpt_path=None if ckpt_path is None else str(ckpt_path))
+
+
+def record(root: Path, *others: pl.Callback, **options: Any) -> Path:
+    fit(root, DeterminismCallback(root / "reference", mode="record", **options), *others)
+    return root / "reference"
+
+
+def verify(root: Path, *, cuda_seed: int = 1, ckpt_path: Path | None = None, **options: Any) -> DeterminismCallback:
+    callback = DeterminismCallback(root / "reference", **options)
+    fit(root, callback, cuda_seed=cuda_seed, ckpt_path=ckpt_path)
+    return callback
+
+
+@pytest.fixture
+def device() -> torch.device:
+    torch.cuda.init()
+    torch.cuda.manual_seed_all(1)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_recording_twice_matches_and_another_seed_of_cuda_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    verdict = verify(tmp_path).verdict
+    assert verdict is not None
+    assert verdict.verdict == "match"
+    with pytest.raises(DivergenceError) as caught:
+        verify(tmp_path, cuda_seed=2)
+    verdict = caught.value.verdict
+    assert verdict is not None
+    assert verdict.first_divergence is not None
+    assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cuda")
+    assert "seeded with 1 in the reference, 2 now" in verdict.explanation
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    record(tmp_path, Checkpoints(tmp_path, 3), resume="exact")
+    verdict = verify(tmp_path, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt", resume="exact", steps="common").verdict
+    assert verdict is not None
+    assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, 7))
+
+
+def test_dropout_is_equal_to_itself_and_draws_once(device: torch.device) -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 8)).to(device)
+    inputs = torch.ones(16, 64, device=device)
+    before = torch.cuda.get_rng_state()
+    plain = layers(inputs)
+    after = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(before)
+    with BitwiseEquivalenceMode() as mode:
+        again = layers(inputs)
+    assert not mode.get_mismatches()
+    assert mode.num_compared
+    assert torch.equal(plain, again)
+    assert not torch.equal(before, after)
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+
+
+def test_sites_of_default_and_of_passed_generators(device: torch.device) -> None:
+    own, given = torch.cuda.default_generators[device.index], torch.Generator(device)
+    assert (is_default(own), is_default(given)) == (True, False)
+    mode = HashMode()
+    with mode:
+        torch.rand(4, device=device)
+        torch.rand(4, device=device, generator=own)
+        torch.rand(4, device=device, generator=given)
+        torch.rand(4, out=torch.empty(4, device=device))
+    assert mode.trace is not None
+    names = [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
+    assert names == ["torch.cuda", "torch.cuda", "torch.cuda", "generator on cuda", "torch.cuda"]
+
+
+def test_nothing_waits_for_the_device_and_none_is_touched(device: torch.device) -> None:
+    contexts = [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
+    torch.rand(1, device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert {generator.get_state().numel() for _, generator in used_generators()} == {16}
+        Ledger().mark("fit start", with_seeds=True)
+        kept, states = keep_states(), GeneratorStates.capture()
+        first = torch.rand(4, device=device)
+        for one in kept:
+            one.put_back()
+        second = torch.rand(4, device=device)
+        assert states.restore() == []
+        third = torch.rand(4, device=device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    contexts[device.index] = True
+    assert contexts == [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
+
+
+def test_a_capture_is_left_alone(device: torch.device) -> None:
+    inputs, graph, ledger = torch.ones(8, device=device), torch.cuda.CUDAGraph(), Ledger()
+    with torch.cuda.graph(graph):
+        ledger.mark("batch start", with_seeds=True)
+        states = GeneratorStates.capture()
+        outputs = inputs + 1
+    graph.replay()
+    assert outputs.tolist() == [2.0] * 8
+    assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
+    assert states.states["torch.cuda"] is None
+    assert "torch.cuda" in states.restore()

@@ -1,0 +1,359 @@
+"""The generators of devices, stood in for: which there are, how they are called, what is read and put back."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from device_stand_ins import StandInDevices, StandInGenerator
+from torch import Tensor
+
+from det_callbacks import HashMode, enforce_determinism
+from det_callbacks.audit.held_state import HeldState
+from det_callbacks.callback.proof import _undrawn
+from det_callbacks.device_generators import home_devices, is_default, keep_states, used_generators
+from det_callbacks.equivalence.generators import GeneratorStates as OpStates
+from det_callbacks.resume import GeneratorStates, find_generators
+from det_callbacks.settings.model import DeterminismSettings
+from det_callbacks.trace import generators as traced
+from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.trace.generators import generator_of
+from det_callbacks.trace.ledger import Ledger
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+    """Four devices, the current one with the index 1, and a context on 1 and 3."""
+    return StandInDevices(4, contexts=(1, 3), current=1).install(monkeypatch)
+
+
+def names() -> list[str]:
+    return [name for name, _ in used_generators()]
+
+
+def positions(devices: StandInDevices) -> list[int]:
+    return [generator.offset for generator in devices.generators]
+
+
+def stored(states: GeneratorStates) -> GeneratorStates:
+    return GeneratorStates(json.loads(json.dumps(states.states)))
+
+
+# which there are, and their names
+
+
+def test_the_current_device_has_no_index_and_unused_ones_no_name(cuda: StandInDevices) -> None:
+    assert names() == ["torch.cuda", "torch.cuda:3"]
+    cuda.current = 3
+    assert names() == ["torch.cuda:1", "torch.cuda"]
+    cuda.contexts.clear()
+    assert names() == ["torch.cuda"]
+
+
+def test_without_a_word_on_contexts_all_are_taken(cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext")
+    assert names() == ["torch.cuda:0", "torch.cuda", "torch.cuda:2", "torch.cuda:3"]
+
+
+def test_ranks_with_a_gpu_each_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        StandInDevices(3, contexts=(rank,), current=rank).install(monkeypatch)
+        assert names() == ["torch.cuda"]
+
+
+def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
+    cuda.is_initialized = False
+    ledger = Ledger()
+    ledger.mark("fit start", with_seeds=True)
+    with HashMode() as mode:
+        pass
+    assert home_devices() == {}
+    assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
+    assert not [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
+    assert not [name for name in GeneratorStates.capture().states if "cuda" in name]
+    OpStates((), {}, with_python=False).rewind()
+    HeldState({}).put_back()
+    assert cuda.queued == []
+
+
+def test_an_op_reads_the_generator_that_its_device_has(cuda: StandInDevices) -> None:
+    homes = home_devices()
+    for device, index, name in (("cuda", 1, "torch.cuda"), ("cuda:1", 1, "torch.cuda"), ("cuda:3", 3, "torch.cuda:3")):
+        assert generator_of((), {"device": torch.device(device)}, homes) == (name, cuda.generators[index])
+    assert generator_of((torch.zeros(1),), {}, homes) == ("torch.cpu", torch.default_generator)
+    cuda.current = 3  # a thread of the backward pass
+    assert generator_of((), {"device": torch.device("cuda:3")}, homes)[0] == "torch.cuda:3"
+    assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", cuda.generators[3])
+
+
+def test_the_result_of_an_op_tells_its_device(cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice(Tensor):
+        device = torch.device("cuda", 3)
+
+    out = torch.zeros(2).as_subclass(OnDevice)
+    assert generator_of(([2],), {"out": out}, home_devices())[0] == "torch.cuda:3"
+
+
+def test_a_default_generator_that_is_passed_goes_by_its_device(cuda: StandInDevices) -> None:
+    homes = home_devices()
+    given, own = StandInGenerator(cuda, 3), cuda.generators[3]
+    assert generator_of((torch.zeros(1),), {"generator": own}, homes) == ("torch.cuda:3", own)
+    assert generator_of((torch.zeros(1),), {"generator": given}, homes) == ("generator on cuda", given)
+    assert is_default(own)
+    assert not is_default(given)
+    found = find_generators({"root": SimpleNamespace(own=own, given=given, cpu=torch.default_generator)})
+    assert found == {"root.given": given}
+
+
+def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu, mac = [torch.Generator().manual_seed(index) for index in range(2)], torch.Generator()
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "default_generators", tuple(xpu))
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.xpu.graphs, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "_default_mps_generator", mac)
+    assert names() == ["torch.xpu:0", "torch.xpu", "torch.mps"]
+    states, held = stored(GeneratorStates.capture()), HeldState({})
+    before = [generator.get_state() for generator in (*xpu, mac)]
+    for put_back, expected in ((states.restore, []), (held.put_back, ["XPU's generators", "MPS's generators"])):
+        for generator in (*xpu, mac):
+            torch.rand(1, generator=generator)
+        assert put_back() == expected
+        now = [generator.get_state() for generator in (*xpu, mac)]
+        assert all(map(torch.equal, now, before))
+
+
+# what is recorded
+
+
+def drawn_on(mode: HashMode, cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+    """Record a step that draws on devices; the ops run on the CPU, and are taken for those of the devices."""
+    drawing = iter(indices)
+
+    def on(_: torch.device) -> tuple[str, int, torch.Generator]:
+        index = next(drawing)
+        return "cuda", index, cuda.generators[index]
+
+    with monkeypatch.context() as patch, mode:
+        patch.setattr(traced, "generator_on", on)
+        for _ in indices:
+            torch.bernoulli(torch.full((2,), 0.5))
+
+
+def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = HashMode()
+    drawn_on(mode, cuda, monkeypatch, 3, 1, 3)
+    sites = mode.trace.program.sites
+    rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
+    own, other = (index for index, _, _ in rows[:2])
+    drew = [index for index, site in enumerate(sites) if site.op == "aten.bernoulli.default"]
+    assert [(name, inputs) for _, name, inputs in rows] == [
+        ("torch.cuda", ()),
+        ("torch.cuda:3", ()),
+        ("torch.cuda:3", (other,)),
+        ("torch.cuda", (own,)),
+        ("torch.cuda:3", (rows[2][0], drew[0])),
+    ]
+
+
+def test_states_are_told_apart_by_seed_and_by_position(cuda: StandInDevices) -> None:
+    seen = []
+    for change in (lambda: None, cuda.generators[3].draw, lambda: cuda.generators[1].manual_seed(7)):
+        change()
+        with HashMode() as mode:
+            pass
+        result = mode.trace
+        seen.append({str(s.name): int(bits) for s, bits in zip(result.program.sites, result.digests, strict=True)})
+    changed = [{name for name in before if before[name] != after[name]} for before, after in itertools.pairwise(seen)]
+    assert changed == [{"torch.cuda:3"}, {"torch.cuda"}]
+
+
+def test_a_step_begins_with_the_device_that_is_current_then(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = HashMode()
+    for current, expected in ((1, ["torch.cuda", "torch.cuda:3"]), (3, ["torch.cuda:1", "torch.cuda"])):
+        cuda.current = current
+        drawn_on(mode, cuda, monkeypatch, 1, 3)
+        found = [str(site.name) for site in mode.trace.program.sites if "cuda" in str(site.name)]
+        assert found == [*expected, *expected]
+
+
+def test_in_a_capture_nothing_is_read_and_no_origin_is_proven(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.is_capturing = True
+    mode, ledger = HashMode(), Ledger()
+    drawn_on(mode, cuda, monkeypatch, 1)
+    (row,) = [index for index, site in enumerate(mode.trace.program.sites) if "cuda" in str(site.name)]
+    assert mode.trace.layout.entries[row].detail == IN_FLIGHT
+    ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
+    ledger.mark("batch start", with_seeds=True)
+    assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
+    states = stored(GeneratorStates.capture(ledger.held))
+    cuda.is_capturing = False
+    unread = ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    assert states.restore(ledger.held) == unread
+    states = stored(GeneratorStates.capture(ledger.held))
+    cuda.is_capturing = True
+    assert states.restore(ledger.held) == unread
+
+
+def test_the_evidence_has_states_and_seeds_by_the_names_of_the_trace(cuda: StandInDevices) -> None:
+    ledger = Ledger()
+    cuda.generators[3].manual_seed(5)
+    ledger.mark("fit start", with_seeds=True)
+    rows = {row.name: row.value for row in ledger.take(0)}
+    assert rows["seed of torch.cuda:3"] == 5
+    assert {"torch.cuda", "seed of torch.cuda", "torch.cuda:3"} < set(rows)
+    assert rows["torch.cuda"] != rows["torch.cuda:3"]
+
+
+# checkpoints
+
+
+def test_devices_go_on_from_where_they_were_saved(cuda: StandInDevices) -> None:
+    for index, generator in enumerate(cuda.generators):
+        generator.offset = 4 * index
+    states = stored(GeneratorStates.capture())
+    assert [name for name in states.states if "cuda" in name] == ["torch.cuda", "torch.cuda:3"]
+    for generator in cuda.generators:
+        generator.manual_seed(1)
+    assert states.restore() == []
+    assert positions(cuda) == [0, 4, 0, 12]
+
+
+def test_the_current_device_goes_on_though_it_has_another_index(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.contexts = {1}
+    cuda.generators[1].offset = 8
+    states = stored(GeneratorStates.capture())
+    other = StandInDevices(1).install(monkeypatch)
+    assert states.restore() == []
+    assert positions(other) == [8]
+
+
+def test_devices_that_are_not_there_are_named_and_the_others_go_on(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.generators[1].offset = 8
+    states = stored(GeneratorStates.capture())
+    fewer = StandInDevices(2, current=0).install(monkeypatch)
+    assert states.restore() == ["torch.cuda:3"]
+    assert positions(fewer) == [8, 0]
+
+
+def test_one_device_does_not_get_two_states(cuda: StandInDevices) -> None:
+    cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
+    states = stored(GeneratorStates.capture())
+    cuda.current = 3
+    assert states.restore() == ["torch.cuda:3"]
+    assert positions(cuda) == [0, 8, 0, 8]
+
+
+def older(cuda: StandInDevices, num_devices: int) -> GeneratorStates:
+    """Return states as they were saved before the current device was told from the others."""
+    states = dict(GeneratorStates.capture().states)
+    for name in ("torch.cuda", "torch.cuda:3"):
+        del states[name]
+    for index in range(num_devices):
+        cuda.current = index
+        states[f"torch.cuda:{index}"] = GeneratorStates.capture().states["torch.cuda"]
+    return stored(GeneratorStates(states))
+
+
+def test_older_states_go_to_their_index(cuda: StandInDevices) -> None:
+    for index, generator in enumerate(cuda.generators):
+        generator.offset = 4 * index
+    states = older(cuda, 4)
+    for generator in cuda.generators:
+        generator.offset = 0
+    assert states.restore() == []
+    assert positions(cuda) == [0, 4, 8, 12]
+
+
+def test_an_older_state_of_the_only_device_goes_to_the_current_one(cuda: StandInDevices) -> None:
+    cuda.generators[0].offset = 16
+    states = older(cuda, 1)
+    cuda.current = 2
+    assert states.restore() == []
+    assert positions(cuda) == [16, 0, 16, 0]
+
+
+def test_older_states_without_one_for_the_current_device_name_it(cuda: StandInDevices) -> None:
+    states = older(cuda, 2)
+    cuda.current = 3
+    assert states.restore() == ["torch.cuda:3"]
+
+
+def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
+    cuda.generators[1].offset = 8
+    states = stored(GeneratorStates.capture())
+    cuda.is_initialized = False
+    assert states.restore() == []
+    assert [(bytes(state), device) for state, device in cuda.queued] == [
+        (bytes(cuda.generators[1].get_state()), "cuda"),
+        (bytes(cuda.generators[3].get_state()), 3),
+    ]
+
+
+# what is run again
+
+
+def test_an_op_is_run_again_from_where_it_began_on_any_device(cuda: StandInDevices) -> None:
+    states = OpStates((), {}, with_python=False)
+    cuda.generators[1].draw()
+    cuda.generators[2].draw()  # without a context: the op is the first there
+    after = positions(cuda)
+    states.rewind()
+    assert positions(cuda) == [0, 0, 0, 0]
+    cuda.generators[0].draw()
+    states.forward()
+    assert positions(cuda) == after == [0, 4, 4, 0]
+
+
+def test_a_step_is_run_again_from_where_it_began(cuda: StandInDevices) -> None:
+    held = HeldState({})
+    assert held.put_back() == []
+    cuda.generators[2].draw()
+    assert held.put_back() == ["CUDA's generators"]
+    assert positions(cuda) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("seed", "start"), [(9, 9), (2**40, 67280421310721)])
+def test_a_step_that_is_the_first_on_cuda_starts_again_from_the_seed(
+    cuda: StandInDevices, seed: int, start: int
+) -> None:
+    cuda.is_initialized = False
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        held = HeldState({})
+        cuda.is_initialized = True
+        cuda.generators[0].draw()
+        assert held.put_back() == ["CUDA's generators"]
+    assert [(one.seed, one.offset) for one in cuda.generators] == [(start, 0)] * 4
+
+
+def test_settings_and_proofs_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
+    cuda.generators[2].offset = 8
+    for within in (lambda: enforce_determinism(DeterminismSettings(seed=3, cublas_workspace_config=None)), _undrawn):
+        with within():
+            cuda.current = 3
+            for generator in cuda.generators:
+                generator.manual_seed(3).draw()
+        assert positions(cuda) == [0, 0, 8, 0]
+        cuda.current = 1
+
+
+def test_kept_states_of_a_process_that_has_not_used_cuda_wait_for_it(cuda: StandInDevices) -> None:
+    cuda.is_initialized = False
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(11)
+        for kept in keep_states():
+            kept.put_back()
+    assert cuda.queued == [("seed", 11)]
