@@ -16,6 +16,7 @@ torch.num_threads                        machine  yes   sums are split among thr
 torch.num_interop_threads                machine  no    runs whole ops side by side, splits none
 torch.backends.*                         machine  yes   flags that choose another kernel for the same op
 triton.version, gpu.*                    machine  yes   kernels are compiled for, and chosen by, the device
+digest.cuda, digest.mps, ...             machine  no    the same bits in every way, checked before use
 gpu.count                                machine  no    acts through the world size, a choice
 lightning.version                        machine  yes   decides which ops run, and in which order
 det_callbacks.version                    machine  no    a trace changes no bits (a test holds it to that)
@@ -50,11 +51,15 @@ import numpy as np
 import torch
 
 from det_callbacks.code_state import code_state
+from det_callbacks.digest import device_choice
 from det_callbacks.settings import settings_in_force
 from det_callbacks.settings.process import start_environment
 from det_callbacks.verdict import EnvironmentDifference
 
 NOT_RECORDED = "<not recorded>"
+
+DIGEST = "digest."
+"""Begins the names of entries that say how digests are computed on a device."""
 
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -209,6 +214,15 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     return tuple(differences)
 
 
+def digested_on(environment: Environment) -> dict[str, str]:
+    """Return the devices that an environment computes digests for, besides the host, with how it does that."""
+    return {
+        name.removeprefix(DIGEST): str(entry.value)
+        for name, entry in environment.entries.items()
+        if name.startswith(DIGEST)
+    }
+
+
 def is_secret(name: str) -> bool:
     """Return whether people keep under this name what must not be copied into a file that is passed around."""
     return _SECRET.search(name) is not None
@@ -229,6 +243,7 @@ def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "det_callbacks.version", _version("det_callbacks"), False
     yield from _torch_facts()
     yield from _gpu_facts()
+    yield from _digest_facts()
     for name in _KERNEL_VARIABLES:
         yield f"env.{name}", os.environ.get(name), True
     for name in _THREAD_VARIABLES:
@@ -270,6 +285,16 @@ def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
     yield "gpu.driver", _gpu_driver() if initialized else None, True
     nccl = ".".join(str(part) for part in torch.cuda.nccl.version()) if initialized else None
     yield "gpu.nccl", nccl, True
+
+
+def _digest_facts() -> Iterator[tuple[str, Any, bool]]:
+    """Yield how digests are computed on a device that this process uses; the first time that is found out there."""
+    used = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
+    devices = [torch.device(module.__name__.removeprefix("torch."), module.current_device()) for module in used]
+    if torch.backends.mps.is_available() and torch.mps.current_allocated_memory():
+        devices.append(torch.device("mps", 0))
+    for device in devices:
+        yield f"{DIGEST}{device.type}", str(device_choice(device)), False
 
 
 def _own_choices() -> Iterator[tuple[str, Any]]:

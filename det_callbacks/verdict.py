@@ -216,6 +216,7 @@ class Coverage:
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
         batches: stage ("validation", "sanity check", "test", "prediction") -> number of its batches that were compared.
+        digested_on: device besides the host ("cuda") -> how the current run computes digests there.
     """
 
     ranks: int
@@ -226,6 +227,7 @@ class Coverage:
     opaque_regions: tuple[str, ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
     batches: Mapping[str, int] = field(default_factory=dict)
+    digested_on: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,7 @@ class Verdict:
                 "opaque_regions": list(self.coverage.opaque_regions),
                 "replayed": dict(self.coverage.replayed),
                 "batches": dict(self.coverage.batches),
+                "digested_on": dict(self.coverage.digested_on),
             },
             "environment": {
                 "differences": [

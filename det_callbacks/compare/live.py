@@ -19,7 +19,7 @@ from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.environment import Environment, compare_environments
+from det_callbacks.environment import Environment, compare_environments, digested_on
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.eval_batches import FIT
 from det_callbacks.trace.evidence import Row
@@ -79,9 +79,9 @@ class Verification:
         self._builder.set_batches(partial(find_batch, reference))
         self._evidence = LiveEvidence(rank)
         self._builder.set_evidence(EvidenceFinder(RunEvidence(reference), self._evidence))
-        self._builder.set_environment(
-            compare_environments(reference_environment(reference), Environment.from_dict(manifest["environment"]))
-        )
+        here = Environment.from_dict(manifest["environment"])
+        self._builder.set_environment(compare_environments(reference_environment(reference), here))
+        self._builder.tally.digested_on.update(digested_on(here))
         if peers.world_size > 1:
             self._builder.set_world_size(peers.world_size)
         self._builder.set_weight_loads(reference.weight_loads(rank), (), rank=rank)

@@ -14,7 +14,7 @@ from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
-from det_callbacks.environment import compare_environments
+from det_callbacks.environment import compare_environments, digested_on
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
@@ -122,7 +122,9 @@ def begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str | 
     builder = VerdictBuilder(str(reference), str(current))
     builder.set_batches(partial(find_batch, ours))
     builder.set_evidence(EvidenceFinder(RunEvidence(ours), RunEvidence(theirs)))
-    builder.set_environment(compare_environments(reference_environment(ours), reference_environment(theirs)))
+    here = reference_environment(theirs)
+    builder.set_environment(compare_environments(reference_environment(ours), here))
+    builder.tally.digested_on.update(digested_on(here))
     if ours.world_size != theirs.world_size:
         builder.refuse(
             f"The reference ran on {ours.world_size} process{'es' * (ours.world_size != 1)} and this run on "

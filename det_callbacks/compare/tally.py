@@ -25,6 +25,7 @@ class Tally:
         opaque_regions: names.
         replayed: op -> count, differing, mib_per_step.
         batches: stage -> number of batches of it, which are not trained on.
+        digested_on: device besides the host -> how digests are computed there.
     """
 
     ranks: set[int] = field(default_factory=set)
@@ -38,6 +39,7 @@ class Tally:
     opaque_regions: set[str] = field(default_factory=set)
     replayed: dict[str, dict[str, Any]] = field(default_factory=dict)
     batches: Counter[str] = field(default_factory=Counter)
+    digested_on: dict[str, str] = field(default_factory=dict)
 
     def count(self, rank: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1) -> None:
         """Count steps of one program that were compared.
@@ -80,6 +82,7 @@ class Tally:
         self.ops_skipped.update(other.ops_skipped)
         self.opaque_regions |= other.opaque_regions
         self.batches.update(other.batches)
+        self.digested_on.update(other.digested_on)
         for name, entry in other.replayed.items():
             known = self.replayed.setdefault(name, {})
             for key, value in entry.items():
@@ -111,6 +114,7 @@ class Tally:
             opaque_regions=tuple(sorted(self.opaque_regions)),
             replayed=self.replayed,
             batches=dict(self.batches),
+            digested_on=dict(self.digested_on),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,6 +131,7 @@ class Tally:
             "opaque_regions": sorted(self.opaque_regions),
             "replayed": self.replayed,
             "batches": dict(self.batches),
+            "digested_on": dict(self.digested_on),
         }
 
     @classmethod

@@ -39,7 +39,12 @@ def has_same_bits(first: Any, second: Any) -> bool:
         return False
     if first.layout is not torch.strided or first.is_nested:
         return digest_tensor(first) == digest_tensor(second)
-    if not first.is_cpu and not is_special(first) and first.element_size() in _BITS and first.device == second.device:
+    if (
+        not first.is_cpu
+        and not any(is_special(one) or torch._is_zerotensor(one) for one in (first, second))
+        and first.element_size() in _BITS
+        and first.device == second.device
+    ):
         bits = _BITS[first.element_size()]  # on the device: a digest would be taken on the host
         one, other = first.resolve_conj().resolve_neg(), second.resolve_conj().resolve_neg()
         return torch.equal(one.view(bits), other.view(bits))

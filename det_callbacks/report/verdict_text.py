@@ -158,6 +158,8 @@ def _render_coverage(verdict: Verdict, console: Console) -> None:
         f"  {count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested"
         + (f"; skipped: {skipped}" if skipped else ""),
     )
+    for device, method in coverage.digested_on.items():
+        _line(console, f"  digests of tensors on {device}: {method}")
     if coverage.opaque_regions:
         _line(console, f"  seen only from outside: {', '.join(coverage.opaque_regions)}")
     for name, replayed in coverage.replayed.items():

@@ -1,4 +1,7 @@
+import io
+
 import pytest
+from rich.console import Console
 from step_builder import StepBuilder, reducing_step, training_step
 from stored_runs import OneOf, join
 
@@ -12,6 +15,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
+from det_callbacks.report.verdict_text import render_verdict
 from det_callbacks.trace.run_files import read_manifest, write_manifest
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
@@ -235,6 +239,17 @@ def test_earliest_step_over_all_ranks_comes_first(tmp_path):
     assert (verdict.first_divergence.rank, verdict.first_divergence.step) == (1, 2)
     assert [(origin.rank, origin.step) for origin in verdict.origins] == [(1, 2), (0, 4)]
     assert (verdict.coverage.ranks, verdict.counts.steps_compared) == (2, 10)
+
+
+def test_the_coverage_says_where_digests_were_computed(tmp_path, reference):
+    entries = {**ENVIRONMENT, "digest.cuda": {"value": "Triton 3.7.1", "is_machine": True, "changes_bits": False}}
+    verdict = compare_runs(reference, record(tmp_path / "gpu", steps_of(range(10)), environment=entries))
+    assert verdict.verdict == "match"
+    assert verdict.coverage.digested_on == verdict.to_dict()["coverage"]["digested_on"] == {"cuda": "Triton 3.7.1"}
+    console = Console(file=io.StringIO(), width=200)
+    render_verdict(verdict, console)
+    assert "digests of tensors on cuda: Triton 3.7.1\n" in console.file.getvalue()
+    assert compare_runs(reference, record(tmp_path / "host", steps_of(range(10)))).coverage.digested_on == {}
 
 
 def test_environment_is_compared(tmp_path, reference):

@@ -3,6 +3,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from det_callbacks.digest.device import Choice
 from det_callbacks.environment import (
     NOT_RECORDED,
     Environment,
     EnvironmentEntry,
     capture_environment,
     compare_environments,
+    digested_on,
 )
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.verdict import EnvironmentDifference
@@ -215,3 +218,22 @@ def test_a_gpu_that_nothing_used_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
     for name in ("device_count", "get_device_properties", "get_device_name", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     assert capture_environment().entries["gpu.names"].value == []
+
+
+def test_how_a_device_that_is_used_has_its_digests_computed_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert digested_on(capture_environment()) == {}
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 3)
+    asked = []
+
+    def choice(device: torch.device) -> Choice:
+        asked.append(device)
+        return Choice(method=None, reasons=("no integer ops: they are slow",))
+
+    monkeypatch.setattr("det_callbacks.environment.device_choice", choice)
+    found = capture_environment()
+    assert asked == [torch.device("xpu", 3)]
+    assert digested_on(found) == {"xpu": "a copy to the host; no integer ops: they are slow"}
+    other = replace(found, entries={**found.entries, "digest.xpu": entry("Triton 3.7.1", changes_bits=False)})
+    (difference,) = compare_environments(found, other)
+    assert (difference.name, difference.is_machine, difference.changes_bits) == ("digest.xpu", True, False)
