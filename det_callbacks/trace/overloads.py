@@ -41,11 +41,14 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.batch_norm_update_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
-    # declared, but left as it was allocated where there is no training
+}
+"""Op -> arguments it writes although its schema does not say so."""
+
+TRAINING_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.rrelu_with_noise": ("noise",),
     "aten.rrelu_with_noise_": ("noise",),
 }
-"""Op -> arguments it writes although its schema does not say so, or only when ``training`` is true."""
+"""Op -> arguments that its schema declares as written, but that it writes only when ``training`` is true."""
 
 OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
@@ -222,7 +225,7 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         sole_write=_sole_write(schema, written, returns_fresh=returns_fresh, is_hidden=bool(hidden)),
         fresh_returns=tuple(index for index, returned in enumerate(schema.returns) if returned.alias_info is None),
         returns_one=len(schema.returns) == 1,
-        hidden_writes=hidden,
+        hidden_writes=hidden or TRAINING_WRITES.get(base, ()),
         is_overwrite=base in OVERWRITES or torch.Tag.out in func.tags or "out" in func._overloadname.split("_"),
         is_plain=base not in OPAQUE_OUTPUTS and not may_be_in_flight,
         opaque_outputs=OPAQUE_OUTPUTS.get(base, frozenset()),

@@ -20,6 +20,7 @@ from det_callbacks.trace.overloads import (
     OPAQUE_WRITES,
     OVERWRITES,
     RELAYOUTS,
+    TRAINING_WRITES,
     UNDECLARED_VIEWS,
     UNINITIALISED,
     OpKind,
@@ -120,7 +121,8 @@ def test_the_sweep_sees_what_the_tables_do_not_tell(monkeypatch):
 
 
 def test_every_entry_names_an_op_and_its_arguments():
-    for base, names in (*HIDDEN_WRITES.items(), *OPAQUE_WRITES.items(), *((b, (n,)) for b, n in DECLARED_ONLY.items())):
+    declared_only = ((base, (name,)) for base, name in DECLARED_ONLY.items())
+    for base, names in (*HIDDEN_WRITES.items(), *OPAQUE_WRITES.items(), *TRAINING_WRITES.items(), *declared_only):
         arguments = op_named(base).default._schema.arguments
         assert set(names) <= {argument.name for argument in arguments}, base
     for base, name in HIDDEN_STATES.items():
@@ -278,3 +280,13 @@ def test_nothing_is_kept_silent_by_any_op_that_torch_tests():
     assert found["aliasing"] == []
     assert found["num_checked"] > 500
     assert found["num_failed"] < 0.02 * found["num_samples"], found["failures"]
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_noise_is_written_in_training_only(is_training):
+    noise = torch.full((6,), 7.0)
+    plan = make_plan(aten.rrelu_with_noise.default)
+    args = (torch.linspace(-1, 1, 6), noise, 0.1, 0.3, is_training)
+    assert written_arguments(plan, args, {}) == ([noise] if is_training else [])
+    plan.call(*args)
+    assert bool((noise == 7).all()) is not is_training
