@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from det_callbacks.digest.capture import require_no_capture
 from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.integer_ops import digest_flat
 from det_callbacks.digest.queue import Span
@@ -103,7 +104,12 @@ class IntegerDigest:
             torch.accelerator.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable) -> IntegerLaunch:
-        """Enqueue the ops and the copy of smaller tensors."""
+        """Enqueue the ops and the copy of smaller tensors.
+
+        Raises:
+            DetCallbacksError: if the current stream is capturing a CUDA graph.
+        """
+        require_no_capture()
         with self._on(stream):
             contents = [bytes_of(span) for span in spans]
             if isinstance(stream, torch.Stream):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from det_callbacks.digest.capture import require_no_capture
 from det_callbacks.digest.lanes import TABLE_WORDS, Lane
 from det_callbacks.digest.pinned import PinnedRing
 from det_callbacks.digest.queue import Span
 from det_callbacks.digest.xxh3 import EMPTY_HASH
-from det_callbacks.errors import DetCallbacksError
 
 LANE_TILES = (16 * 1024, 4 * 1024, 4 * 1024)
 """Tiles of 32 KiB whose sums, 2 KiB each, the first, second and third stream's lane holds: 48 MiB in all."""
@@ -62,7 +62,7 @@ class TritonDigest:
         # the one that was used longest ago is first
         self._lanes: dict[Hashable, Lane] = {}
         self._sizes = list(LANE_TILES)
-        self._require_no_capture()
+        require_no_capture()
         # what is made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
             self._launchers: Any = kernels.Launchers()
@@ -80,7 +80,7 @@ class TritonDigest:
 
     def wait_for(self, stream: Hashable) -> None:
         """Have the device's current stream wait for what another one has been given."""
-        self._require_no_capture()
+        require_no_capture()
         if isinstance(stream, torch.cuda.Stream):
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
@@ -103,7 +103,7 @@ class TritonDigest:
         Raises:
             DetCallbacksError: if the current stream is capturing a CUDA graph.
         """
-        self._require_no_capture()
+        require_no_capture()
         bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
         for part in launched:
             slots, first, last = bounds.get(part.slots.data_ptr(), (part.slots, part.first, part.first))
@@ -173,7 +173,7 @@ class TritonDigest:
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
         """Have the allocator keep the spans' memory until the stream has passed, whenever it is let go."""
-        if not self._is_cuda:
+        if stream is None:
             return
         # A storage cannot be asked where it was allocated, nor told by itself; where it was on this very stream, the
         # allocator does nothing. About a microsecond each.
@@ -189,22 +189,15 @@ class TritonDigest:
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
         """Make a stream and its device the current ones, unless they are."""
-        self._require_no_capture()
+        require_no_capture()
         if not isinstance(stream, torch.cuda.Stream) or (
             torch.cuda.current_device() == stream.device_index and torch.cuda.current_stream() == stream
         ):
             yield
         else:
             with torch.cuda.stream(stream):
-                self._require_no_capture()
+                require_no_capture()
                 yield
 
     def _host_words(self, num_words: int) -> torch.Tensor:
         return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
-
-    def _require_no_capture(self) -> None:
-        if self._is_cuda and torch.cuda.is_current_stream_capturing():
-            raise DetCallbacksError(
-                "a digest was asked for while the current stream captures a CUDA graph, in which nothing may be read "
-                "or allocated; the capture and all tensors are intact; take digests before or after the capture"
-            )

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from late_kernels import LateLaunchers, late_kernels
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor, lanes, triton_digest
 from det_callbacks.digest.host import LEAF_BYTES
+from det_callbacks.digest.integer_digest import IntegerDigest
 from det_callbacks.digest.pinned import PinnedRing
 from det_callbacks.digest.queue import DigestQueue, Span
 from det_callbacks.digest.triton_digest import TritonDigest
 from det_callbacks.digest.xxh3 import EMPTY_HASH
+from det_callbacks.errors import DetCallbacksError
 
 TILE = 32 * 1024
 
@@ -44,6 +47,9 @@ class StreamedDigest(TritonDigest):
 
     def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
         self.notes.append((stream, "uses", tensor.data_ptr()))
+
+    def waits(self) -> list[tuple[Hashable, ...]]:
+        return [note for note in self.notes if note[1] == "waits for"]
 
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
@@ -160,24 +166,58 @@ def test_hashes_of_hashes_go_level_by_level(num_bytes: int) -> None:
 def test_streams_have_their_own_buffers_and_the_end_waits_for_all(method: StreamedDigest) -> None:
     values = random_bytes(100, 2 * LEAF_BYTES)
     launched = [method.launch(spans(values), stream) for stream in ("main", "side", "main")]
-    assert method.notes == []
-    method.notes.clear()
+    assert method.waits() == []
     assert method.collect(launched) == digests(values) * 3
-    assert method.notes == [("main", "waits for", "side")]
+    assert method.waits() == [("main", "waits for", "side")]
     assert method.names() == ["sum_blocks"] * 3 + ["hash_leaves", "hash_words"] * 2
+
+
+def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDigest) -> None:
+    first, second = random_bytes(100, 50)
+    method.launch([*spans([first]), (second.untyped_storage(), 7, 9)], "side")
+    assert method.notes == [("side", "uses", first.data_ptr()), ("side", "uses", second.data_ptr())]
+    memories = [StorageWeakRef(value.untyped_storage()) for value in (first, second)]
+    del first, second
+    assert [memory.expired() for memory in memories] == [True, True], "and the memory is let go"
+
+
+def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bytes(100)
+    kept = method.launch(spans(values), "main")
+    plain = TritonDigest(late_kernels(), torch.device("cpu"))  # its streams are not the test's
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for other in (plain, IntegerDigest()):
+            with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+                other.launch(spans(values), None)
+        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+            TritonDigest.collect(method, [kept])
+        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+            TritonDigest(late_kernels(), torch.device("cpu"))
+    assert method.collect([kept]) == digests(values)
 
 
 def test_a_fourth_stream_takes_over_the_lane_not_used_for_longest(method: StreamedDigest) -> None:
     values = random_bytes(100)
-    launched = [method.launch(spans(values), stream) for stream in ("a", "main", "side")]
+    launched = [method.launch(spans(values), stream) for stream in ("main", "a", "side", "main")]
     method.names()
-    lane = launched[0].lane
+    method.notes.clear()
+    lane = launched[1].lane
     launched.append(method.launch(spans(values), "new"))
-    assert launched[3].lane is lane
+    assert launched[4].lane is lane
     assert method.names() == ["hash_leaves", "sum_blocks"]
     used = [("new", "uses", tensor.data_ptr()) for tensor in lane.tensors()]
-    assert method.notes == [("new", "waits for", "a"), *used]
-    assert method.collect(launched) == digests(values) * 4
+    assert method.notes == [("new", "waits for", "a"), *used, ("new", "uses", values[0].data_ptr())]
+    assert method.collect(launched) == digests(values) * 5
+
+
+def test_a_table_holds_the_rows_of_as_many_spans(method: StreamedDigest) -> None:
+    value = random_bytes(LEAF_BYTES + 1)[0]
+    many = [(value.untyped_storage(), 0, 1 + number % 7) for number in range(2500)]
+    assert method.collect([method.launch(many, "main")]) == [digest_tensor(value[:size]) for _, _, size in many]
+    assert method.names().count("hash_leaves") == 3
+    assert lanes.TABLE_WORDS >= 7 * lanes.MAX_ROWS
 
 
 @pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves", "hash_words"])
@@ -214,6 +254,25 @@ def test_a_long_span_that_fails_leaves_no_row_to_memory_that_is_gone(monkeypatch
     assert method.names() == ["sum_blocks", "hash_leaves"]
 
 
+def test_slots_are_not_left_to_the_allocator_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "NUM_SLOTS", 3)
+    method = StreamedDigest()
+    values = random_bytes(100, 200)
+    method.launch(spans(values), "main")  # a queue that is discarded drops what it was given
+    launched = method.launch(spans(values), "main")
+    assert method.names() == ["sum_blocks", "hash_leaves", "sum_blocks"]
+    assert method.collect([launched]) == digests(values)
+
+
+def test_a_launch_that_was_interrupted_shifts_no_sums(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bytes(100, 40_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.Lane, "_sum", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            method.launch(spans(values), "main")
+    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+
+
 def test_empty_spans_launch_nothing(method: StreamedDigest) -> None:
     assert method.collect([method.launch(spans(random_bytes(0, 0)), "main")]) == [EMPTY_HASH] * 2
     assert method.names() == []
@@ -238,10 +297,10 @@ def test_the_queue_s_writer_waits_for_a_reader_on_another_stream(method: Streame
     queue.before_write(value.untyped_storage())
     assert method.notes == [("main", "waits for", "side"), ("main", "waits for", "another")]
     queue.before_write(value.untyped_storage())
-    assert len(method.notes) == 2
+    assert len(method.waits()) == 2
     queue.add(value.untyped_storage(), 0, 100)
     queue.before_write(value.untyped_storage())
-    assert len(method.notes) == 2, "the same stream needs no waiting"
+    assert len(method.waits()) == 2, "the same stream needs no waiting"
     assert queue.finish() == [digest_tensor(value)] * 3
 
 
