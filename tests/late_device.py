@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest import digest_memory, late
-from det_callbacks.digest.device import Choice, bytes_of
+from det_callbacks.digest.device import Choice
+from det_callbacks.digest.integer_digest import bytes_of
 from det_callbacks.digest.queue import Span
 from det_callbacks.trace.late_sites import LateSites
 

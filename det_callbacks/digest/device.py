@@ -1,29 +1,23 @@
 """Which way the digests of tensors on a device are computed: where they are, or on the host."""
 
 import functools
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from subprocess import SubprocessError
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes, digest_memory
-from det_callbacks.digest.integer_ops import digest_flat
-from det_callbacks.digest.queue import DeviceDigest, Span
-from det_callbacks.digest.xxh3 import unsigned
+from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes
+from det_callbacks.digest.integer_digest import IntegerDigest
+from det_callbacks.digest.queue import DeviceDigest
+from det_callbacks.digest.triton_digest import TritonDigest
 
 INTEGER_DEVICES = frozenset({"cuda", "mps", "xpu"})
 """Devices whose tensors are strided memory of their own; others may have no integer ops, or no memory to show."""
 
-INTEGER_BYTES = 64 * 1024 * 1024
-"""From here on integer ops beat a copy to the host: the 1,700 launches of a chunk, at some 5 us each, take 9 ms, in
-which a copy brings some 80 MiB. Reckoned, not measured."""
-
 ALONE_BYTES = 1024 * 1024
 """A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
-making and launching a batch of one, some 130 us. Reckoned, not measured."""
+launching a batch of one with both stages and fetching its digest, some 70 us. Reckoned, not measured."""
 
 # What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors.
 _FAILURES = (ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
@@ -46,81 +40,6 @@ class Choice:
         return "; ".join((name, *self.reasons))
 
 
-class TritonDigest:
-    """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected."""
-
-    def __init__(self, kernels: ModuleType, device: torch.device) -> None:
-        self.name = f"Triton {kernels.VERSION}"
-        self._kernels = kernels
-        self._device = device
-
-    def stream(self) -> Hashable:
-        """Return the device's current stream."""
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> tuple[torch.Tensor, Hashable]:
-        """Enqueue the kernels on a stream."""
-        places = [(storage.data_ptr() + offset if size else 0, size) for storage, offset, size in spans]
-        if not isinstance(stream, torch.cuda.Stream):
-            return self._kernels.digest_device_spans(places, self._device), stream
-        with torch.cuda.stream(stream):
-            return self._kernels.digest_device_spans(places, self._device), stream
-
-    def collect(self, launched: Sequence[tuple[torch.Tensor, Hashable]]) -> list[int]:
-        """Fetch the digests in one copy."""
-        current = self.stream()
-        for digests, stream in launched:
-            if isinstance(stream, torch.cuda.Stream) and isinstance(current, torch.cuda.Stream) and stream != current:
-                current.wait_stream(stream)
-                digests.record_stream(current)
-        return [unsigned(bits) for bits in torch.cat([digests for digests, _ in launched]).tolist()]
-
-
-class IntegerDigest:
-    """torch's integer ops for large tensors; smaller ones are copied to the host, those of a launch together.
-
-    Args:
-        min_bytes: of a tensor that is not copied.
-    """
-
-    name = "torch's integer ops"
-
-    def __init__(self, *, min_bytes: int = INTEGER_BYTES) -> None:
-        self._min_bytes = min_bytes
-
-    def stream(self) -> Hashable:
-        """Return None: the ops and copies of a launch are done, or ordered by torch, on whatever stream is current."""
-        return None
-
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> list[int | torch.Tensor]:
-        """Enqueue the ops; waits for the copies of smaller tensors."""
-        contents = [bytes_of(span) for span in spans]
-        small = [content for content in contents if content.numel() < self._min_bytes]
-        copied = torch.cat(small).cpu() if small else torch.empty(0, dtype=torch.uint8, device="cpu")
-        address = copied.data_ptr()
-        found: list[int | torch.Tensor] = []
-        for content in contents:
-            if content.numel() < self._min_bytes:
-                found.append(digest_memory(address, content.numel()))
-                address += content.numel()
-            else:
-                found.append(digest_flat(content))
-        return found
-
-    def collect(self, launched: Sequence[list[int | torch.Tensor]]) -> list[int]:
-        """Fetch in one copy what is still on the device."""
-        found = [one for part in launched for one in part]
-        late = [one for one in found if isinstance(one, torch.Tensor)]
-        fetched = iter(torch.stack(late).tolist() if late else ())
-        return [unsigned(next(fetched)) if isinstance(one, torch.Tensor) else one for one in found]
-
-
-def bytes_of(span: Span) -> torch.Tensor:
-    """Return a span as a tensor of bytes that shares its memory."""
-    storage, offset, size = span
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
-
-
 @functools.cache
 def device_choice(device: torch.device) -> Choice:
     """Return how tensors on a device are digested, found out when it is first asked for and kept.
@@ -140,11 +59,11 @@ def device_choice(device: torch.device) -> Choice:
         reasons.append(f"no Triton: {reason}")
     if device.type in INTEGER_DEVICES:
         try:
-            trial = disagreement(IntegerDigest(min_bytes=0), device)
+            trial = disagreement(IntegerDigest(min_bytes=32, device=device), device)
         except _FAILURES as error:
             trial = f"{type(error).__name__}: {error}"
         if trial is None:
-            return Choice(method=IntegerDigest(), reasons=tuple(reasons))
+            return Choice(method=IntegerDigest(device=device), reasons=tuple(reasons))
         reasons.append(f"no integer ops: {trial}")
     return Choice(method=None, reasons=tuple(reasons))
 

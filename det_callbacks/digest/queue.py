@@ -30,6 +30,9 @@ class DeviceDigest(Protocol[_Launched]):
     def stream(self) -> Hashable:
         """Return what the device's work is ordered by now; equal for one order."""
 
+    def wait_for(self, stream: Hashable) -> None:
+        """Have what is enqueued from now on come after what another stream has been given; asked only of streams."""
+
     def launch(self, spans: Sequence[Span], stream: Hashable) -> _Launched:
         """Enqueue the digests of spans of memory, behind what that stream has been given."""
 
@@ -43,7 +46,9 @@ class DigestQueue(Generic[_Launched]):
     The storage of a span that waits is held, so the program may drop its tensors (not the tensors: they would keep
     autograd's graph alive). Its bytes must not change until it is launched: say ``before_write`` of whatever is about
     to be written, resized or freed. Launches happen then, when the budget is full, when the stream is another one, and
-    at ``finish``, which alone waits for the device.
+    at ``finish``, which alone waits for the device. A write on another stream than the one that a storage is read on
+    comes after the reading, also where the launch is long past: whatever orders the program's own work on the two may
+    have been said before it.
 
     After a launch failed its spans' digests are lost, and the queue refuses to go on until ``discard``.
 
@@ -55,7 +60,7 @@ class DigestQueue(Generic[_Launched]):
     Example:
         >>> import torch
         >>> from det_callbacks.digest import digest_tensor
-        >>> from det_callbacks.digest.device import IntegerDigest
+        >>> from det_callbacks.digest.integer_digest import IntegerDigest
         >>> queue = DigestQueue(IntegerDigest())
         >>> value = torch.arange(4.0)
         >>> queue.add(value.untyped_storage(), 0, value.nbytes)
@@ -83,6 +88,8 @@ class DigestQueue(Generic[_Launched]):
         self._num_bytes = 0
         self._stream: Hashable = None
         self._launched: list[_Launched] = []
+        # by storage: the streams that may still be reading it
+        self._readers: dict[int, tuple[Hashable, ...]] = {}
         self._num_added = 0
         self._is_broken = False
 
@@ -127,8 +134,14 @@ class DigestQueue(Generic[_Launched]):
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
-        if self._pending and storage._cdata in self._places:
+        place = storage._cdata
+        if self._pending and place in self._places:
             self.flush()
+        if place in self._readers:
+            current = self._method.stream()
+            for stream in self._readers.pop(place):
+                if stream != current:
+                    self._method.wait_for(stream)
 
     def flush(self) -> None:
         """Launch what waits, on the stream it was made on.
@@ -150,6 +163,12 @@ class DigestQueue(Generic[_Launched]):
                 )
         with unobserved():
             self._launched.append(self._method.launch(pending, stream))
+        if stream is not None:
+            readers = self._readers
+            for storage, _, _ in pending:
+                known = readers.setdefault(storage._cdata, (stream,))
+                if stream not in known:
+                    readers[storage._cdata] = (*known, stream)
         self._is_broken = False
 
     def finish(self) -> list[int]:
@@ -167,6 +186,8 @@ class DigestQueue(Generic[_Launched]):
                 f"{self._num_added} spans were queued and {self._method.name} gave {len(digests)} digests, so none "
                 "can be told from another; the tensors are intact; report this with the device and the versions in use"
             )
+        if digests:
+            self._readers = {}  # the device is done with all of them
         self.discard()
         return digests
 

@@ -2,98 +2,210 @@
 
 The specification is in ``det_callbacks.digest.host``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
 What makes XXH3 parallel here: the 16 stripes of a block of 1 KiB only add to the eight accumulators, so the sums of all
-blocks are found at once (``_sum_blocks``, 64 bytes for each block). Between two blocks the accumulators are scrambled,
-one after the other; a leaf has at most 256 blocks, and one warp takes each leaf (``_hash_leaves``). The hashes of a
-span's leaves are the next level's bytes, to which the same two kernels are applied.
+blocks are found at once. Between two blocks the accumulators are scrambled, one after the other, which takes a leaf of
+256 blocks some microseconds however few leaves there are. So there are two stages, and only the first reads the spans:
 
-Bytes are read as aligned words of 8 bytes, of which two are joined where a span begins between them: a load that is
-not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and allocation.
+* ``_sum_blocks``: 64 bytes for each block, up to 16 spans a launch. They come as the launch's arguments: a table would
+  have to be copied to the device first, and the device idles between a copy and the kernel that waits for it.
+* ``_hash_leaves``, a warp for each leaf, and ``_hash_words``, a warp for the leaf hashes of each span that has several:
+  once for what hundreds of MiB have left of sums, told by one table (``det_callbacks.digest.lanes`` says when).
+
+Bytes of a span are read as aligned words of 8 bytes, of which two are joined where the span begins between them: a load
+that is not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and
+allocation. Tiles that are full and aligned, nearly all of them, have a path without the shifts and masks.
+
+Every argument is an int64 that is not specialised on, addresses too: one compiled variant of each kernel, found without
+looking at the arguments, and none that is compiled in the middle of a training step.
 
 This module needs Triton, which torch's CUDA builds bring, and is imported only where a tensor is on such a device.
-Everything is enqueued on the current stream, on which the spans have to be ready.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
-from det_callbacks.digest.xxh3 import EMPTY_HASH, INITIAL_LANES, LAST_WORDS, MERGE_WORDS, SECRET_WORDS, signed
+from det_callbacks.digest.xxh3 import INITIAL_LANES, LAST_WORDS, MERGE_WORDS, SECRET_WORDS, signed
 
-__all__ = ["LAUNCH_BYTES", "VERSION", "TritonError", "digest_device_spans"]
+__all__ = ["CONSTANTS", "SPANS_PER_LAUNCH", "TILE_BYTES", "VERSION", "Launchers", "TritonError"]
 
 VERSION: str = triton.__version__
 
-LAUNCH_BYTES = 256 * 1024 * 1024
-"""Bytes that one launch reads at most: its block sums take a sixteenth of them, 16 MiB."""
+SPANS_PER_LAUNCH = 16
+"""Spans that one launch of ``_sum_blocks`` takes."""
 
-TILE_BLOCKS = 32
-"""Blocks that one program of ``_sum_blocks`` takes; a whole number of tiles makes a leaf."""
+TILE_BYTES = 32 * 1024
+"""What one program of ``_sum_blocks`` reads: 32 blocks, an eighth of a leaf."""
 
-# What every launch's table begins with; the kernels know these places as numbers.
-_CONSTANTS = [signed(word) for word in (*SECRET_WORDS, *LAST_WORDS, *MERGE_WORDS, *INITIAL_LANES)]
+CONSTANTS = tuple(signed(word) for word in (*SECRET_WORDS, *LAST_WORDS, *MERGE_WORDS, *INITIAL_LANES))
+"""What the kernels' constants point at; they know the places as numbers."""
 
-_ROW_WORDS = 6
-"""A piece's row: address, bytes, first tile, first leaf, first block, address of the hash of its first leaf."""
+_SUM_ARGUMENTS = [
+    "constants",
+    "sums",
+    *(f"{kind}{number}" for number in range(SPANS_PER_LAUNCH) for kind in ("address", "bytes")),
+]
 
 
 @triton.jit
-def _find_row(rows, number, column: tl.constexpr, num_rows):
-    """Return the address of the last row whose entry in a column is at most a number; the column ascends."""
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_at_or_after = tl.load(rows + middle * 6 + column) <= number
-        low = tl.where(is_at_or_after, middle, low)
-        high = tl.where(is_at_or_after, high, middle)
-    return rows + low * 6
+def _words_at(address):
+    return address.to(tl.pointer_type(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _sum_blocks(table, rows, num_rows, sums, TILE: tl.constexpr):  # noqa: N803  # a constexpr is written so
-    """Write what each of a tile's blocks adds to the eight accumulators."""
+@triton.jit
+def _unsigned_at(words):
+    return tl.load(words).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _mix(word, key):
+    """Return what a word adds to its own accumulator."""
+    mixed = word ^ key
+    return (mixed & 0xFFFFFFFF) * (mixed >> 32)
+
+
+@triton.jit
+def _with_neighbours(products, totals, NUM_ROWS: tl.constexpr):  # noqa: N803  # a constexpr is written so
+    """Return accumulators: a word is added to its neighbour's."""
+    even, odd = tl.split(tl.reshape(totals, [NUM_ROWS, 4, 2]))
+    return products + tl.reshape(tl.join(odd, even), [NUM_ROWS, 8])
+
+
+@triton.jit(do_not_specialize=_SUM_ARGUMENTS)
+def _sum_blocks(
+    constants: tl.int64,
+    sums: tl.int64,
+    address0: tl.int64,
+    bytes0: tl.int64,
+    address1: tl.int64,
+    bytes1: tl.int64,
+    address2: tl.int64,
+    bytes2: tl.int64,
+    address3: tl.int64,
+    bytes3: tl.int64,
+    address4: tl.int64,
+    bytes4: tl.int64,
+    address5: tl.int64,
+    bytes5: tl.int64,
+    address6: tl.int64,
+    bytes6: tl.int64,
+    address7: tl.int64,
+    bytes7: tl.int64,
+    address8: tl.int64,
+    bytes8: tl.int64,
+    address9: tl.int64,
+    bytes9: tl.int64,
+    address10: tl.int64,
+    bytes10: tl.int64,
+    address11: tl.int64,
+    bytes11: tl.int64,
+    address12: tl.int64,
+    bytes12: tl.int64,
+    address13: tl.int64,
+    bytes13: tl.int64,
+    address14: tl.int64,
+    bytes14: tl.int64,
+    address15: tl.int64,
+    bytes15: tl.int64,
+):
+    """Write what each of a tile's blocks adds to the eight accumulators; a span's tiles follow the span's before."""
+    addresses = (
+        address1,
+        address2,
+        address3,
+        address4,
+        address5,
+        address6,
+        address7,
+        address8,
+        address9,
+        address10,
+        address11,
+        address12,
+        address13,
+        address14,
+        address15,
+    )
+    lengths = (
+        bytes1,
+        bytes2,
+        bytes3,
+        bytes4,
+        bytes5,
+        bytes6,
+        bytes7,
+        bytes8,
+        bytes9,
+        bytes10,
+        bytes11,
+        bytes12,
+        bytes13,
+        bytes14,
+        bytes15,
+    )
     program = tl.program_id(0).to(tl.int64)
-    row = _find_row(rows, program, 2, num_rows)
-    address = tl.load(row)
-    num_bytes = tl.load(row + 1)
-    block = (program - tl.load(row + 2)) * TILE + tl.arange(0, TILE)
-    num_blocks = (num_bytes + 1023) // 1024
-    is_last = (block % 256 == 255) | (block == num_blocks - 1)
+    address = address0
+    num_bytes = bytes0
+    first = program * 0
+    following = (bytes0 + 32767) // 32768
+    for number in tl.static_range(15):
+        is_past = program >= following
+        address = tl.where(is_past, addresses[number], address)
+        num_bytes = tl.where(is_past, lengths[number], num_bytes)
+        first = tl.where(is_past, following, first)
+        following += tl.where(is_past, (lengths[number] + 32767) // 32768, 0)
+    tile = program - first
+    start = address + tile * 32768
+    left = num_bytes - tile * 32768
+    row = tl.arange(0, 32)
     lane = tl.arange(0, 8)
-    skew = address & 7
-    words = (address - skew).to(tl.pointer_type(tl.int64))
-    shift = (skew * 8).to(tl.uint64)
-    products = tl.zeros([TILE, 8], tl.uint64)
-    totals = tl.zeros([TILE, 8], tl.uint64)
-    for stripe in tl.static_range(16):
-        index = block[:, None] * 128 + (stripe * 8 + lane)[None, :]
-        begin = index * 8
-        low = tl.load(words + index, mask=begin < num_bytes, other=0).to(tl.uint64, bitcast=True)
-        needs_next = (skew != 0) & (begin + 8 - skew < num_bytes)
-        high = tl.load(words + index + 1, mask=needs_next, other=0).to(tl.uint64, bitcast=True)
-        # in two steps, as a shift by all 64 bits is undefined
-        word = (low >> shift) | ((high << 1) << (63 - shift))
-        num_valid = tl.minimum(tl.maximum(num_bytes - begin, 0), 8)
-        # 8 valid bytes: ~0 >> 0; none: the word is 0 where nothing was loaded
-        drop = (tl.where(num_valid > 0, 8 - num_valid, 0) * 8).to(tl.uint64)
-        word = tl.where(num_valid > 0, (word << drop) >> drop, 0)
-        key = tl.load(table + stripe + lane).to(tl.uint64, bitcast=True)[None, :]
-        if stripe == 15:
-            last = tl.load(table + 24 + lane).to(tl.uint64, bitcast=True)[None, :]
-            key = tl.where(is_last[:, None], last, key)
-        mixed = word ^ key
-        products += (mixed & 0xFFFFFFFF) * (mixed >> 32)
-        totals += word
-    # a word is added to its neighbour's accumulator
-    even, odd = tl.split(tl.reshape(totals, [TILE, 4, 2]))
-    added = products + tl.reshape(tl.join(odd, even), [TILE, 8])
-    place = (tl.load(row + 4) + block)[:, None] * 8 + lane[None, :]
-    tl.store(sums + place, added.to(tl.int64, bitcast=True), mask=(block < num_blocks)[:, None])
+    block = tile * 32 + row
+    is_last = ((block % 256 == 255) | (block == (num_bytes + 1023) // 1024 - 1))[:, None]
+    table = _words_at(constants)
+    last_key = _unsigned_at(table + 24 + lane)[None, :]
+    products = tl.zeros([32, 8], tl.uint64)
+    totals = tl.zeros([32, 8], tl.uint64)
+    if (start % 16 == 0) & (left >= 32768):
+        whole = _words_at(start)
+        for stripe in tl.static_range(16):
+            word = _unsigned_at(tl.multiple_of(whole + (row * 128 + stripe * 8)[:, None] + lane[None, :], (16, 16)))
+            key = _unsigned_at(table + stripe + lane)[None, :]
+            if stripe == 15:
+                key = tl.where(is_last, last_key, key)
+            products += _mix(word, key)
+            totals += word
+    else:
+        skew = start & 7
+        words = _words_at(start - skew)
+        shift = (skew * 8).to(tl.uint64)
+        for stripe in tl.static_range(16):
+            index = (row * 128 + stripe * 8)[:, None] + lane[None, :]
+            begin = index.to(tl.int64) * 8
+            low = tl.load(words + index, mask=begin < left, other=0).to(tl.uint64, bitcast=True)
+            needs_next = (skew != 0) & (begin + 8 - skew < left)
+            high = tl.load(words + index + 1, mask=needs_next, other=0).to(tl.uint64, bitcast=True)
+            # in two steps, as a shift by all 64 bits is undefined
+            word = (low >> shift) | ((high << 1) << (63 - shift))
+            num_valid = tl.minimum(tl.maximum(left - begin, 0), 8)
+            # 8 valid bytes: ~0 >> 0; none: the word is 0 where nothing was loaded
+            drop = (tl.where(num_valid > 0, 8 - num_valid, 0) * 8).to(tl.uint64)
+            word = tl.where(num_valid > 0, (word << drop) >> drop, 0)
+            key = _unsigned_at(table + stripe + lane)[None, :]
+            if stripe == 15:
+                key = tl.where(is_last, last_key, key)
+            products += _mix(word, key)
+            totals += word
+    added = _with_neighbours(products, totals, 32)
+    target = tl.multiple_of(_words_at(sums), 16) + program * 256 + row[:, None] * 8 + lane[None, :]
+    # rows past the span's end write what nothing reads: the tile's sums are its own
+    tl.store(target, added.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _scrambled(state, scramble):
+    return (state ^ (state >> 47) ^ scramble) * 0x9E3779B1
 
 
 @triton.jit
@@ -107,113 +219,112 @@ def _high_product(first, second):
     return first_high * second_high + (carried >> 32) + (middle >> 32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _hash_leaves(table, rows, num_rows, sums):
-    """Write the hash of a leaf: its blocks' sums, scrambled one after the other."""
-    program = tl.program_id(0).to(tl.int64)
-    row = _find_row(rows, program, 3, num_rows)
-    num_bytes = tl.load(row + 1)
-    leaf = program - tl.load(row + 3)
-    num_blocks = tl.minimum((num_bytes + 1023) // 1024 - leaf * 256, 256)
-    lane = tl.arange(0, 8)
-    scramble = tl.load(table + 16 + lane).to(tl.uint64, bitcast=True)
-    state = tl.load(table + 40 + lane).to(tl.uint64, bitcast=True)
-    begin = sums + (tl.load(row + 4) + leaf * 256) * 8 + lane
-    for block in range(0, num_blocks - 1):
-        state += tl.load(begin + block * 8).to(tl.uint64, bitcast=True)
-        state = (state ^ (state >> 47) ^ scramble) * 0x9E3779B1
-    state += tl.load(begin + (num_blocks - 1) * 8).to(tl.uint64, bitcast=True)
-    state = state ^ tl.load(table + 32 + lane).to(tl.uint64, bitcast=True)
+@triton.jit
+def _merged(state, merge, num_blocks):
+    """Return the hash of a leaf from its accumulators."""
+    state = state ^ merge
     even, odd = tl.split(tl.reshape(state, [4, 2]))
     folded = (even * odd) ^ _high_product(even, odd)
     value = tl.sum(folded, 0) + (num_blocks * 1024).to(tl.uint64) * 0x9E3779B185EBCA87
     value = (value ^ (value >> 37)) * 0x165667919E3779F9
     value = value ^ (value >> 32)
-    target = (tl.load(row + 5) + leaf * 8).to(tl.pointer_type(tl.int64))
-    tl.store(target, value.to(tl.int64, bitcast=True))
+    return value.to(tl.int64, bitcast=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launch:
-    """Pieces of spans that are read by one launch of each kernel."""
+@triton.jit(do_not_specialize=["constants", "rows", "num_rows"])
+def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
+    """Write the hash of a leaf: its blocks' sums, scrambled one after the other.
 
-    rows: list[int]
-    num_tiles: int
-    num_leaves: int
-    num_blocks: int
-
-
-def digest_device_spans(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Enqueue the digests of spans of a device's memory.
-
-    Two launches for each 256 MiB of a level, in which every span counts in whole leaves of 256 KiB: two for up to 1,024
-    spans of a leaf each, four for one of 1 MiB. Takes up to 16 MiB of the device's memory, and 8 bytes for each leaf.
-
-    Args:
-        spans: (address, number of bytes) each, to be left alone until the current stream has passed.
-        device: whose memory it is, and the current one of its kind.
-
-    Returns:
-        int64 of shape (number of spans,), on the device: the digests' bits, there once the stream has passed.
+    A row is a piece of a span: first leaf, address of its sums, bytes, address of the hash of its first leaf.
     """
-    empty = signed(EMPTY_HASH)
-    is_empty = [num_bytes == 0 for _, num_bytes in spans]
-    digests = torch.full((len(spans),), empty, dtype=torch.int64, device=device)
-    target = digests.data_ptr()
-    level = [
-        (address, num_bytes, target + 8 * index)
-        for index, (address, num_bytes) in enumerate(spans)
-        if not is_empty[index]
-    ]
-    kept = []
-    while level:
-        joined = [-(-num_bytes // LEAF_BYTES) for _, num_bytes, _ in level]
-        hashes = torch.empty((sum(count for count in joined if count > 1),), dtype=torch.int64, device=device)
-        kept.append(hashes)
-        place = hashes.data_ptr()
-        pieces, following = [], []
-        for (address, num_bytes, digest), count in zip(level, joined, strict=True):
-            pieces.append((address, num_bytes, digest if count == 1 else place))
-            if count > 1:
-                following.append((place, 8 * count, digest))
-                place += 8 * count
-        _run(list(_launches(pieces)), device)
-        level = following
-    return digests
+    program = tl.program_id(0).to(tl.int64)
+    row = _words_at(rows)
+    # the last row whose first leaf is at most this one
+    low = program * 0
+    high = low + num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_at_or_after = tl.load(row + middle * 4) <= program
+        low = tl.where(is_at_or_after, middle, low)
+        high = tl.where(is_at_or_after, high, middle)
+    row += low * 4
+    leaf = program - tl.load(row)
+    num_blocks = tl.minimum((tl.load(row + 2) + 1023) // 1024 - leaf * 256, 256)
+    lane = tl.arange(0, 8)
+    table = _words_at(constants)
+    scramble = _unsigned_at(table + 16 + lane)
+    state = _unsigned_at(table + 40 + lane)
+    begin = _words_at(tl.load(row + 1)) + leaf * 2048 + lane
+    # sixteen at a time, so that their loads are under way together: each alone would be waited for
+    num_scrambled = num_blocks - 1
+    num_together = num_scrambled // 16 * 16
+    for block in range(0, num_together, 16):
+        for step in tl.static_range(16):
+            state = _scrambled(state + _unsigned_at(begin + (block + step) * 8), scramble)
+    for block in range(num_together, num_scrambled):
+        state = _scrambled(state + _unsigned_at(begin + block * 8), scramble)
+    state += _unsigned_at(begin + num_scrambled * 8)
+    value = _merged(state, _unsigned_at(table + 32 + lane), num_blocks)
+    tl.store(_words_at(tl.load(row + 3) + leaf * 8), value)
 
 
-def _launches(pieces: Sequence[tuple[int, int, int]]) -> Iterator[_Launch]:
-    rows: list[int] = []
-    tiles = leaves = blocks = held = 0
-    for address, num_bytes, target in pieces:
-        begin = 0
-        while begin < num_bytes:
-            if held == LAUNCH_BYTES:
-                yield _Launch(rows=rows, num_tiles=tiles, num_leaves=leaves, num_blocks=blocks)
-                rows, tiles, leaves, blocks, held = [], 0, 0, 0, 0
-            # counted in whole leaves, so that a piece never ends within one
-            length = min(num_bytes - begin, LAUNCH_BYTES - held)
-            rows += [address + begin, length, tiles, leaves, blocks, target + begin // LEAF_BYTES * 8]
-            num_blocks, num_leaves = -(-length // BLOCK_BYTES), -(-length // LEAF_BYTES)
-            tiles += -(-num_blocks // TILE_BLOCKS)
-            leaves += num_leaves
-            blocks += num_blocks
-            held += num_leaves * LEAF_BYTES
-            begin += length
-    if rows:
-        yield _Launch(rows=rows, num_tiles=tiles, num_leaves=leaves, num_blocks=blocks)
+@triton.jit(do_not_specialize=["constants", "rows"])
+def _hash_words(constants: tl.int64, rows: tl.int64):
+    """Write the hash of one leaf's words of 8 bytes, read from memory: what leaf hashes are.
+
+    A row is a leaf: address, bytes, address of its hash.
+    """
+    row = _words_at(rows) + tl.program_id(0) * 3
+    words = _words_at(tl.load(row))
+    num_words = tl.load(row + 1) // 8
+    num_blocks = (num_words + 127) // 128
+    stripe = tl.arange(0, 16)[:, None]
+    lane = tl.arange(0, 8)
+    table = _words_at(constants)
+    keys = _unsigned_at(table + stripe + lane[None, :])
+    last_keys = tl.where(stripe == 15, _unsigned_at(table + 24 + lane)[None, :], keys)
+    scramble = _unsigned_at(table + 16 + lane)
+    state = _unsigned_at(table + 40 + lane)
+    for block in range(0, num_blocks):
+        is_last = block == num_blocks - 1
+        index = block * 128 + stripe * 8 + lane[None, :]
+        word = tl.load(words + index, mask=index < num_words, other=0).to(tl.uint64, bitcast=True)
+        products = tl.sum(_mix(word, tl.where(is_last, last_keys, keys)), 0)
+        added = _with_neighbours(products[None, :], tl.sum(word, 0)[None, :], 1)
+        state += tl.reshape(added, [8])
+        # a leaf of 256 blocks is last with its last block too, and no other has as many
+        state = tl.where(is_last, state, _scrambled(state, scramble))
+    value = _merged(state, _unsigned_at(table + 32 + lane), num_blocks)
+    tl.store(_words_at(tl.load(row + 2)), value)
 
 
-def _run(launches: Sequence[_Launch], device: torch.device) -> None:
-    words = [*_CONSTANTS, *(word for launch in launches for word in launch.rows)]
-    content = torch.tensor(words, dtype=torch.int64, device="cpu")
-    if device.type != "cpu":  # Triton's interpreter takes the host's memory
-        content = content.pin_memory().to(device, non_blocking=True)
-    sums = torch.empty((max(launch.num_blocks for launch in launches) * 8,), dtype=torch.int64, device=device)
-    start = len(_CONSTANTS)
-    for launch in launches:
-        rows = content[start:]
-        num_rows = len(launch.rows) // _ROW_WORDS
-        _sum_blocks[(launch.num_tiles,)](content, rows, num_rows, sums, TILE=TILE_BLOCKS, num_warps=4)
-        _hash_leaves[(launch.num_leaves,)](content, rows, num_rows, sums, num_warps=1)
-        start += len(launch.rows)
+class Launchers:
+    """The kernels, compiled for the current device: each is called with programs, stream and the kernel's arguments.
+
+    The stream is the current one; its handle stands among the arguments so that it is not looked up again.
+    """
+
+    def __init__(self) -> None:
+        self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
+        self.hash_leaves = _launcher(_hash_leaves, num_warps=1)
+        self.hash_words = _launcher(_hash_words, num_warps=1)
+
+
+def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., None]:
+    # A compiled kernel that is launched by itself, as Triton's tutorials do, costs a few microseconds; the kernel's own
+    # launch looks at each argument, the options and the globals first, some 20 to 30.
+    # Looked at in Triton 3.7.1: CompiledKernel.__getitem__ takes the stream, and integers for what is an int64.
+    compiled: Any = None
+    if hasattr(kernel, "warmup") and isinstance(kernel, triton.JITFunction):
+        compiled = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)
+    if not hasattr(compiled, "__getitem__"):  # the interpreter, or another Triton
+
+        def launch_anew(num_programs: int, stream: int, *arguments: int) -> None:
+            kernel[(num_programs,)](*arguments, num_warps=num_warps)
+
+        return launch_anew
+
+    def launch(num_programs: int, stream: int, *arguments: int) -> None:
+        compiled[(num_programs, 1, 1)](*arguments, stream=stream)
+
+    return launch

@@ -13,7 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from det_callbacks.digest.device import Choice, IntegerDigest
+from det_callbacks.digest.device import Choice
+from det_callbacks.digest.integer_digest import IntegerDigest
 from det_callbacks.digest.queue import DigestQueue
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "overhead"

@@ -14,14 +14,25 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors, late
-from det_callbacks.digest.device import Choice, TritonDigest, disagreement
+from det_callbacks.digest import (
+    components,
+    digest_memory,
+    digest_output,
+    digest_tensor,
+    digest_tensors,
+    late,
+    triton_digest,
+)
+from det_callbacks.digest.device import Choice, disagreement
 from det_callbacks.digest.queue import DeviceDigest
+from det_callbacks.digest.triton_digest import TritonDigest
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)
+EDGES = (0, 1, 8, 9, 1023, 1024, 1025, 16 * 1024 - 1, 16 * 1024, 16 * 1024 + 1, 32 * 1024, 32 * 1024 + 1)
+LEAF_EDGES = (LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 1024, 3 * LEAF)
 LAYOUTS = ("contiguous", "transposed", "permuted", "strided", "expanded", "0-d")
 
 
@@ -94,16 +105,31 @@ def check_edges_of_memory(method: DeviceDigest) -> None:
             assert method.collect([launched]) == [digest_memory(address, num_bytes)]
 
 
+def check_edges_of_sizes(method: DeviceDigest, *, is_thorough: bool) -> None:
+    """Digest spans of sizes at which something begins or ends, at one or all offsets that a word of 8 bytes has."""
+    content = torch.frombuffer(bytearray(random.Random(1).randbytes(3 * LEAF + 8)), dtype=torch.uint8)
+    storage = content.untyped_storage()
+    if is_thorough:
+        spans = [(storage, offset, size) for size in EDGES for offset in range(9)]
+        spans += [(storage, offset, size) for size in LEAF_EDGES for offset in (0, 5, 8)]
+    else:
+        spans = [(storage, (4 * size + 5 * number) % 9, size) for number, size in enumerate(EDGES)]
+        spans += [(storage, 0, LEAF + 1)]
+    found = method.collect([method.launch(spans, None)])
+    assert found == [digest_memory(storage.data_ptr() + offset, size) for storage, offset, size in spans]
+
+
 def main(num_cases: int) -> None:
     import det_callbacks.digest.triton_kernels as kernels
 
     method = TritonDigest(kernels, HOST)
     assert disagreement(method, HOST) is None
     check_edges_of_memory(method)
+    check_edges_of_sizes(method, is_thorough=num_cases > 100)
     check(method, num_cases, largest=2 * LEAF, seed=num_cases)
-    # several launches, cut within a tensor and between two
-    parts = [torch.arange(LEAF // 8 + 77), torch.arange(3.0), torch.arange(3)]
-    with mock.patch.object(kernels, "LAUNCH_BYTES", LEAF), as_on_a_device(method):
+    # sums that fill their buffer within a launch, and a tensor whose own would not fit
+    parts = [torch.arange(LEAF // 8 + 77), *(torch.arange(20.0 + number) for number in range(9)), torch.arange(3)]
+    with mock.patch.object(triton_digest, "LANE_TILES", (8,)), as_on_a_device(TritonDigest(kernels, HOST)):
         found = digest_tensors(parts)
     assert found == digest_tensors(parts)
     print(f"{num_cases} cases agree")

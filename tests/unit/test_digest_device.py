@@ -1,19 +1,20 @@
 """Digests that are computed where a tensor is: the bits of the host, whichever way, and which way that is."""
 
-import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import device_cases
 import pytest
 import torch
 
 from det_callbacks.digest import device as device_module
-from det_callbacks.digest import digest_output, digest_tensor, digest_tensors, integer_ops
-from det_callbacks.digest.device import Choice, IntegerDigest, device_choice, disagreement
+from det_callbacks.digest import digest_output, digest_tensor, digest_tensors, integer_digest, integer_ops
+from det_callbacks.digest.device import Choice, device_choice, disagreement
+from det_callbacks.digest.integer_digest import IntegerDigest, IntegerLaunch
 
 ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
@@ -45,54 +46,82 @@ def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases: int) ->
 
 
 COMPILE = """
+from types import SimpleNamespace
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from det_callbacks.digest import triton_kernels as kernels
-signature = {"table": "*i64", "rows": "*i64", "num_rows": "i32", "sums": "*i64"}
-for capability in (80, 90):
-    target = GPUTarget("cuda", capability, 32)
-    tile = {"TILE": kernels.TILE_BLOCKS}
-    blocks = ASTSource(fn=kernels._sum_blocks, signature={**signature, "TILE": "constexpr"}, constexprs=tile)
-    leaves = ASTSource(fn=kernels._hash_leaves, signature=signature, constexprs={})
-    for source, num_warps in ((blocks, 4), (leaves, 1)):
-        compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+from triton.runtime import driver
+
+launched = []
+
+
+class Driver:
+    # what Triton asks of a GPU's driver: this one compiles for a GPU and notes the launches
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 200_000},
+        load_binary=lambda name, kernel, shared, device: (object(), name, 40, 0, 1024),
+    )
+
+    def __init__(self, capability):
+        self.capability = capability
+        self.is_compiled = False
+
+    def get_current_device(self):
+        assert not self.is_compiled, "looked up in a launch"
+        return 0
+
+    def get_current_stream(self, device):
+        return self.get_current_device()
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: launched.append((arguments[4], arguments[:4], arguments[9:]))
+
+
+def compile_for(capability):
+    launched.clear()
+    driver.set_active(Driver(capability))
+    from det_callbacks.digest import triton_kernels as kernels
+    functions = (kernels._sum_blocks, kernels._hash_leaves, kernels._hash_words)
+    for function in functions:
+        function.device_caches.clear()
+    launchers = kernels.Launchers()
+    for compiled in (compiled for function in functions for compiled in function.device_caches[0][0].values()):
+        compiled._init_handles()
+    driver.active.is_compiled = True
+    big = 1 << 46
+    spans = [0, 0] * 15 + [big + 3, 7]
+    for sums, first in ((big, 16), (big + 16, 1), (16, big)):
+        launchers.sum_blocks(5, 77, big, sums, first, 1, *spans[:-2], 0, first)
+        launchers.hash_leaves(6, 77, big, sums, first)
+        launchers.hash_words(7, 77, big, sums)
+    for function in functions:
+        (compiled,) = function.device_caches[0][0].values()
         assert compiled.asm["cubin"] and "ld.global" in compiled.asm["ptx"], capability
-        print(source.fn.__name__, capability)
+        print(function.__name__, capability)
+    # aligned spans are read 16 bytes at a time
+    (compiled,) = kernels._sum_blocks.device_caches[0][0].values()
+    assert "ld.global.v2" in compiled.asm["ptx"]
+    assert [name for name, _, _ in launched] == ["_sum_blocks", "_hash_leaves", "_hash_words"] * 3
+    assert launched[0][1:] == ((5, 1, 1, 77), (big, big, 16, 1, *spans[:-2], 0, 16)), launched[0]
+    assert launched[1][1:] == ((6, 1, 1, 77), (big, big, 16)), launched[1]
+    assert launched[2][1:] == ((7, 1, 1, 77), (big, big)), launched[2]
+    assert launched[6][2] == (big, 16, big, 1, *spans[:-2], 0, big)
+
+
+for capability in (80, 90):
+    compile_for(capability)
 """
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_there(tmp_path: Path) -> None:
+def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     output = run_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
-    assert output.split() == ["_sum_blocks", "80", "_hash_leaves", "80", "_sum_blocks", "90", "_hash_leaves", "90"]
-
-
-@pytest.mark.parametrize("num_bytes", [1, 1 << 28, (1 << 28) + 5, 9 << 30], ids=lambda number: f"{number} bytes")
-def test_launches_hold_every_leaf_once(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason=NEEDS_TRITON)
-    from det_callbacks.digest import triton_kernels as kernels
-
-    levels = []
-    monkeypatch.setattr(kernels, "_run", lambda launches, device: levels.append(launches))
-    digests = kernels.digest_device_spans([(64, num_bytes), (0, 0), (8, 100)], device_cases.HOST)
-    expected = num_bytes
-    for number, launches in enumerate(levels):
-        rows = [row for launch in launches for row in zip(*[iter(launch.rows)] * 6, strict=True)]
-        assert sum(row[1] for row in rows) == expected + (100 if number == 0 else 0)
-        for launch in launches:
-            assert launch.num_blocks * 1024 <= kernels.LAUNCH_BYTES
-            last = list(zip(*[iter(launch.rows)] * 6, strict=True))[-1]
-            assert launch.num_leaves == last[3] + -(-last[1] // (256 * 1024))
-            assert launch.num_tiles == last[2] + -(-last[1] // (32 * 1024))
-        own = rows[:-1] if number == 0 else rows
-        for one, other in itertools.pairwise(own):
-            assert other[0] == one[0] + one[1]
-            assert other[5] == one[5] + 8 * (one[1] // (256 * 1024))
-        expected = 8 * -(-expected // (256 * 1024))
-    assert len(levels) == (1 if num_bytes <= 256 * 1024 else 3 if num_bytes > 8 << 30 else 2)
-    assert levels[-1][0].rows[5] == digests.data_ptr()
+    names = ["_sum_blocks", "_hash_leaves", "_hash_words"]
+    assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,12 +146,43 @@ def test_one_small_tensor_is_copied_and_many_are_not(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         IntegerDigest, "launch", lambda self, spans, stream: launched.append(len(spans)) or [7] * len(spans)
     )
+    monkeypatch.setattr(IntegerDigest, "collect", lambda self, parts: [digest for part in parts for digest in part])
     small, large = torch.arange(25), torch.arange(26)
     expected = digest_tensor(small)
     with device_cases.as_on_a_device(IntegerDigest(), alone_bytes=large.nbytes):
         assert (digest_tensor(small), digest_output(small.view(5, 5).t()), launched) == (expected, expected, [])
         assert (digest_tensor(large), launched) == (7, [1])
         assert (digest_tensors([small, small]), launched) == ([7, 7], [1, 2])
+
+
+class Streamed(IntegerDigest):
+    """Copies that arrive when they are waited for, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__(min_bytes=1000)
+        self.num_arrived = 0
+
+    def _to_host(self, contents: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Event | None]:
+        if not contents:
+            return super()._to_host(contents)
+        joined = torch.cat(list(contents))
+        copied = torch.zeros_like(joined)
+
+        def arrive() -> None:
+            self.num_arrived += 1
+            copied.copy_(joined)
+
+        return copied, SimpleNamespace(synchronize=arrive)
+
+
+def test_copies_are_waited_for_at_the_end_or_when_they_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_digest, "MAX_COPIED_BYTES", 2500)
+    method = Streamed()
+    values = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (900, 900, 2000, 600, 900, 500)]
+    launched = [method.launch([(value.untyped_storage(), 0, value.nbytes)], None) for value in values]
+    assert method.num_arrived == 2  # of 900, 900, 600, 900 and 500 bytes: 2,000 are left
+    assert method.collect(launched) == digest_tensors(values)
+    assert method.num_arrived == 5
 
 
 def test_integer_ops_leave_what_they_read_alone() -> None:
@@ -138,7 +198,7 @@ class Lying(IntegerDigest):
 
     name = "a lie"
 
-    def collect(self, launched: Sequence[list[int | torch.Tensor]]) -> list[int]:
+    def collect(self, launched: Sequence[IntegerLaunch]) -> list[int]:
         first, *others = super().collect(launched)
         return [first ^ 1, *others]
 

@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor
-from det_callbacks.digest.device import bytes_of
+from det_callbacks.digest.integer_digest import bytes_of
 from det_callbacks.digest.queue import DigestQueue, Span
 from det_callbacks.errors import DetCallbacksError
 
@@ -24,9 +24,13 @@ class LateDevice:
         self.num_collected = 0
         self.current: Hashable = None
         self.failure: Exception | None = None
+        self.waits: list[tuple[Hashable, Hashable]] = []
 
     def stream(self) -> Hashable:
         return self.current
+
+    def wait_for(self, stream: Hashable) -> None:
+        self.waits.append((self.current, stream))
 
     def launch(self, spans: Sequence[Span], stream: Hashable) -> list[torch.Tensor]:
         if self.failure is not None:
@@ -158,6 +162,37 @@ def test_a_batch_is_of_one_stream() -> None:
     device.current = "another"
     assert queue.finish() == digests(0, 1, 2, 3)
     assert device.launches == [(2, "main"), (1, "side"), (1, "main")]
+
+
+def test_a_write_on_another_stream_comes_after_the_reading() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device, max_tensors=1)
+    early, late, other = filled(1), filled(2), filled(3)
+    device.current = "side"
+    for value in (early, other, late):
+        add(queue, value)
+    device.current = "main"
+    queue.before_write(early.untyped_storage())  # launched long ago
+    assert (queue.num_pending, device.waits) == (1, [("main", "side")])
+    queue.before_write(late.untyped_storage())  # launched now
+    assert (queue.num_pending, device.waits) == (0, [("main", "side")] * 2)
+    queue.before_write(late.untyped_storage())  # ordered already
+    device.current = "side"
+    queue.before_write(other.untyped_storage())  # in the same order anyway
+    assert len(device.waits) == 2
+    assert queue.finish() == digests(1, 3, 2)
+
+
+def test_what_has_been_fetched_is_not_waited_for() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device)
+    value = filled(1)
+    device.current = "side"
+    add(queue, value)
+    queue.finish()
+    device.current = "main"
+    queue.before_write(value.untyped_storage())
+    assert device.waits == []
 
 
 def test_memory_that_was_freed_meanwhile_is_an_error() -> None:

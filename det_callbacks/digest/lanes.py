@@ -1,0 +1,185 @@
+"""What one stream needs to digest spans of memory: the sums and hashes on their way, and when which kernel runs.
+
+A span is read once, when it is launched, and leaves 64 bytes for each block of 1 KiB behind. The rest waits until the
+sums fill their buffer or the digests are asked for, so it costs one table's copy and two short kernels for hundreds of
+MiB of spans, not for each launch. On the way nothing is allocated and nothing is waited for: all buffers belong to one
+stream, in whose order they are used again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
+from det_callbacks.digest.pinned import PinnedRing
+
+MAX_ROWS = 1024
+"""Spans whose sums wait at most."""
+
+TABLE_WORDS = 8192
+"""Four words for each row, and three for each leaf of hashes: at most 7 * MAX_ROWS, or one span of 20 TiB."""
+
+NUM_SLOTS = 16 * 1024
+"""Digests that a buffer takes, 128 KiB, before there is another one."""
+
+_SUM_BYTES_PER_BLOCK = 64
+
+
+class Lane:
+    """The buffers of one stream, which has to be the current one whenever anything is called.
+
+    Args:
+        kernels: the module ``det_callbacks.digest.triton_kernels``.
+        launchers: its kernels, for this device.
+        constants: its constants, on the device.
+        ring: where tables are copied from.
+        num_tiles: whose sums the lane holds, 2 KiB each.
+        handle: the stream's, for the launchers.
+    """
+
+    def __init__(
+        self, kernels: Any, launchers: Any, constants: torch.Tensor, ring: PinnedRing, *, num_tiles: int, handle: int
+    ) -> None:
+        self.handle = handle
+        self._launchers = launchers
+        self._constants = constants.data_ptr()
+        self._ring = ring
+        self._device = constants.device
+        self._tile_bytes: int = kernels.TILE_BYTES
+        self._spans_per_launch: int = kernels.SPANS_PER_LAUNCH
+        self._num_tiles = num_tiles
+        self._sums_per_tile = self._tile_bytes // BLOCK_BYTES * _SUM_BYTES_PER_BLOCK
+        self._sums = self._empty(num_tiles * self._sums_per_tile // 8)
+        # a span of several leaves has at least nine tiles for two of them
+        self._hashes = self._empty(max(num_tiles // 4, 1))
+        self._table = self._empty(TABLE_WORDS)
+        self._slots = self._empty(NUM_SLOTS)
+        self._num_slots_used = 0
+        self._forget()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the lane's device memory."""
+        return [self._sums, self._hashes, self._table, self._slots]
+
+    def launch(self, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, int]:
+        """Enqueue the first stage for spans, (address, number of bytes) each; empty ones have no digest.
+
+        Returns:
+            A tensor of the device and the place in it of the first one's digest, there once ``finish`` has passed.
+        """
+        if self._num_slots_used + len(spans) > len(self._slots):
+            self.finish()  # its rows point to the old one
+            self._slots = self._empty(max(NUM_SLOTS, len(spans)))
+            self._num_slots_used = 0
+        # an interrupted launch may have left rows without sums; nothing asks for their digests
+        self._num_tiles_summed = self._num_tiles_used
+        slots, first_slot = self._slots, self._num_slots_used
+        self._num_slots_used += len(spans)
+        slot = slots.data_ptr() + 8 * first_slot
+        group: list[int] = []
+        for address, num_bytes in spans:
+            num_tiles = -(-num_bytes // self._tile_bytes)
+            if num_tiles > self._num_tiles:
+                self._sum(group)
+                self._launch_long(address, num_bytes, slot)
+            elif num_bytes:
+                if num_tiles > self._num_tiles - self._num_tiles_used or self._num_rows == MAX_ROWS:
+                    self._sum(group)
+                    self.finish()
+                num_leaves = -(-num_bytes // LEAF_BYTES)
+                target = slot
+                if num_leaves > 1:
+                    target = self._hashes.data_ptr() + 8 * self._num_hashes_used
+                    self._num_hashes_used += num_leaves
+                    self._levels[0] += (target, 8 * num_leaves, slot)
+                self._add_row(num_bytes, num_leaves, target)
+                group += (address, num_bytes)
+                if len(group) == 2 * self._spans_per_launch:
+                    self._sum(group)
+            slot += 8
+        self._sum(group)
+        return slots, first_slot
+
+    def finish(self) -> None:
+        """Enqueue the second stage for all whose sums wait; where this fails it can be done again."""
+        if not self._num_rows:
+            return
+        words = self._rows
+        for level in self._levels:
+            words = words + level
+        self._ring.copy(words, self._table)
+        address = self._table.data_ptr()
+        self._launchers.hash_leaves(self._num_leaves, self.handle, self._constants, address, self._num_rows)
+        address += 8 * len(self._rows)
+        for level in self._levels:
+            if level:
+                self._launchers.hash_words(len(level) // 3, self.handle, self._constants, address)
+                address += 8 * len(level)
+        self._forget()
+
+    def _empty(self, num_words: int) -> torch.Tensor:
+        # made anywhere, and written where inference mode is over
+        with torch.inference_mode(False):
+            return torch.empty((num_words,), dtype=torch.int64, device=self._device)
+
+    def _forget(self) -> None:
+        self._rows: list[int] = []
+        self._num_rows = 0
+        self._num_leaves = 0
+        self._levels: list[list[int]] = [[]]
+        self._num_tiles_used = 0
+        self._num_tiles_summed = 0
+        self._num_hashes_used = 0
+
+    def _add_row(self, num_bytes: int, num_leaves: int, target: int) -> None:
+        sums = self._sums.data_ptr() + self._num_tiles_used * self._sums_per_tile
+        self._rows += (self._num_leaves, sums, num_bytes, target)
+        self._num_rows += 1
+        self._num_leaves += num_leaves
+        self._num_tiles_used += -(-num_bytes // self._tile_bytes)
+
+    def _sum(self, group: list[int]) -> None:
+        """Launch the first stage for the spans, (address, number of bytes), that were added last, and clear them."""
+        if not group:
+            return
+        first, self._num_tiles_summed = self._num_tiles_summed, self._num_tiles_used
+        sums = self._sums.data_ptr() + first * self._sums_per_tile
+        missing = (0,) * (2 * self._spans_per_launch - len(group))
+        self._launchers.sum_blocks(self._num_tiles_used - first, self.handle, self._constants, sums, *group, *missing)
+        group.clear()
+
+    def _launch_long(self, address: int, num_bytes: int, slot: int) -> None:
+        """Enqueue both stages for a span whose sums would not fit: part by part, then its hashes level by level."""
+        self.finish()
+        counts = [-(-num_bytes // LEAF_BYTES)]
+        while counts[-1] > 1:
+            counts.append(-(-8 * counts[-1] // LEAF_BYTES))
+        # freed in the stream's order, after what is enqueued here
+        hashes = self._empty(sum(counts[:-1]))
+        place = hashes.data_ptr()
+        held = self._num_tiles * self._tile_bytes // LEAF_BYTES * LEAF_BYTES
+        try:
+            for begin in range(0, num_bytes, held):
+                length = min(held, num_bytes - begin)
+                self._add_row(length, -(-length // LEAF_BYTES), place + begin // LEAF_BYTES * 8)
+                self._sum([address + begin, length])
+                if begin + length == num_bytes:
+                    self._levels = _levels(counts, place, slot)
+                self.finish()
+        except BaseException:
+            self._forget()  # rows that point to memory which is let go here
+            raise
+
+
+def _levels(counts: Sequence[int], place: int, slot: int) -> list[list[int]]:
+    """Return the rows of each level above a span's leaves: leaves of hashes, whose hashes are the next level."""
+    levels = []
+    for number, count in enumerate(counts[:-1]):
+        following = place + 8 * count if number + 2 < len(counts) else slot
+        level: list[int] = []
+        for begin in range(0, 8 * count, LEAF_BYTES):
+            level += (place + begin, min(LEAF_BYTES, 8 * count - begin), following + begin // LEAF_BYTES * 8)
+        levels.append(level)
+        place = following
+    return levels

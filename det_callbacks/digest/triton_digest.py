@@ -1,0 +1,203 @@
+"""Digests by Triton kernels on a CUDA device: the streams that spans are ready on, and fetching all digests at once."""
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from det_callbacks.digest.capture import require_no_capture
+from det_callbacks.digest.lanes import TABLE_WORDS, Lane
+from det_callbacks.digest.pinned import PinnedRing
+from det_callbacks.digest.queue import Span
+from det_callbacks.digest.xxh3 import EMPTY_HASH
+
+LANE_TILES = (16 * 1024, 4 * 1024, 4 * 1024)
+"""Tiles of 32 KiB whose sums, 2 KiB each, the first, second and third stream's lane holds: 48 MiB in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """Where the digests of a launch are going to be.
+
+    Attributes:
+        lane: that computes them.
+        slots: int64 of the device.
+        first: place in it of the first one's digest.
+        sizes: of the spans, in bytes; empty ones have no digest there.
+    """
+
+    lane: Lane
+    slots: torch.Tensor
+    first: int
+    sizes: tuple[int, ...]
+
+
+class TritonDigest:
+    """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
+
+    A launch is one kernel for up to 16 spans, without a copy or an allocation, and every few hundred MiB of spans a
+    small copy and two more. Takes 32 MiB of the device's memory, and 8 MiB for each of a second and third stream.
+
+    A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
+    stream and is let go then is given away only once the stream has passed. Any thread may call.
+
+    Args:
+        kernels: the module ``det_callbacks.digest.triton_kernels``.
+        device: with its index; the host where the kernels run in Triton's interpreter.
+
+    Raises:
+        RuntimeError: or another error of the device or of Triton's compiler.
+    """
+
+    def __init__(self, kernels: ModuleType, device: torch.device) -> None:
+        self.name = f"Triton {kernels.VERSION}"
+        self._kernels: Any = kernels
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._lock = threading.Lock()
+        # the one that was used longest ago is first
+        self._lanes: dict[Hashable, Lane] = {}
+        self._sizes = list(LANE_TILES)
+        require_no_capture()
+        # what is made in inference mode cannot be written outside of it
+        with torch.inference_mode(False), self._on(self.stream()):
+            self._launchers: Any = kernels.Launchers()
+            self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
+            self._scratch = torch.empty((0,), dtype=torch.uint8, device=device)
+            self._nothing = torch.empty((0,), dtype=torch.uint8, device=device).untyped_storage()
+            self._ring = PinnedRing(
+                TABLE_WORDS, make_buffer=self._host_words, make_event=torch.cuda.Event if self._is_cuda else None
+            )
+            self._fetched = self._host_words(4096)
+
+    def stream(self) -> Hashable:
+        """Return the device's current stream."""
+        return torch.cuda.current_stream(self._device) if self._is_cuda else None
+
+    def wait_for(self, stream: Hashable) -> None:
+        """Have the device's current stream wait for what another one has been given."""
+        require_no_capture()
+        if isinstance(stream, torch.cuda.Stream):
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def launch(self, spans: Sequence[Span], stream: Hashable) -> Launched:
+        """Enqueue the kernels that read the spans on a stream.
+
+        Raises:
+            DetCallbacksError: if the current stream is capturing a CUDA graph.
+        """
+        places = [(storage.data_ptr() + offset if size else 0, size) for storage, offset, size in spans]
+        with self._lock, self._on(stream):
+            lane = self._lane(stream)
+            self._hold(spans, stream)
+            slots, first = lane.launch(places)
+        return Launched(lane=lane, slots=slots, first=first, sizes=tuple(size for _, _, size in spans))
+
+    def collect(self, launched: Sequence[Launched]) -> list[int]:
+        """Fetch the digests: one copy of each buffer that they are in, usually one, and one event that is waited for.
+
+        Raises:
+            DetCallbacksError: if the current stream is capturing a CUDA graph.
+        """
+        require_no_capture()
+        bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
+        for part in launched:
+            slots, first, last = bounds.get(part.slots.data_ptr(), (part.slots, part.first, part.first))
+            bounds[part.slots.data_ptr()] = (slots, min(first, part.first), max(last, part.first + len(part.sizes)))
+        with self._lock:
+            for stream, lane in self._lanes.items():
+                if any(part.lane is lane for part in launched):
+                    with self._on(stream):
+                        lane.finish()
+                    if stream != self.stream():
+                        self.wait_for(stream)
+            found, starts = self._fetch(bounds)
+        digests = []
+        for part in launched:
+            start = starts[part.slots.data_ptr()] + part.first
+            values = found[start : start + len(part.sizes)]
+            digests += [value if size else EMPTY_HASH for value, size in zip(values, part.sizes, strict=True)]
+        return digests
+
+    def _fetch(self, bounds: dict[int, tuple[torch.Tensor, int, int]]) -> tuple[list[int], dict[int, int]]:
+        """Return parts of buffers one after the other, and for each buffer where its beginning would be."""
+        num_words = sum(last - first for _, first, last in bounds.values())
+        with torch.inference_mode(False), self._on(self.stream()):
+            if num_words > len(self._fetched):
+                self._fetched = self._host_words(2 * num_words)
+            starts = {}
+            place = 0
+            for key, (slots, first, last) in bounds.items():
+                starts[key] = place - first
+                self._fetched[place : place + last - first].copy_(slots[first:last], non_blocking=True)
+                place += last - first
+            if self._is_cuda:
+                passed = torch.cuda.Event()
+                passed.record()
+                passed.synchronize()
+        words: list[int] = self._fetched[:num_words].numpy().view("uint64").tolist()
+        return words, starts
+
+    def _lane(self, stream: Hashable) -> Lane:
+        """Return the lane of the current stream: its own, a new one, or that of the stream not used for longest."""
+        lane = self._lanes.get(stream)
+        if lane is None:
+            handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
+            if self._sizes:
+                lane = Lane(
+                    self._kernels,
+                    self._launchers,
+                    self._constants,
+                    self._ring,
+                    num_tiles=self._sizes[0],
+                    handle=handle,
+                )
+                del self._sizes[0]
+            else:
+                former, lane = next(iter(self._lanes.items()))
+                with self._on(former):
+                    lane.finish()
+                self.wait_for(former)
+                for tensor in lane.tensors():
+                    self._tell_allocator(tensor, stream)
+                del self._lanes[former]
+                lane.handle = handle
+        else:
+            del self._lanes[stream]
+        self._lanes[stream] = lane
+        return lane
+
+    def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
+        """Have the allocator keep the spans' memory until the stream has passed, whenever it is let go."""
+        if stream is None:
+            return
+        # A storage cannot be asked where it was allocated, nor told by itself; where it was on this very stream, the
+        # allocator does nothing. About a microsecond each.
+        for storage, _, _ in spans:
+            self._scratch.set_(storage)
+            self._tell_allocator(self._scratch, stream)
+        self._scratch.set_(self._nothing)
+
+    def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
+        if isinstance(stream, torch.cuda.Stream):
+            tensor.record_stream(stream)
+
+    @contextmanager
+    def _on(self, stream: Hashable) -> Iterator[None]:
+        """Make a stream and its device the current ones, unless they are."""
+        require_no_capture()
+        if not isinstance(stream, torch.cuda.Stream) or (
+            torch.cuda.current_device() == stream.device_index and torch.cuda.current_stream() == stream
+        ):
+            yield
+        else:
+            with torch.cuda.stream(stream):
+                require_no_capture()
+                yield
+
+    def _host_words(self, num_words: int) -> torch.Tensor:
+        return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)

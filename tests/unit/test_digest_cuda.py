@@ -1,0 +1,189 @@
+"""The digest's kernels on a GPU: the host's bits, streams, waiting, memory and speed."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import device_cases
+import pytest
+import torch
+
+from det_callbacks.digest import digest_tensor, digest_tensors
+from det_callbacks.digest.device import device_choice
+from det_callbacks.digest.queue import MAX_BYTES, DigestQueue
+from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.errors import DetCallbacksError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch says so of the dtype
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+]
+
+MIB = 1 << 20
+BUSY_CYCLES = 200_000_000
+"""Some tenth of a second in which a stream gets no further."""
+
+
+@pytest.fixture
+def method() -> TritonDigest:
+    choice = device_choice(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(choice.method, TritonDigest), choice
+    return choice.method
+
+
+@pytest.fixture
+def waiting_is_forbidden() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def add(queue: DigestQueue, value: torch.Tensor) -> int:
+    return queue.add(value.untyped_storage(), value.storage_offset() * value.element_size(), value.nbytes)
+
+
+def bytes_on_gpu(num_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
+
+
+def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
+    for seed in range(10):
+        cases = device_cases.tensors(1000, largest=8 * MIB, seed=seed)
+        assert digest_tensors([case.cuda() for case in cases]) == digest_tensors(cases)
+
+
+def test_sizes_and_offsets_at_which_something_begins(method: TritonDigest) -> None:
+    content = bytes_on_gpu(3 * device_cases.LEAF + 8)
+    there = content.cpu()
+    parts = [
+        slice(offset, offset + size) for size in (*device_cases.EDGES, *device_cases.LEAF_EDGES) for offset in range(9)
+    ]
+    queue = DigestQueue(method)
+    for part in parts:
+        add(queue, content[part])
+    assert queue.finish() == [digest_tensor(there[part]) for part in parts]
+
+
+@pytest.mark.parametrize("num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes")
+def test_tensors_whose_sums_do_not_fit(num_bytes: int, method: TritonDigest) -> None:
+    if torch.cuda.mem_get_info()[0] < 2 * num_bytes:
+        pytest.skip("needs a GPU with twice as much free memory")
+    value = bytes_on_gpu(num_bytes)
+    assert digest_tensors([value[1:], value]) == digest_tensors([(host := value.cpu())[1:], host])
+
+
+def test_a_launch_waits_for_nothing(method: TritonDigest, waiting_is_forbidden: None) -> None:
+    values = [torch.full((size,), 3.0, device="cuda") for size in (5, 3000, 3 * MIB)]
+    queue = DigestQueue(method, max_bytes=MIB)
+    for _ in range(300):
+        for value in values:
+            add(queue, value)
+    queue.flush()
+    torch.cuda.set_sync_debug_mode("default")
+    expected = digest_tensors([torch.full((size,), 3.0) for size in (5, 3000, 3 * MIB)])
+    assert queue.finish() == expected * 300
+
+
+def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method: TritonDigest) -> None:
+    """The digests' stream is behind, the memory is dropped, and its own stream would have it again at once."""
+    side = torch.cuda.Stream()
+    expected = [digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
+    queue = DigestQueue(method)
+    for number in range(20):
+        value = torch.full((MIB,), number, dtype=torch.uint8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(BUSY_CYCLES // 20)
+            add(queue, value)
+            queue.flush()
+        del value
+        for _ in range(3):
+            torch.full((MIB,), 255, dtype=torch.uint8, device="cuda")
+    assert queue.finish() == expected
+
+
+def test_memory_that_was_made_and_dropped_on_a_side_stream(method: TritonDigest) -> None:
+    side = torch.cuda.Stream()
+    queue = DigestQueue(method)
+    for number in range(20):
+        with torch.cuda.stream(side):
+            add(queue, torch.full((MIB,), number, dtype=torch.uint8, device="cuda"))
+        torch.full((MIB,), 255, dtype=torch.uint8, device="cuda")
+    assert queue.finish() == [digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
+
+
+@pytest.mark.parametrize("is_flushed", [True, False], ids=["flushed", "pending"])
+def test_a_write_on_another_stream_comes_after_the_reading(is_flushed: bool, method: TritonDigest) -> None:
+    side = torch.cuda.Stream()
+    value = torch.full((MIB,), 1, dtype=torch.uint8, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    queue = DigestQueue(method)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(BUSY_CYCLES)
+        add(queue, value)
+        if is_flushed:
+            queue.flush()
+    queue.before_write(value.untyped_storage())
+    value.fill_(2)
+    assert queue.finish() == [digest_tensor(torch.full((MIB,), 1, dtype=torch.uint8))]
+
+
+def test_many_streams_take_turns(method: TritonDigest) -> None:
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    queue = DigestQueue(method)
+    for number in range(200):
+        with torch.cuda.stream(streams[number * 7 % 6]):
+            add(queue, torch.full((number * 999,), number, dtype=torch.uint8, device="cuda"))
+    expected = [digest_tensor(torch.full((number * 999,), number, dtype=torch.uint8)) for number in range(200)]
+    assert queue.finish() == expected
+
+
+def test_extra_memory_is_bounded(method: TritonDigest) -> None:
+    """Of a program that drops each output of 12 MiB before it makes the next."""
+    torch.cuda.synchronize()
+    fresh = TritonDigest(method._kernels, method._device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    queue = DigestQueue(fresh)
+    for number in range(1500):
+        add(queue, torch.full((12 * MIB,), number % 251, dtype=torch.uint8, device="cuda"))
+    assert len(set(queue.finish())) == 251
+    extra = torch.cuda.max_memory_allocated() - before - 12 * MIB
+    assert MAX_BYTES // 2 < extra <= 128 * MIB
+
+
+def test_a_capture_is_refused_and_goes_on(method: TritonDigest) -> None:
+    value = torch.ones(100, device="cuda")
+    queue = DigestQueue(method)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = value * 2
+        add(queue, value)
+        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+            queue.flush()
+    queue.discard()
+    graph.replay()
+    assert doubled.sum().item() == 200
+
+
+def test_the_bandwidth(method: TritonDigest, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not asserted: bytes digested a second, in stream order, and bytes copied a second."""
+    for size in (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB):
+        value, target = bytes_on_gpu(size), bytes_on_gpu(size)
+        queue = DigestQueue(method, max_bytes=0)
+        works = (partial(add, queue, value), partial(target.copy_, value))
+        speeds = []
+        for work in works:
+            work()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(20):
+                work()
+            end.record()
+            end.synchronize()
+            speeds.append(20 * size / begin.elapsed_time(end) / 1e6)
+        assert len(set(queue.finish())) == 1
+        with capsys.disabled():
+            print(f"\n{size // MIB:5} MiB: digest {speeds[0]:7.0f} GB/s, copy {speeds[1]:7.0f} GB/s")

@@ -1,0 +1,345 @@
+"""What is launched for spans of a device's memory, when, from which buffers, and on which stream."""
+
+import random
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from late_kernels import LateLaunchers, late_kernels
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from det_callbacks.digest import digest_tensor, lanes, triton_digest
+from det_callbacks.digest.host import LEAF_BYTES
+from det_callbacks.digest.integer_digest import IntegerDigest
+from det_callbacks.digest.pinned import PinnedRing
+from det_callbacks.digest.queue import DigestQueue, Span
+from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.digest.xxh3 import EMPTY_HASH
+from det_callbacks.errors import DetCallbacksError
+
+TILE = 32 * 1024
+
+
+class StreamedDigest(TritonDigest):
+    """On the host, with streams by name, and a note of what they are told."""
+
+    def __init__(self) -> None:
+        self.current: Hashable = "main"
+        self.notes: list[tuple[Hashable, ...]] = []
+        super().__init__(late_kernels(), torch.device("cpu"))
+
+    @property
+    def late(self) -> LateLaunchers:
+        return self._launchers
+
+    def names(self) -> list[str]:
+        """Return the kernels that were launched since the last time."""
+        found = [name for name, _, _ in self.late.launched]
+        self.late.launched.clear()
+        return found
+
+    def stream(self) -> Hashable:
+        return self.current
+
+    def wait_for(self, stream: Hashable) -> None:
+        self.notes.append((self.current, "waits for", stream))
+
+    def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
+        self.notes.append((stream, "uses", tensor.data_ptr()))
+
+    def waits(self) -> list[tuple[Hashable, ...]]:
+        return [note for note in self.notes if note[1] == "waits for"]
+
+    @contextmanager
+    def _on(self, stream: Hashable) -> Iterator[None]:
+        former, self.current = self.current, stream
+        yield
+        self.current = former
+
+
+@pytest.fixture
+def method() -> StreamedDigest:
+    return StreamedDigest()
+
+
+def random_bytes(*sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+
+
+def spans(values: list[torch.Tensor]) -> list[Span]:
+    return [(value.untyped_storage(), 0, value.nbytes) for value in values]
+
+
+def digests(values: list[torch.Tensor]) -> list[int]:
+    return [digest_tensor(value) for value in values]
+
+
+def test_a_flush_is_one_launch_and_a_step_three_more(method: StreamedDigest) -> None:
+    values = random_bytes(5, 3 * LEAF_BYTES, 0, 70_000)
+    launched = [method.launch(spans(values), "main") for _ in range(40)]
+    assert method.names() == ["sum_blocks"] * 40
+    assert method.collect(launched) == digests(values) * 40
+    assert method.names() == ["hash_leaves", "hash_words"]
+    assert method.collect([method.launch(spans(values[:1]), "main")]) == digests(values[:1])
+    assert method.names() == ["sum_blocks", "hash_leaves"]
+
+
+def test_a_launch_takes_sixteen_spans(method: StreamedDigest) -> None:
+    values = random_bytes(*range(1, 34))
+    launched = method.launch(spans(values), "main")
+    assert [programs for _, programs, _ in method.late.launched] == [16, 16, 1]
+    assert method.collect([launched]) == digests(values)
+
+
+def test_a_flush_allocates_nothing(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bytes(5, 3 * LEAF_BYTES)
+    launched = [method.launch(spans(values), "main")]
+    made = []
+    real = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *arguments, **keywords: made.append(arguments) or real(*arguments, **keywords)
+    )
+    launched += [method.launch(spans(values), "main") for _ in range(100)]
+    assert method.collect(launched) == digests(values) * 101
+    assert made == [((lanes.TABLE_WORDS,),)]  # the first table's pinned memory
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sums for few tiles and rows for few spans, so that everything fills up, and three lanes for five streams."""
+    monkeypatch.setattr(triton_digest, "LANE_TILES", (40, 16, 8))
+    monkeypatch.setattr(lanes, "MAX_ROWS", 12)
+    monkeypatch.setattr(lanes, "NUM_SLOTS", 50)
+    method = StreamedDigest()
+    draw = random.Random(seed)
+    waiting: dict[int, list] = {0: [], 1: []}
+    expected: dict[int, list[int]] = {0: [], 1: []}
+    base = random_bytes(6 * LEAF_BYTES)[0]
+    for _ in range(60):
+        queue = draw.randrange(2)
+        if draw.random() < 0.15:
+            assert method.collect(waiting[queue]) == expected[queue]
+            waiting[queue], expected[queue] = [], []
+        parts = []
+        for _ in range(draw.randrange(1, 30)):
+            size = draw.choice([0, draw.randrange(5000), draw.randrange(5000), draw.randrange(TILE * 3)])
+            size = draw.randrange(base.nbytes) if draw.random() < 0.04 else size
+            begin = draw.randrange(base.nbytes - size + 1)
+            parts.append((base.untyped_storage(), begin, size))
+            expected[queue].append(digest_tensor(base[begin : begin + size]))
+        waiting[queue].append(method.launch(parts, draw.choice(["main", "main", "a", "b", "c", "d"])))
+        base[draw.randrange(base.nbytes)] += 1
+    for queue in (0, 1):
+        assert method.collect(waiting[queue]) == expected[queue]
+
+
+def test_sums_that_would_not_fit_are_finished_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_digest, "LANE_TILES", (16,))
+    method = StreamedDigest()
+    values = random_bytes(10 * TILE, 5 * TILE, 2 * TILE)
+    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+    assert method.names() == ["sum_blocks", "hash_leaves", "hash_words", "sum_blocks", "hash_leaves"]
+    values = random_bytes(2 * LEAF_BYTES + 5)  # more than there is room for: in two parts
+    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+    assert method.names() == ["sum_blocks", "hash_leaves", "sum_blocks", "hash_leaves", "hash_words"]
+
+
+@pytest.mark.parametrize("num_bytes", [LEAF_BYTES + 1, 8 << 30, (8 << 30) + 1, 9 << 30], ids=lambda size: f"{size}")
+def test_hashes_of_hashes_go_level_by_level(num_bytes: int) -> None:
+    counts = [-(-num_bytes // LEAF_BYTES)]
+    while counts[-1] > 1:
+        counts.append(-(-8 * counts[-1] // LEAF_BYTES))
+    levels = lanes._levels(counts, 4096, 8)
+    assert len(levels) == (1 if num_bytes <= 8 << 30 else 2)
+    place = 4096
+    for count, level in zip(counts, levels, strict=False):
+        rows = list(zip(*[iter(level)] * 3, strict=True))
+        assert [row[0] for row in rows] == [place + LEAF_BYTES * number for number in range(len(rows))]
+        assert sum(row[1] for row in rows) == 8 * count
+        place += 8 * count
+        targets = [8] if len(rows) == 1 else [place + 8 * number for number in range(len(rows))]
+        assert [row[2] for row in rows] == targets
+
+
+def test_streams_have_their_own_buffers_and_the_end_waits_for_all(method: StreamedDigest) -> None:
+    values = random_bytes(100, 2 * LEAF_BYTES)
+    launched = [method.launch(spans(values), stream) for stream in ("main", "side", "main")]
+    assert method.waits() == []
+    assert method.collect(launched) == digests(values) * 3
+    assert method.waits() == [("main", "waits for", "side")]
+    assert method.names() == ["sum_blocks"] * 3 + ["hash_leaves", "hash_words"] * 2
+
+
+def test_the_allocator_is_told_of_every_storage_that_is_read(method: StreamedDigest) -> None:
+    first, second = random_bytes(100, 50)
+    method.launch([*spans([first]), (second.untyped_storage(), 7, 9)], "side")
+    assert method.notes == [("side", "uses", first.data_ptr()), ("side", "uses", second.data_ptr())]
+    memories = [StorageWeakRef(value.untyped_storage()) for value in (first, second)]
+    del first, second
+    assert [memory.expired() for memory in memories] == [True, True], "and the memory is let go"
+
+
+def test_nothing_is_done_in_a_capture(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bytes(100)
+    kept = method.launch(spans(values), "main")
+    plain = TritonDigest(late_kernels(), torch.device("cpu"))  # its streams are not the test's
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for other in (plain, IntegerDigest()):
+            with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+                other.launch(spans(values), None)
+        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+            TritonDigest.collect(method, [kept])
+        with pytest.raises(DetCallbacksError, match="captures a CUDA graph"):
+            TritonDigest(late_kernels(), torch.device("cpu"))
+    assert method.collect([kept]) == digests(values)
+
+
+def test_a_fourth_stream_takes_over_the_lane_not_used_for_longest(method: StreamedDigest) -> None:
+    values = random_bytes(100)
+    launched = [method.launch(spans(values), stream) for stream in ("main", "a", "side", "main")]
+    method.names()
+    method.notes.clear()
+    lane = launched[1].lane
+    launched.append(method.launch(spans(values), "new"))
+    assert launched[4].lane is lane
+    assert method.names() == ["hash_leaves", "sum_blocks"]
+    used = [("new", "uses", tensor.data_ptr()) for tensor in lane.tensors()]
+    assert method.notes == [("new", "waits for", "a"), *used, ("new", "uses", values[0].data_ptr())]
+    assert method.collect(launched) == digests(values) * 5
+
+
+def test_a_table_holds_the_rows_of_as_many_spans(method: StreamedDigest) -> None:
+    value = random_bytes(LEAF_BYTES + 1)[0]
+    many = [(value.untyped_storage(), 0, 1 + number % 7) for number in range(2500)]
+    assert method.collect([method.launch(many, "main")]) == [digest_tensor(value[:size]) for _, _, size in many]
+    assert method.names().count("hash_leaves") == 3
+    assert lanes.TABLE_WORDS >= 7 * lanes.MAX_ROWS
+
+
+@pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves", "hash_words"])
+def test_one_queue_s_failure_leaves_another_s_digests(kernel: str, method: StreamedDigest) -> None:
+    values = random_bytes(100, 2 * LEAF_BYTES)
+    kept = [method.launch(spans(values), "main")]
+    error = RuntimeError("device-side")
+    if kernel == "sum_blocks":
+        method.late.failures = [error]
+        with pytest.raises(RuntimeError, match="device-side"):
+            method.launch(spans(values), "main")
+    else:
+        real = getattr(method.late, kernel)
+        setattr(method.late, kernel, lambda *arguments: method.late.failures.append(error) or real(*arguments))
+        with pytest.raises(RuntimeError, match="device-side"):
+            method.collect(kept)
+        setattr(method.late, kernel, real)
+    kept.append(method.launch(spans(values), "main"))
+    assert method.collect(kept) == digests(values) * 2
+
+
+def test_a_long_span_that_fails_leaves_no_row_to_memory_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_digest, "LANE_TILES", (8,))
+    method = StreamedDigest()
+    values = random_bytes(2 * LEAF_BYTES)
+    real = method.late.hash_leaves
+    method.late.hash_leaves = lambda *arguments: method.late.failures.append(RuntimeError("lost")) or real(*arguments)
+    with pytest.raises(RuntimeError, match="lost"):
+        method.launch(spans(values), "main")
+    method.late.hash_leaves = real
+    method.names()
+    small = random_bytes(7)
+    assert method.collect([method.launch(spans(small), "main")]) == digests(small)
+    assert method.names() == ["sum_blocks", "hash_leaves"]
+
+
+def test_slots_are_not_left_to_the_allocator_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "NUM_SLOTS", 3)
+    method = StreamedDigest()
+    values = random_bytes(100, 200)
+    method.launch(spans(values), "main")  # a queue that is discarded drops what it was given
+    launched = method.launch(spans(values), "main")
+    assert method.names() == ["sum_blocks", "hash_leaves", "sum_blocks"]
+    assert method.collect([launched]) == digests(values)
+
+
+def test_a_launch_that_was_interrupted_shifts_no_sums(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bytes(100, 40_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.Lane, "_sum", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            method.launch(spans(values), "main")
+    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+
+
+def test_empty_spans_launch_nothing(method: StreamedDigest) -> None:
+    assert method.collect([method.launch(spans(random_bytes(0, 0)), "main")]) == [EMPTY_HASH] * 2
+    assert method.names() == []
+
+
+def test_buffers_made_in_inference_mode_serve_outside_of_it() -> None:
+    values = random_bytes(100)
+    with torch.inference_mode():
+        method = StreamedDigest()
+        assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
+
+
+def test_the_queue_s_writer_waits_for_a_reader_on_another_stream(method: StreamedDigest) -> None:
+    queue = DigestQueue(method)
+    value = random_bytes(100)[0]
+    for method.current in ("side", "another"):
+        queue.add(value.untyped_storage(), 0, 100)
+        queue.flush()
+    method.current = "main"
+    method.notes.clear()
+    queue.before_write(value.untyped_storage())
+    assert method.notes == [("main", "waits for", "side"), ("main", "waits for", "another")]
+    queue.before_write(value.untyped_storage())
+    assert len(method.waits()) == 2
+    queue.add(value.untyped_storage(), 0, 100)
+    queue.before_write(value.untyped_storage())
+    assert len(method.waits()) == 2, "the same stream needs no waiting"
+    assert queue.finish() == [digest_tensor(value)] * 3
+
+
+class FakeEvent:
+    """Passed when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_passed = False
+        self.num_records = 0
+
+    def record(self) -> None:
+        self.is_passed = False
+        self.num_records += 1
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+def test_a_pinned_buffer_is_not_written_before_its_copy_has_passed() -> None:
+    events: list[FakeEvent] = []
+    buffers: list[torch.Tensor] = []
+
+    def make_event() -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
+
+    def make_buffer(num_words: int) -> torch.Tensor:
+        buffers.append(torch.zeros(num_words, dtype=torch.int64))
+        return buffers[-1]
+
+    ring = PinnedRing(4, make_buffer=make_buffer, make_event=make_event)
+    target = torch.zeros(4, dtype=torch.int64)
+    for number in range(3):  # the device has passed none
+        ring.copy([number, -number], target)
+        assert target.tolist() == [number, -number, 0, 0]
+    assert [buffer.tolist()[:2] for buffer in buffers] == [[0, 0], [1, -1], [2, -2]]
+    events[0].is_passed = True
+    ring.copy([7], target)
+    assert (ring.num_buffers, buffers[0].tolist()[:1], events[0].num_records) == (3, [7], 2)
+    events[2].is_passed = True  # the oldest is the second now, and has not
+    ring.copy([8], target)
+    assert (ring.num_buffers, buffers[1].tolist()[:2], buffers[2].tolist()[:2]) == (4, [1, -1], [2, -2])
