@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, digest_bytes, digest_rows
+from det_callbacks.digest import Bits, Derived, digest_bytes, digest_rows
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.named import flatten, record_bits, record_group
 from det_callbacks.trace.recorder import Recorder
@@ -85,6 +85,7 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
             bits = samples.digest
         if tensor.shape[0] > 1:
             record_bits(recorder, "samples", "data", name, bits, role="samples")
+    recorder.late.end_group()
     return sketch
 
 
@@ -98,10 +99,10 @@ def _record_late(recorder: Recorder, tensor: Tensor, sketch: Sketch) -> Bits | N
     size = tensor.numel() // num_samples * tensor.itemsize
     if size in _WORDS:
         copy = late.fetch(tensor)
-        return late.derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
+        return Derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
     rows = late.digest_rows(tensor)
     late.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
-    return late.derived(rows, lambda digests: _of_digests(digests, size).digest)
+    return Derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 
 def samples_of(tensor: Tensor) -> Samples | None:

@@ -7,6 +7,7 @@ ends.
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.memory_watch import unwatch, watch
 from det_callbacks.trace.names import address_of
 
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
@@ -50,9 +52,26 @@ class LateSites:
         self.is_told = False
         self.is_watching = False
         self._is_in_op = False
+        self._sees_writes = False
+        self._thread = get_ident()
         self.bits: dict[int, Bits] = {}
         self._digests = LateDigests()
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
+
+    @property
+    def sees_writes(self) -> bool:
+        """Whether every op passes by the recorder now; while none does, nothing may wait when a group has ended."""
+        return self._sees_writes
+
+    @sees_writes.setter
+    def sees_writes(self, sees_writes: bool) -> None:
+        self.flush()
+        self._sees_writes = sees_writes
+
+    def end_group(self) -> None:
+        """Note that what was recorded is left to the program again."""
+        if not self._sees_writes:
+            self.flush()
 
     def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
         """Return the digest of a tensor, in memory order where it is dense; 0 where it is late.
@@ -99,10 +118,6 @@ class LateSites:
         self._note_use()
         self._asked.append((parts, then))
 
-    def derived(self, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> Bits:
-        """Return late bits that are computed from others."""
-        return Derived(parts, combine)
-
     def derive(self, position: int, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> int:
         """Return what is computed from other bits; 0 where some of them are late."""
         known = [part for part in parts if isinstance(part, int)]
@@ -125,10 +140,12 @@ class LateSites:
 
     def before_access(self, storage: torch.UntypedStorage) -> None:
         """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
-        if not self.is_told:
+        if self.is_told:
+            return
+        if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step meanwhile
             self._digests.before_write(storage)
-            if not self._is_in_op:
-                self._on_access(storage)
+        if not self._is_in_op:
+            self._on_access(storage)
 
     def knows_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return an op of which the schema says what it writes, though it hands memory to kernels itself."""
@@ -164,6 +181,12 @@ class LateSites:
         settled = frozenset(self.bits)
         self._end()
         return settled
+
+    def begin(self) -> None:
+        """Start a step, in the thread that runs it."""
+        self.discard()
+        self._sees_writes = False
+        self._thread = get_ident()
 
     def discard(self) -> None:
         """Drop what waits, at the end of a step."""

@@ -143,6 +143,7 @@ def record_group(
         for position, value in enumerate(held, start=first):
             if isinstance(value, Tensor) and not has_parts(value) and value.numel():
                 recorder.ledger.write(value, position)
+    recorder.late.end_group()
     return places
 
 
@@ -160,6 +161,7 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
         reads = _writers_of(recorder, tensor)
         _enter(recorder, "output", phase, module, [reads], [name])
         append_output(recorder, tensor, reads)
+        recorder.late.end_group()
 
 
 def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: Bits, *, role: Role) -> None:

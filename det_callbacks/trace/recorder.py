@@ -102,7 +102,7 @@ class Recorder:
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
-        self.late.discard()
+        self.late.begin()
         self.tree.trim()
         self.layouts.trim()
         self.ledger.close()

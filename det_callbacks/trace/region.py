@@ -16,12 +16,25 @@ class Interceptor(DispatchMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder: Recorder | None = recorder
+        self._recorder: Recorder | None = None
+        self.recorder = recorder
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who gets the ops; None while they are passed through."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        for one in (self._recorder, recorder):
+            if one is not None:
+                one.late.sees_writes = one is recorder
+        self._recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder = self.recorder
+        recorder = self._recorder
         if recorder is None:
             return func(*args, **(kwargs or {}))
         if recorder.compiled.inside:

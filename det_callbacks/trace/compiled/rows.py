@@ -198,6 +198,7 @@ class RegionRows:
             if not is_seen_through:
                 for part in parts_with_memory(value):
                     recorder.ledger.write(part, position)
+        recorder.late.end_group()
 
     def _sum_up(self) -> None:
         """Make one row of all that ops inside an opaque region gave: the region's, which may be the origin."""
