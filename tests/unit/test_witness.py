@@ -1,7 +1,11 @@
 import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
+import pytest
 import torch
+from late_device import late_device
 from torch import nn
 from tracing import (
     position_of,
@@ -10,6 +14,12 @@ from tracing import (
 
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.steps import Expectation
+
+
+@pytest.fixture(params=["on the host", "on a device"])
+def _everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    with late_device() if request.param == "on a device" else nullcontext():
+        yield
 
 
 def differing_step(body, model: nn.Module | None = None):
@@ -23,6 +33,7 @@ def differing_step(body, model: nn.Module | None = None):
     return reference, trace
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_a_tensor_written_through_numpy_is_an_unseen_write():
     def body(is_written: bool):
         x = torch.ones(4)
@@ -34,6 +45,7 @@ def test_a_tensor_written_through_numpy_is_an_unseen_write():
     assert trace.unseen_writes == {position_of(trace, "sum.default")}
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_a_part_written_through_numpy_is_an_unseen_write():
     def body(is_written: bool):
         x = torch.empty(2, 4)
@@ -47,6 +59,7 @@ def test_a_part_written_through_numpy_is_an_unseen_write():
     assert trace.unseen_writes == {position_of(trace, "sum.default")}
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
     outside = torch.ones(4)
 
@@ -61,6 +74,7 @@ def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
     assert trace.unseen_writes == {position_of(trace, "mul_.Tensor")}
 
 
+# on a device it is told only when it comes after the launch that reads what was there before (README, Limits)
 def test_a_write_in_another_thread_is_unseen():
     def body(is_written: bool):
         x = torch.ones(4)
@@ -74,6 +88,7 @@ def test_a_write_in_another_thread_is_unseen():
     assert trace.unseen_writes == {position_of(trace, "exp.default")}
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_an_op_that_computes_something_else_is_no_unseen_write():
     def body(is_changed: bool):
         x = torch.full((4,), 2.0)
@@ -89,6 +104,7 @@ def test_an_op_that_computes_something_else_is_no_unseen_write():
     assert trace.unseen_writes == frozenset()
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_nothing_is_unseen_where_everything_agrees():
     def body(_: bool):
         x = torch.ones(4)
@@ -100,6 +116,7 @@ def test_nothing_is_unseen_where_everything_agrees():
     assert trace.unseen_writes == frozenset()
 
 
+@pytest.mark.usefixtures("_everywhere")
 def test_the_number_of_inputs_digested_again_is_bounded():
     expected = Expectation.of(np.zeros(0, dtype=np.uint64))
     mode = HashMode()

@@ -1,0 +1,330 @@
+"""Sites whose digests are known at the step's end only: the same trace as on the host, and nothing waits before."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from late_device import LateDevice, as_in_a_step, late_device
+from op_programs import PROGRAMS
+from torch import nn
+from tracing import assert_same, position_of, step_of, traced
+
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.names import address_of
+from det_callbacks.trace.peek import trace_so_far
+from det_callbacks.trace.steps import Expectation, StepTrace
+
+EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
+NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}
+"""Ops whose bits depend on where memory lies, so that what follows from them is not compared."""
+
+
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    with late_device() as device:
+        yield device
+
+
+def seeded(body: Callable[[], Any], mode: HashMode | None = None) -> StepTrace:
+    torch.manual_seed(0)
+    return traced(body) if mode is None else step_of(mode, body)
+
+
+def late_trace(body: Callable[[], Any], *, mask: int = 0, **selection: Any) -> StepTrace:
+    """Return the trace of a step in which nothing waited for the device, and all digests were fetched at once."""
+    with late_device(mask) as device:
+        mode = HashMode(**selection)
+
+        def step() -> None:
+            with as_in_a_step(device):
+                body()
+
+        trace = seeded(step, mode)
+        assert device.waits == []
+        assert device.num_collected == 1
+    return trace
+
+
+@pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated: the programs are not about them
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in PROGRAMS]
+)
+def test_most_ops_of_torch_are_traced_as_on_the_host(name: str) -> None:
+    host, late = seeded(PROGRAMS[name]), late_trace(PROGRAMS[name])
+    if name in NOT_REPEATABLE:
+        assert host.program.sites == late.program.sites
+        assert any(site.op in NOT_REPEATABLE[name] for site in host.program.sites)
+    else:
+        assert_same(host, late)
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("name", ["in_place", "losses", "sparse_and_quantised"])
+def test_every_tensor_with_elements_is_late(name: str) -> None:
+    host, masked = seeded(PROGRAMS[name]), late_trace(PROGRAMS[name], mask=0x5A5A)
+    sites = zip(host.program.sites, host.layout.entries, host.digests, masked.digests, strict=True)
+    tensors = [(site, one, other) for site, entry, one, other in sites if entry is not None and 0 not in entry.shape]
+    outputs = [(site, one, other) for site, one, other in tensors if site.role == "output"]
+    assert len(outputs) > 50
+    assert [site for site, one, other in outputs if one == other] == []
+
+
+class Written(nn.Module):
+    """Writes its batch and its outputs in place, where nobody sees it at the levels below op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.second(self.first(x).relu_())
+
+
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+def test_a_training_step_is_the_same_at_every_level(level: str) -> None:
+    def train(device: LateDevice) -> list[StepTrace]:
+        torch.manual_seed(1)
+        model = Written()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+        mode = HashMode(model, level=level)
+        traces = []
+        for _ in range(3):
+            batch = [torch.randint(0, 3, (5,)), torch.randn(5, 2).t(), torch.randn(5, 6)]
+            mode.begin(batch=batch, is_first=not traces)
+            with as_in_a_step(device):
+                loss = nn.functional.cross_entropy(model(batch[2]), batch[0])
+                mode.record_values("forward", loss, "loss")
+                optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+                loss.detach().zero_()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                trace = mode.finish()
+            assert trace is not None
+            traces.append(trace)
+            sketches.append(mode.sketch.digests)
+        return traces
+
+    sketches: list[tuple[int, ...]] = []
+    host = train(LateDevice())
+    with late_device() as device:
+        late = train(device)
+        assert device.waits == []
+        assert device.num_collected == 3
+    for one, other in zip(host, late, strict=True):
+        assert_same(one, other)
+    assert sketches[:3] == sketches[3:]
+    assert len(sketches[0]) == 5
+
+
+def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(device: LateDevice) -> None:
+    outside = torch.ones(3, 3)
+
+    def body(is_raising: bool) -> None:
+        x = torch.ones(2, 2).exp()
+        if is_raising:
+            with pytest.raises(RuntimeError):
+                torch.mm(x, outside)
+        x[0, 0].item()  # a number, at the place that the input of mm had
+
+    assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
+
+
+def test_what_is_left_out_does_not_change_what_was_recorded(device: LateDevice) -> None:
+    def body(mode: HashMode, *, is_written: bool) -> StepTrace:
+        mode.begin()
+        x = torch.ones(3).exp()
+        mode.leaves_out(lambda: x.zero_() if is_written else None)()
+        trace = mode.finish()
+        assert trace is not None
+        return trace
+
+    assert_same(body(HashMode(), is_written=True), body(HashMode(), is_written=False))
+
+
+def assert_same_digests_of(op: str, *traces: StepTrace) -> None:
+    assert len({int(trace.digests[position_of(trace, op)]) for trace in traces}) == 1
+
+
+def exposed_methods() -> list[Any]:
+    owners = (torch.UntypedStorage, "resize_"), (torch.Tensor, "data_ptr"), (torch.Tensor, "__dlpack__")
+    return [vars(owner).get(name) for owner, name in owners]
+
+
+def test_methods_are_put_back_on_every_way_out(device: LateDevice) -> None:
+    before = exposed_methods()
+    mode = HashMode()
+    step_of(mode, lambda: torch.ones(2).exp())
+    assert exposed_methods() == before
+
+    def failing() -> None:
+        torch.ones(2).exp()
+        assert exposed_methods() != before
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        step_of(mode, failing)
+    assert exposed_methods() == before
+    mode.begin()
+    torch.ones(2).exp()
+    mode.abandon()
+    assert exposed_methods() == before
+    num_collected = device.num_collected
+    trace = step_of(mode, lambda: torch.full((2,), 3.0).exp())
+    assert device.num_collected == num_collected + 1
+    assert trace.digests[position_of(trace, "exp.default")] != 0
+
+
+def raw_fill(tensor: torch.Tensor, byte: int) -> None:
+    """Write as a kernel does that gets a tensor's address from Python."""
+    ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+
+
+def array_fill(tensor: torch.Tensor, byte: int) -> None:
+    np.from_dlpack(tensor).view(np.uint8)[...] = byte
+
+
+@pytest.mark.parametrize("write", [raw_fill, array_fill])
+def test_a_raw_kernel_does_not_change_what_an_op_is_said_to_have_written(
+    device: LateDevice, write: Callable[[torch.Tensor, int], None]
+) -> None:
+    def body(byte: int) -> None:
+        x = torch.ones(4)
+        write(x, byte)
+        x.sum()
+
+    one, other = traced(lambda: body(0)), traced(lambda: body(1))
+    assert_same_digests_of("ones.default" if "aten.ones.default" in ops_of(one) else "fill_.Scalar", one, other)
+    assert one.digests[position_of(one, "sum.default")] != other.digests[position_of(other, "sum.default")]
+
+
+def ops_of(trace: StepTrace) -> set[str]:
+    return {site.op for site in trace.program.sites}
+
+
+def test_memory_that_python_frees_was_read_before(device: LateDevice) -> None:
+    def body(is_freed: bool) -> None:
+        x = torch.arange(6.0) * 2
+        if is_freed:
+            x.untyped_storage().resize_(0)
+
+    assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
+
+
+def test_a_launch_that_fails_is_said_and_the_next_step_is_whole(device: LateDevice) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    mode = HashMode()
+    launch = device.launch
+    device.launch = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step_of(mode, lambda: torch.ones(2).exp())
+    device.launch = launch  # type: ignore[method-assign]
+    again = step_of(mode, lambda: torch.ones(2).exp())
+    assert_same_digests_of("exp.default", again, traced(lambda: torch.ones(2).exp()))
+
+
+def test_looking_at_a_step_under_way_settles_what_is_known(device: LateDevice) -> None:
+    mode = HashMode()
+    mode.begin()
+    x = torch.ones(3).exp()
+    so_far = trace_so_far(mode.recorder)
+    assert so_far.digests[position_of(so_far, "exp.default")] != 0
+    x.add_(1)
+    trace = mode.finish()
+    assert trace is not None
+    assert_same_digests_of("exp.default", so_far, trace)
+
+    def body() -> None:
+        torch.ones(3).exp().add_(1)
+
+    assert_same_digests_of("add_.Tensor", trace, traced(body))
+
+
+def overwrite_unseen(tensor: torch.Tensor) -> None:
+    """Write as C++ code does that was given the tensor."""
+    ctypes.memset(address_of(tensor), 7, tensor.nbytes)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda mode, x: setattr(mode.recorder, "phase", "optimizer"),
+        lambda mode, x: x.resize_(2),
+        lambda mode, x: torch.ops._c10d_functional.wait_tensor(x),
+    ],
+    ids=["another phase", "another extent", "a collective"],
+)
+def test_what_waits_is_launched_before_what_nobody_sees_through(
+    device: LateDevice, do: Callable[[HashMode, torch.Tensor], None]
+) -> None:
+    mode = HashMode()
+    mode.begin()
+    x = torch.ones(3).exp()
+    assert device.num_launched == []
+    do(mode, x)
+    assert sum(device.num_launched) == 2
+    overwrite_unseen(x)
+    trace = mode.finish()
+    assert trace is not None
+    assert_same_digests_of("exp.default", trace, traced(lambda: torch.ones(3).exp()))
+
+
+def verified(body: Callable[[bool], Any]) -> StepTrace:
+    """Return the trace of a step with a change, where one without it is expected."""
+    mode = HashMode()
+    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
+    body(True)
+    trace = mode.finish()
+    assert trace is not None
+    return trace
+
+
+def test_an_input_that_is_alive_at_the_end_shows_what_nobody_saw(device: LateDevice) -> None:
+    held = []
+
+    def body(is_written: bool) -> None:
+        x = torch.ones(3).exp()
+        x.resize_(3)  # launches what waits
+        if is_written:
+            overwrite_unseen(x)
+        x.sum()
+        held.append(x)
+
+    trace = verified(body)
+    assert trace.unseen_writes == {position_of(trace, "sum.default")}
+
+
+@torch.library.custom_op("det_tests::numpy_double", mutates_args=())
+def numpy_double(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * FACTOR["now"])
+
+
+FACTOR = {"now": 2.0}
+
+
+def test_an_op_that_looks_at_its_own_arguments_can_be_the_origin(device: LateDevice) -> None:
+    def body(is_changed: bool) -> None:
+        FACTOR["now"] = 3.0 if is_changed else 2.0
+        numpy_double(torch.ones(3).exp())
+
+    assert verified(body).unseen_writes == frozenset()
+
+
+def test_another_thread_that_asks_for_an_address_launches_nothing(device: LateDevice) -> None:
+    def body() -> None:
+        x = torch.ones(3).exp()
+        worker = threading.Thread(target=x.data_ptr)
+        worker.start()
+        worker.join()
+        assert device.num_launched == []
+        x.data_ptr()
+        assert sum(device.num_launched) == 2
+
+    traced(body)
