@@ -9,7 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
@@ -17,6 +19,13 @@ from trainers import quiet_trainer
 from det_callbacks import DeterminismCallback, DeterminismSettings, DivergenceError, enforce_determinism
 
 MIB = 1024 * 1024
+
+STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "auto": (lambda: "auto", "bf16-mixed"),
+    "ddp": (DDPStrategy, "bf16-mixed"),
+    "fsdp2": (lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), "32-true"),
+}
+"""Name -> strategy and precision; of one process, so that on one GPU NCCL is what runs."""
 
 
 class Attention(nn.Module):
@@ -64,12 +73,22 @@ class ImageModel(LightningModule):
             loss.item()
         return loss
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for part in (*self.blocks, self.head, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def fit(
-    model: LightningModule, *callbacks: Callback, device: str = "cuda", num_steps: int = 4, batch_size: int = 16
+    model: LightningModule,
+    *callbacks: Callback,
+    device: str = "cuda",
+    num_steps: int = 4,
+    batch_size: int = 16,
+    strategy: str = "auto",
 ) -> pl.Trainer:
     """Train a model in mixed precision, on batches that are the same in every fit."""
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +96,8 @@ def fit(
     classes = torch.randint(10, (num_steps * batch_size,), generator=generator)
     loader = DataLoader(TensorDataset(images, classes), batch_size=batch_size)
     accelerator = {"cuda": "gpu", "cpu": "cpu"}[device]
-    trainer = quiet_trainer(*callbacks, accelerator=accelerator, devices=1, precision="bf16-mixed")
+    made, precision = STRATEGIES[strategy]
+    trainer = quiet_trainer(*callbacks, accelerator=accelerator, devices=1, precision=precision, strategy=made())
     trainer.fit(model, loader)
     return trainer
 
@@ -123,14 +143,14 @@ def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Record or verify a fit under the default settings: MODE PATH [DEVICE [FAULT_AT]]."""
-    mode, path, device, fault_at = (*arguments, *("cuda", "")[len(arguments) - 2 :])
+    """Record or verify a fit under the default settings: MODE PATH [DEVICE [FAULT_AT [STRATEGY]]]."""
+    mode, path, device, fault_at, strategy = (*arguments, *("cuda", "", "auto")[len(arguments) - 2 :])
     settings = DeterminismSettings(seed=0)
     enforce_determinism(settings)
     callback = DeterminismCallback(path, mode=mode, settings=settings)
     model = ImageModel(fault_at=int(fault_at) if fault_at else None)
     try:
-        fit(model, callback, device=device)
+        fit(model, callback, device=device, strategy=strategy)
     except DivergenceError as error:
         print(error)
         return error.exit_code

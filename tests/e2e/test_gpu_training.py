@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # loo
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, HashMode
+from det_callbacks.trace.store import Run
 
 PROGRAM = Path(__file__).with_name("gpu_fits.py")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -112,5 +113,20 @@ def test_a_recording_under_the_default_settings_matches(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == said
     done = run(tmp_path, "verify", tmp_path / "run", "cuda", 2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Step 2, forward" in done.stdout
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_collectives_and_gathered_weights_on_their_streams(tmp_path: Path, strategy: str) -> None:
+    for mode, said in (("record", "record"), ("verify", "match")):
+        done = run(tmp_path, mode, tmp_path / "run", "cuda", "", strategy)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == said
+    ops = {site.op.partition(".")[0] for site in Run.open(tmp_path / "run").view(0, 0, 1).program.sites}
+    assert "c10d" in ops
+    done = run(tmp_path, "verify", tmp_path / "run", "cuda", 2, strategy)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Step 2, forward" in done.stdout
