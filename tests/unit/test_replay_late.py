@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice, LateTransfers, as_in_a_step, in_every_step, late_device
-from replay_cases import DTYPES, LAYOUTS, OTHERS, of_kind, reader, saver
+from replay_cases import DTYPES, LAYOUTS, OTHERS, of_bytes, of_kind, reader, saver
 from torch import Tensor
 
 from det_callbacks import HashMode
@@ -204,3 +204,37 @@ def test_a_wait_is_noticed(device: LateDevice) -> None:
         digest_tensor(torch.ones(3))
         digest_tensor(torch.ones(2**20))
     assert len(device.waits) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool])
+def test_bits_of_a_gpu_come_back_without_a_wait(tmp_path: Path, dtype: torch.dtype, layout: str) -> None:
+    late, counts, kept = sites(), ReplayCounts(), saver(tmp_path)
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert late.computes_on(device)  # the kernels are compiled and tried here
+    bases = [of_bytes(dtype, (300, 7), seed, is_finite=False).to(device) for seed in (1, 2)]
+    original, live = map(LAYOUTS[layout], bases)
+    if dtype.is_complex:
+        original, live = original.conj(), live.conj()
+    wanted = digest_tensor(original)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kept.keep("key", original, late=late)
+        bases[0].zero_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.settle(NO_DIGESTS)
+    kept.write(12)
+    saved = reader(tmp_path).take("key", like=live)
+    assert saved.digest == wanted
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        replay(saved, live, late=late, counts=counts, op="op")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    late.settle(NO_DIGESTS)
+    assert digest_tensor(live) == wanted
+    assert counts.to_dict()["op"]["differing"] == 1
