@@ -2,12 +2,13 @@
 
 Within ``late_device()`` every tensor says that it is not on the CPU, and the package has its digests computed by
 ``LateDevice``: it reads memory when a launch is due, as a GPU's stream would, and yields at ``collect``. Whoever
-collects within a step, or has a tensor's elements come to the host there, is noted.
+collects within a step, or has a tensor's elements come to the host there, is noted. What is fetched is garbage until
+the copies are waited for.
 """
 
 import sys
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,9 @@ from det_callbacks.digest import digest_memory, late
 from det_callbacks.digest.device import Choice
 from det_callbacks.digest.integer_digest import bytes_of
 from det_callbacks.digest.queue import Span
+from det_callbacks.digest.transfers import Transfers
 from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.recorder import Recorder
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
@@ -38,6 +41,8 @@ class LateDevice:
         self.waits: list[str] = []
         """Where something waited for the device within a step: must stay empty."""
         self.num_steps = 0
+        self.num_watched = 0
+        """Steps that came to their end within ``in_every_step``."""
 
     def stream(self) -> Hashable:
         return None
@@ -51,6 +56,35 @@ class LateDevice:
         if self.num_steps:
             self.waits.append("collect")
         return [digest_memory(copy.data_ptr(), copy.nbytes) ^ self.mask for part in launched for copy in part]
+
+
+class LateTransfers(Transfers):
+    """Copies that arrive when they are waited for."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._due)
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_like(source)
+        if copy.numel():
+            copy.untyped_storage().fill_(0xA5)  # type: ignore[no-untyped-call]  # torch's
+        self._due.append((copy, source.clone()))
+        return copy
+
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(values)
+
+    def wait(self) -> None:
+        for copy, source in self._due:
+            copy.copy_(source)
+        self._due = []
+
+    def discard(self) -> None:
+        self._due = []
 
 
 def _is_on_cpu(_: torch.Tensor) -> bool:
@@ -84,6 +118,7 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
         mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
         mock.patch.object(torch.Tensor, "numpy", _numpy),
         mock.patch.object(late, "device_choice", return_value=Choice(method=device, reasons=())),
+        mock.patch.object(late, "Transfers", LateTransfers),
         mock.patch.object(LateSites, "settle", settling),
     ):
         yield device
@@ -98,7 +133,7 @@ def as_in_a_step(device: LateDevice) -> Iterator[None]:
         def fetch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
             module = caller.f_globals.get("__name__", "")
-            if module.startswith("det_callbacks.") and not module.startswith("det_callbacks.digest."):
+            if module.startswith("det_callbacks."):
                 device.waits.append(f"{module}:{caller.f_lineno} {name}")
             return originals[name](tensor, *args, **kwargs)
 
@@ -110,3 +145,33 @@ def as_in_a_step(device: LateDevice) -> Iterator[None]:
             yield
     finally:
         device.num_steps -= 1
+
+
+@contextmanager
+def in_every_step(device: LateDevice) -> Iterator[None]:
+    """Note the same between each recorder's ``begin`` and its ``finish``, or ``abandon``."""
+    begin, finish, abandon = Recorder.begin, Recorder.finish, Recorder.abandon
+    under_way: dict[int, ExitStack] = {}
+
+    def end(recorder: Recorder) -> None:
+        stack = under_way.pop(id(recorder), None)
+        if stack is not None:
+            stack.close()
+
+    def beginning(recorder: Recorder, *args: Any) -> None:
+        end(recorder)
+        under_way[id(recorder)] = stack = ExitStack()
+        stack.enter_context(as_in_a_step(device))
+        begin(recorder, *args)
+
+    def finishing(recorder: Recorder) -> Any:
+        end(recorder)
+        device.num_watched += 1
+        return finish(recorder)
+
+    def abandoning(recorder: Recorder) -> None:
+        end(recorder)
+        abandon(recorder)
+
+    with mock.patch.multiple(Recorder, begin=beginning, finish=finishing, abandon=abandoning):
+        yield

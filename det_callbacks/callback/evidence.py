@@ -13,7 +13,7 @@ from torch import Tensor
 from det_callbacks.callback.draw_watch import Drawn, DrawWatch
 from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.callback.workers import NumWorkers
-from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
+from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.resume import find_generators
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.evidence import Row
@@ -160,7 +160,7 @@ class Evidence:
         with unobserved():
             for name, value in flatten(drawn.batch, "batch"):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
-                    self._ledger.note(BATCH, f"{name} as loaded", digest_tensor(value))
+                    self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
 
     def _note_setting(self, name: str, text: str) -> None:
         self._ledger.note("before the loader starts", name, text=text)

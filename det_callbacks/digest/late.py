@@ -8,6 +8,7 @@ import torch
 from det_callbacks.digest.device import device_choice
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.queue import DigestQueue
+from det_callbacks.digest.transfers import Transfers
 from det_callbacks.digest.unobserved import unobserved
 
 
@@ -81,7 +82,7 @@ class LateDigests:
     def __init__(self) -> None:
         self.is_used = False
         self._queues: dict[torch.device, DigestQueue[Any] | None] = {}
-        self._copies: list[Any] = []
+        self._transfers = Transfers()
 
     def computes_on(self, device: torch.device) -> bool:
         """Return whether a device computes digests; the first time it finds that out, see ``device_choice``."""
@@ -113,14 +114,16 @@ class LateDigests:
         From CUDA it is made in the order of the device's work, into pinned memory; elsewhere at once.
         """
         with unobserved(), torch.no_grad():
-            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            if plain.device.type != "cuda":
-                return plain.cpu()
-            copy = torch.empty_like(plain, device="cpu", pin_memory=True).copy_(plain, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(plain.device))
-            self._copies.append(event)
-            return copy
+            return self._transfers.fetch(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Write the elements of a host tensor into one of the same shape and dtype, whatever its strides.
+
+        To CUDA this is done in the order of the device's work, from pinned memory; elsewhere at once. What waits for
+        its digest has to be launched before, see ``before_write``.
+        """
+        with unobserved(), torch.no_grad():
+            self._transfers.send(values, target)
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
@@ -141,14 +144,12 @@ class LateDigests:
             DetCallbacksError: a launch failed, or memory was freed before it was digested.
         """
         known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
-        copies, self._copies = self._copies, []
-        for event in copies:
-            event.synchronize()
+        self._transfers.wait()
         return known
 
     def discard(self) -> None:
         """Begin anew without the digests."""
-        self._copies = []
+        self._transfers.discard()
         for queue in self._queues.values():
             if queue is not None:
                 queue.discard()

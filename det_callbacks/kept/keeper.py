@@ -15,10 +15,12 @@ from det_callbacks.kept.choice import KeepChoice
 from det_callbacks.kept.counts import KeptCounts, Shortage
 from det_callbacks.kept.files import KEPT, kept_folder, kept_path, write_shortage
 from det_callbacks.replay.files import StepPlace, write_step
+from det_callbacks.replay.late import Copy, copy_in_order, settled
 from det_callbacks.replay.ops import OpSelection
-from det_callbacks.replay.parts import SavedTensor, copy_bits, num_bytes
+from det_callbacks.replay.parts import SavedTensor, num_bytes
 from det_callbacks.replay.saving import MIB, RESERVED_BYTES
 from det_callbacks.trace.components import holds_data, unwrapped
+from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.steps import StepTrace
 
@@ -29,6 +31,7 @@ class _Call:
 
     Attributes:
         op: ``namespace.op.overload``.
+        late: of the step.
         reads: argument, name and copy of each tensor that it read.
         outputs: index and copy of each tensor that it wrote.
         position: sites that the step had before those of the call.
@@ -36,8 +39,9 @@ class _Call:
     """
 
     op: str
-    reads: list[tuple[str, str | None, SavedTensor]] = field(default_factory=list)
-    outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
+    late: LateSites | None
+    reads: list[tuple[str, str | None, Copy]] = field(default_factory=list)
+    outputs: list[tuple[int, Copy]] = field(default_factory=list)
     position: int = 0
     num_bytes: int = 0
 
@@ -45,9 +49,10 @@ class _Call:
 class Keeper(OpSelection):
     """Copies what chosen ops read and write, and writes the steps that are to be kept.
 
-    A copy is made at once, since a tensor may change later in its step; a tensor on a device is fetched, which waits
-    for the device. A call is kept whole or not at all. What the budget, or the disk, does not suffice for is counted
-    and said, and the run goes on: no digest depends on it. One step is held in memory, at most the budget.
+    A copy is made at once, since a tensor may change later in its step; from a device that computes digests it is
+    fetched in the order of the device's work, into pinned memory, and has arrived when the step is settled. A call is
+    kept whole or not at all. What the budget, or the disk, does not suffice for is counted and said, and the run goes
+    on: no digest depends on it. One step is held in memory, at most the budget.
 
     Args:
         choice: which ops, and how much of them.
@@ -101,11 +106,13 @@ class Keeper(OpSelection):
         self._left_out = []
         self._in_step = 0
 
-    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]]) -> _Call | None:
+    def begin_call(
+        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites | None = None
+    ) -> _Call | None:
         """Copy what a call is about to read; see ``TensorKeeper``."""
         if not self._is_wanted:
             return None
-        call = _Call(op=op)
+        call = _Call(op=op, late=late)
         unwrapping = ((argument, name, unwrapped(tensor)) for argument, name, tensor in reads)
         held = [read for read in unwrapping if holds_data(read[2])]
         copies = self._copy(call, [tensor for _, _, tensor in held])
@@ -126,14 +133,14 @@ class Keeper(OpSelection):
         call.position = position
         self._kept.append(call)
 
-    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
+    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[Copy] | None:
         """Return copies, None where they do not fit or cannot be made."""
         try:
             needed = sum(map(num_bytes, tensors))
             if self._total + self._in_step + call.num_bytes + needed > self._budget_mib * MIB:
                 self._left_out.append(f"the budget of {self._budget_mib:g} MiB (keep_budget_mib) was used up")
                 return None
-            copies = [copy_bits(tensor) for tensor in tensors]
+            copies = [copy_in_order(tensor, call.late) for tensor in tensors]
         except DetCallbacksError as error:  # memory that cannot be reached, or is not there; the training goes on
             self._left_out.append(str(error))
             return None
@@ -210,14 +217,16 @@ def _entries(call: _Call, trace: StepTrace) -> list[tuple[str, SavedTensor]]:
     if first < len(sites) and sites[first].role == "argument":
         first += 1
     entries = []
-    for index, copy in call.outputs:
+    for index, late_copy in call.outputs:
         position = first + index
         if position >= len(sites) or not _is_output(sites[position], call.op, index):
             return []
         options = {"kept": "output", **_place(sites[position]), "site": position}
+        copy = settled(late_copy)
         options["site_digest"] = format_digest(int(trace.digests[position]))
         entries.append((_key(sites[position]), replace(copy, options={**copy.options, **options})))
-    for argument, name, copy in call.reads:
+    for argument, name, late_copy in call.reads:
+        copy = settled(late_copy)
         options = {"kept": "input", "argument": argument, "name": name, "site": first}
         key = f"{_key(sites[first])} {argument}"
         entries.append((key, replace(copy, options={**copy.options, **options})))

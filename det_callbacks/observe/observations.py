@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning, SelectionError
 from det_callbacks.observe.registry import Leaves
-from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, new_tensor, put_back
+from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, replay, replay_apart
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.named import record_group
 from det_callbacks.trace.recorder import Recorder
@@ -276,11 +275,10 @@ class Observations:
 
     def _replay_tensor(self, key: str, tensor: Tensor, name: str) -> None:
         if self._saver is not None:
-            kept = self._saver.keep(key, tensor, op=name)
-            self.counts.add(name, differs=False, num_bytes=kept.num_bytes)
+            self._saver.keep(key, tensor, op=name, late=self._recorder.late, counts=self.counts)
         elif self._saved is not None:
             saved = self._saved.take(key, like=tensor)
-            self.counts.add(name, differs=put_back(saved, tensor), num_bytes=saved.num_bytes)
+            replay(saved, tensor, late=self._recorder.late, counts=self.counts, op=name)
 
     def _replay_value(self, key: str, value: Any, name: str) -> Any:
         if self._saver is not None:
@@ -293,22 +291,15 @@ class Observations:
         return value
 
     def _replay_gradient(self, key: str, value: Tensor, name: str) -> Tensor | None:
+        late = self._recorder.late
         if self._saver is not None:
-            kept = self._saver.keep(key, value, op=f"grad of {name}")
-            self.counts.add(f"grad of {name}", differs=False, num_bytes=kept.num_bytes)
+            self._saver.keep(key, value, op=f"grad of {name}", late=late, counts=self.counts)
         if self._saver is not None or self._saved is None:
             return None
         saved = self._saved.take(key, like=value)
-        differs = digest_tensor(value) != saved.digest
-        self.counts.add(f"grad of {name}", differs=differs, num_bytes=saved.num_bytes)
-        if not differs:
-            return None
         # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
-        if torch.is_grad_enabled() and value.requires_grad:  # create_graph: the gradient has a history to keep
-            replaced = value.clone()
-            put_back(saved, replaced)
-            return replaced
-        return new_tensor(saved, like=value)
+        has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
+        return replay_apart(saved, value, late=late, counts=self.counts, op=f"grad of {name}", has_history=has_history)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -3,6 +3,7 @@
 from det_callbacks.replay.choice import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.replay.counts import ReplayCounts
 from det_callbacks.replay.files import replay_path
+from det_callbacks.replay.late import replay, replay_apart
 from det_callbacks.replay.ops import OpReplayer, OpResaver, OpSaver
 from det_callbacks.replay.parts import SavedTensor, copy_bits, new_tensor, put_back
 from det_callbacks.replay.reading import SavedStep
@@ -22,5 +23,7 @@ __all__ = [
     "copy_bits",
     "new_tensor",
     "put_back",
+    "replay",
+    "replay_apart",
     "replay_path",
 ]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from det_callbacks.digest import digest_bytes, digest_tensor, format_digest, unobserved
+from det_callbacks.digest import digest_bytes, digest_memory, format_digest, unobserved
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.replay.parts import Part, SavedTensor
 from det_callbacks.trace.run_files import damaged
@@ -129,7 +129,7 @@ def write_step(
                         "part": part.name,
                         "dtype": str(part.dtype).removeprefix("torch."),
                         "shape": list(part.shape),
-                        "digest": format_digest(digest_tensor(part.bits)),
+                        "digest": format_digest(_digest(part.bits)),
                     }
                 )
             entries.append(
@@ -218,7 +218,7 @@ def read_tensor(path: Path, entry: Mapping[str, Any]) -> SavedTensor:
                 dtype = getattr(torch, row["dtype"])
                 held = file.get_tensor(row["tensor"])
                 bits = held.reshape(-1).view(torch.uint8)
-                if format_digest(digest_tensor(bits)) != row["digest"]:
+                if format_digest(_digest(bits)) != row["digest"]:
                     raise damaged(path, f"the bits of {key!r} are not those that were saved")
                 parts.append(Part(name=row["part"], dtype=dtype, shape=tuple(row["shape"]), bits=bits))
     except FileNotFoundError as error:
@@ -242,6 +242,11 @@ def _unused(name: str, content: Mapping[str, Tensor]) -> str:
     while name in content or name == _RESERVED:
         name += "'"
     return name
+
+
+def _digest(bits: Tensor) -> int:
+    """Return the digest of bytes on the host; no switch of a test or a program makes them another device's."""
+    return digest_memory(bits.data_ptr(), bits.numel())
 
 
 def _header_digest(header: Mapping[str, Any]) -> str:

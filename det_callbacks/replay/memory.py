@@ -5,6 +5,7 @@ what autograd saved stays valid; it carries no conjugation or negation bit, no h
 since float8 and sub-byte dtypes have few ops, and since no NaN is touched.
 """
 
+from collections.abc import Callable
 from ctypes import memmove
 
 import torch
@@ -32,53 +33,98 @@ def alias(tensor: Tensor) -> Tensor:
     return integers.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
-def read_bits(tensor: Tensor) -> Tensor:
-    """Return a copy of a strided tensor's bytes on the host: uint8, row-major, conjugation and negation resolved."""
-    if _is_plain(tensor):
+def read_bits(tensor: Tensor, fetch: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return a copy of a strided tensor's bytes on the host: uint8, row-major, conjugation and negation resolved.
+
+    Args:
+        tensor: any strided one with memory.
+        fetch: returns a copy of a contiguous tensor on the host, perhaps to be read later only, as the result then is;
+            by default it is made at once.
+    """
+    if fetch is None and _is_plain(tensor):
         bits = torch.empty(tensor.nbytes, dtype=torch.uint8)
         memmove(bits.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return bits
-    plain = tensor.clone() if torch._is_zerotensor(tensor) else tensor
-    copy = alias(plain).clone(memory_format=torch.contiguous_format).cpu().reshape(-1)
-    _resolve(copy, tensor)
-    return copy.view(torch.uint8)
+    integers = alias(tensor.clone() if torch._is_zerotensor(tensor) else tensor)
+    if fetch is None:
+        integers = integers.clone(memory_format=torch.contiguous_format).cpu()
+    elif not integers.is_contiguous() or _is_lazy(tensor):
+        integers = integers.clone(memory_format=torch.contiguous_format)
+    integers = integers.reshape(-1)
+    _resolve(integers, tensor)
+    return (integers if fetch is None else fetch(integers)).view(torch.uint8)
 
 
-def write_bits(tensor: Tensor, bits: Tensor) -> bool:
+def write_bits(tensor: Tensor, bits: Tensor, send: Callable[[Tensor, Tensor], None] | None = None) -> bool:
     """Write bytes as ``read_bits`` returns them into a tensor's memory.
+
+    Args:
+        tensor: any strided one.
+        bits: on the host.
+        send: writes a host tensor into another one, perhaps later; by default it is done at once.
 
     Returns:
         False, with nothing written, when they do not fit: several elements share a place (an expanded tensor) and the
-        bytes hold different ones for it, or the tensor has no memory and the bytes are not its zeros.
+        bytes hold different ones for it, or the tensor has no memory and the bytes are not its zeros. That is seen on
+        the host, whatever the tensor's device.
     """
     if torch._is_zerotensor(tensor):
         return not bool(bits.any())
-    if _is_plain(tensor) and bits.is_contiguous():
+    if send is None and _is_plain(tensor) and bits.is_contiguous():
         memmove(tensor.data_ptr(), bits.data_ptr(), tensor.nbytes)
         return True
     integers = alias(tensor)
     values = bits.view(integers.dtype)
-    if tensor.is_conj() or tensor.is_neg():
+    if _is_lazy(tensor):
         values = values.clone()
         _resolve(values, tensor)  # both flip bits, so they are their own inverse
-    values = values.reshape(integers.shape).to(tensor.device)
+    values = values.reshape(integers.shape)
     if not integers.numel():
         return True
+    write = _copy if send is None else send
+    for dimension, (length, step) in enumerate(zip(integers.shape, integers.stride(), strict=True)):
+        if length > 1 and not step:
+            first = values.narrow(dimension, 0, 1)
+            if not torch.equal(values, first.expand_as(values)):
+                return False
+            values, integers = first, integers.narrow(dimension, 0, 1)
     if not _may_overlap(integers):
-        integers.copy_(values)
+        write(values, integers)
         return True
-    places = torch.zeros(integers.shape, dtype=torch.int64, device=tensor.device)
+    places, index = _places(integers).unique(return_inverse=True)
+    wanted = torch.empty(len(places), dtype=values.dtype, device=values.device)
+    wanted[index] = values.reshape(-1)
+    if not torch.equal(wanted[index], values.reshape(-1)):
+        return False
+    extent = 1 + sum((length - 1) * step for length, step in zip(integers.shape, integers.stride(), strict=True))
+    flat = integers.as_strided((extent,), (1,), integers.storage_offset())
+    if len(places) == extent:
+        write(wanted, flat)
+        return True
+    there = torch.empty_like(places, device=integers.device)
+    write(places, there)
+    chosen = torch.empty_like(wanted, device=integers.device)
+    write(wanted, chosen)
+    flat.index_copy_(0, there, chosen)
+    return True
+
+
+def _copy(values: Tensor, target: Tensor) -> None:
+    target.copy_(values)
+
+
+def _places(integers: Tensor) -> Tensor:
+    """Return where each element lies, row-major, from the first one's place on."""
+    places = torch.zeros(integers.shape, dtype=torch.int64, device="cpu")
     for dimension, (length, step) in enumerate(zip(integers.shape, integers.stride(), strict=True)):
         shape = [1] * integers.dim()
         shape[dimension] = length
-        places += (torch.arange(length, device=tensor.device) * step).reshape(shape)
-    flat = integers.as_strided((int(places.max()) + 1,), (1,), integers.storage_offset())
-    wanted = flat.clone()
-    wanted[places.reshape(-1)] = values.reshape(-1)
-    if not torch.equal(wanted[places.reshape(-1)], values.reshape(-1)):
-        return False
-    flat.copy_(wanted)
-    return True
+        places += (torch.arange(length, device="cpu") * step).reshape(shape)
+    return places.reshape(-1)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -91,7 +137,7 @@ def _is_plain(tensor: Tensor) -> bool:
         tensor.is_cpu
         and tensor.is_contiguous()
         and tensor.dtype not in _PACKED
-        and not (tensor.is_conj() or tensor.is_neg() or torch._is_zerotensor(tensor))
+        and not (_is_lazy(tensor) or torch._is_zerotensor(tensor))
     )
 
 
@@ -109,7 +155,7 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 def _resolve(integers: Tensor, tensor: Tensor) -> None:
     """Apply a tensor's lazy conjugation and negation to a flat copy of its memory, in place."""
-    if not (tensor.is_conj() or tensor.is_neg()):
+    if not _is_lazy(tensor):
         return
     if not (tensor.is_complex() or tensor.is_floating_point()):
         integers.neg_()

@@ -9,9 +9,10 @@ from torch import Tensor
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.patterns import OpPattern
 from det_callbacks.replay.counts import ReplayCounts
-from det_callbacks.replay.parts import put_back
+from det_callbacks.replay.late import replay
 from det_callbacks.replay.reading import SavedStep
 from det_callbacks.replay.saving import SavedTensors
+from det_callbacks.trace.late_sites import LateSites
 
 
 class OpSelection:
@@ -67,7 +68,9 @@ class OpSaver(OpSelection):
         self._saved = saved
         self.counts = ReplayCounts()
 
-    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any]) -> Sequence[Any]:
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
+    ) -> Sequence[Any]:
         """Save the outputs; return them.
 
         Raises:
@@ -75,8 +78,7 @@ class OpSaver(OpSelection):
         """
         for key, output in zip(self.keys(phase, module, op, len(outputs)), outputs, strict=True):
             if isinstance(output, Tensor):
-                kept = self._saved.keep(key, output, op=op)
-                self.counts.add(op, differs=False, num_bytes=kept.num_bytes)
+                self._saved.keep(key, output, op=op, late=late, counts=self.counts)
             else:
                 self._saved.keep_value(key, output)
                 self.counts.add(op, differs=False, num_bytes=0)
@@ -100,7 +102,9 @@ class OpReplayer(OpSelection):
         self.begin_step()
         self._step = step
 
-    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any]) -> Sequence[Any]:
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
+    ) -> Sequence[Any]:
         """Put the saved bits into the outputs; return them, numbers as they were saved.
 
         Raises:
@@ -112,7 +116,7 @@ class OpReplayer(OpSelection):
         for key, output in zip(self.keys(phase, module, op, len(outputs)), outputs, strict=True):
             if isinstance(output, Tensor):
                 saved = self._step.take(key, like=output)
-                self.counts.add(op, differs=put_back(saved, output), num_bytes=saved.num_bytes)
+                replay(saved, output, late=late, counts=self.counts, op=op)
                 replayed.append(output)
             else:
                 value = self._step.take_value(key)
@@ -160,11 +164,13 @@ class OpResaver:
         """Return whether a pattern means an op at this place."""
         return self._current.selects(phase, module, op)
 
-    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any]) -> Sequence[Any]:
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
+    ) -> Sequence[Any]:
         """Save the outputs, or put the saved bits into them; return them.
 
         Raises:
             ReplayError: the budget does not suffice.
             ReferenceFormatError: what was saved is missing, damaged or does not fit.
         """
-        return self._current.exchange(phase, module, op, outputs)
+        return self._current.exchange(phase, module, op, outputs, late)

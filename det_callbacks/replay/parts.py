@@ -1,6 +1,6 @@
 """Any tensor as the strided tensors that hold its bits: copied at once, and put back into the same memory later."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from det_callbacks.digest import digest_tensor, inner_tensors, unobserved
 from det_callbacks.errors import ReplayError
 from det_callbacks.replay.memory import alias, read_bits, write_bits
 from det_callbacks.trace.components import holds_data, unwrapped
+from det_callbacks.trace.late_sites import LateSites
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -94,14 +95,18 @@ def copy_bits(tensor: Tensor) -> SavedTensor:
         ReplayError: its bits cannot be put back later (mkldnn).
     """
     tensor = unwrapped(tensor) if isinstance(tensor, Tensor) else tensor
-    digest = digest_tensor(tensor)
+    return gather(tensor, digest=digest_tensor(tensor))
+
+
+def gather(tensor: Tensor, *, digest: int, fetch: Callable[[Tensor], Tensor] | None = None) -> SavedTensor:
+    """Return a copy of the bits of a tensor whose digest is known; see ``read_bits`` for ``fetch``."""
     with unobserved():
         parts, options = _split(tensor)
         return SavedTensor(
             **describe(tensor),
             digest=digest,
             parts=tuple(
-                Part(name=name, dtype=dtype, shape=tuple(part.shape), bits=read_bits(part))
+                Part(name=name, dtype=dtype, shape=tuple(part.shape), bits=read_bits(part, fetch))
                 for name, dtype, part in parts
             ),
             options=options,
@@ -123,44 +128,67 @@ def put_back(saved: SavedTensor, live: Tensor) -> bool:
         ReplayError: the live tensor is made otherwise, or elements that share memory would have to differ.
     """
     live = unwrapped(live)
-    _require_fit(saved, live)
+    require_fit(saved, live)
     if digest_tensor(live) == saved.digest:
         return False
+    write_parts(saved, live)
+    return True
+
+
+def write_parts(saved: SavedTensor, live: Tensor, late: LateSites | None = None) -> None:
+    """Put saved bits into the memory of a live tensor that they fit, whether or not they are there already.
+
+    Args:
+        saved: the bits.
+        live: not wrapped.
+        late: of the step, where the tensor is on a device that computes digests: nothing is waited for then.
+
+    Raises:
+        ReplayError: elements that share memory would have to differ.
+    """
     with unobserved():
         parts, options = _split(live)
+        if late is not None:
+            late.before_write(part for _, _, part in parts)
         if options != saved.options:
             _set_options(live, saved)
             parts, _ = _split(live)
         for (name, _, part), kept in zip(parts, saved.parts, strict=True):
-            if not write_bits(part, kept.bits):
+            if not write_bits(part, kept.bits, None if late is None else late.send):
                 raise ReplayError(
                     f"{saved.place or 'Saved bits'} cannot be put back: elements of the live tensor{_of(name)} share "
                     f"memory (shape {list(part.shape)}, strides {list(part.stride())}), and the saved bits differ "
                     "there. What was saved was laid out otherwise; put back a tensor that is not expanded."
                 )
-    return True
 
 
-def new_tensor(saved: SavedTensor, like: Tensor) -> Tensor:
+def new_tensor(saved: SavedTensor, like: Tensor, late: LateSites | None = None) -> Tensor:
     """Return a new tensor with the saved bits and everything else as another one has it, without history.
+
+    Args:
+        saved: the bits.
+        like: the other tensor.
+        late: as for ``write_parts``.
 
     Raises:
         ReplayError: as ``put_back`` does.
     """
     like = unwrapped(like)
-    _require_fit(saved, like)
+    require_fit(saved, like)
+    send = None if late is None else late.send
     if like.layout is torch.strided and not (
         like.is_nested or like.is_quantized or is_traceable_wrapper_subclass(like) or torch._is_zerotensor(like)
     ):
         with unobserved():
             copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-            if not write_bits(copy, saved.parts[0].bits):  # expanded, and the saved bits are not
+            if not write_bits(copy, saved.parts[0].bits, send):  # expanded, and the saved bits are not
                 copy = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-                write_bits(copy, saved.parts[0].bits)
+                write_bits(copy, saved.parts[0].bits, send)
         return copy
     with _disable_current_modes(), torch.no_grad():
         copy = like.detach().clone()
-    put_back(saved, copy)
+    require_fit(saved, copy)
+    write_parts(saved, copy, late)
     return copy
 
 
@@ -189,7 +217,8 @@ def misfit(saved: SavedTensor, live: Tensor) -> str:
     return ""
 
 
-def _require_fit(saved: SavedTensor, live: Tensor) -> None:
+def require_fit(saved: SavedTensor, live: Tensor) -> None:
+    """Raise ``ReplayError`` where saved bits do not fit a live tensor."""
     problem = misfit(saved, live)
     if problem:
         raise ReplayError(f"{saved.place or 'Saved bits'} cannot be put back: {problem}. The live tensor is unchanged.")

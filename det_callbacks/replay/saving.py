@@ -2,14 +2,18 @@
 
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from det_callbacks.errors import ReplayError
+from det_callbacks.replay.counts import ReplayCounts
 from det_callbacks.replay.files import REPLAY, StepPlace, replay_folder, replay_path, write_step
-from det_callbacks.replay.parts import SavedTensor, copy_bits, num_bytes
+from det_callbacks.replay.late import Copy, LateCopy, copy_in_order, settled
+from det_callbacks.replay.parts import num_bytes
+from det_callbacks.trace.late_sites import LateSites
 
 MIB = 2**20
 
@@ -20,9 +24,10 @@ RESERVED_BYTES = 64 * MIB
 class SavedTensors:
     """Collects the tensors of one step after the other and writes each step as one file.
 
-    ``keep`` copies at once, since a tensor may change later in its step. ``write`` comes before the step is appended to
-    its stream: a kill in between leaves a file of a step that is not there, which is never read, and is replaced when
-    the step is recorded again.
+    ``keep`` copies at once, since a tensor may change later in its step; on a device that computes digests it asks for
+    the copy, which has arrived when the step is settled. Pinned memory for such copies is bounded by the step's budget.
+    ``write`` comes after that, and before the step is appended to its stream: a kill in between leaves a file of a step
+    that is not there, which is never read, and is replaced when the step is recorded again.
 
     Args:
         stream: the stream that the steps are appended to; their saved tensors go beside it.
@@ -58,7 +63,7 @@ class SavedTensors:
         self.total_budget_mib = total_budget_mib
         self._place: dict[str, Any] = {"run_id": run_id, "rank": rank, "segment": segment}
         self._stream = stream
-        self._tensors: dict[str, SavedTensor] = {}
+        self._tensors: dict[str, Copy] = {}
         self._values: dict[str, Any] = {}
         self._by_op: Counter[str] = Counter()
         replay = stream.parent / REPLAY
@@ -80,14 +85,24 @@ class SavedTensors:
         self._stream = stream
         self._place["segment"] = segment
 
-    def keep(self, key: str, tensor: Tensor, *, op: str = "") -> SavedTensor:
-        """Copy a tensor now; return the copy.
+    def keep(
+        self,
+        key: str,
+        tensor: Tensor,
+        *,
+        op: str = "",
+        late: LateSites | None = None,
+        counts: ReplayCounts | None = None,
+    ) -> None:
+        """Copy a tensor as it is now.
 
         Args:
             key: names it within its step, as ``phase/module:op#occurrence.output`` or
                 ``observation:name#occurrence.leaf``.
             tensor: any with data.
             op: what the budget is shown by when it does not suffice; by default the key.
+            late: of the step under way; None copies at once whatever the device.
+            counts: where it is counted, as the op; with a copy that is late, when the step is settled.
 
         Raises:
             ReplayError: the budget of the step or of the run does not suffice; nothing was copied or written.
@@ -98,9 +113,14 @@ class SavedTensors:
             raise ValueError(f"the step has saved {key!r} already")
         needed = num_bytes(tensor)
         self._check_budget(op or key, needed)
-        self._tensors[key] = saved = copy_bits(tensor)
-        self._by_op[op or key] += saved.num_bytes
-        return saved
+        self._tensors[key] = copy = copy_in_order(tensor, late)
+        self._by_op[op or key] += copy.num_bytes
+        if counts is not None:
+            note = partial(counts.add, op or key, differs=False, num_bytes=copy.num_bytes)
+            if late is not None and isinstance(copy, LateCopy):
+                late.ask((), lambda _: note())
+            else:
+                note()
 
     def keep_value(self, key: str, value: bool | int | float | complex | str | None) -> None:
         """Keep a plain value in the place of a tensor; numbers are kept exactly."""
@@ -118,6 +138,7 @@ class SavedTensors:
 
         Raises:
             ReplayError: the disk is too full; nothing was written.
+            TraceError: the step was not settled, see ``Recorder.finish``.
         """
         tensors, values = self._tensors, self._values
         path = replay_path(self._stream, step)
@@ -126,6 +147,7 @@ class SavedTensors:
             path.unlink(missing_ok=True)  # a step that was recorded before, and saved something then
             self._total -= known
             return 0
+        whole = {key: settled(copy) for key, copy in tensors.items()}
         needed = self.num_bytes
         free = shutil.disk_usage(self._stream.parent).free
         if free < needed + RESERVED_BYTES:
@@ -134,7 +156,7 @@ class SavedTensors:
                 f"({_mib(RESERVED_BYTES)} are kept for the rest of the run). Nothing of this step was written, the "
                 "steps before it are whole. Free some space, record elsewhere, or save fewer tensors."
             )
-        written = write_step(path, StepPlace(**self._place, step=step), tensors, values)
+        written = write_step(path, StepPlace(**self._place, step=step), whole, values)
         self._total += written - known
         self.clear()
         return written

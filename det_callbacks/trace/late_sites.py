@@ -103,6 +103,17 @@ class LateSites:
         """Return whether a device computes digests."""
         return self._digests.computes_on(device)
 
+    def is_late(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies on a device that computes digests."""
+        return not tensor.is_cpu and self.computes_on(tensor.device)
+
+    def tensor_bits(self, tensor: Tensor) -> Bits:
+        """Return the digest of a tensor as it is now, in row-major order."""
+        self._note_use()
+        bits = tensor_bits(tensor, self._digests)
+        self.end_group()
+        return bits
+
     def digest_rows(self, tensor: Tensor) -> list[Bits]:
         """Return the digest of each row (dimension 0) of a tensor of a device that computes digests."""
         with unobserved(), torch.no_grad():
@@ -110,8 +121,14 @@ class LateSites:
             return [tensor_bits(row, self._digests) for row in rows]
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host that may be read once the step has ended."""
+        """Return a contiguous copy on the host that may be read once the step has ended."""
+        self._note_use()
         return self._digests.fetch(tensor)
+
+    def send(self, values: Tensor, target: Tensor) -> None:
+        """Write the elements of a host tensor into one of a device; say ``before_write`` of it first."""
+        self._note_use()
+        self._digests.send(values, target)
 
     def ask(self, parts: Sequence[Bits], then: Callable[[list[int]], None]) -> None:
         """Have a function called with digests when they are known, if the step comes to its end."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from det_callbacks.device_generators import is_readable, used_generators
-from det_callbacks.digest import digest_bytes
+from det_callbacks.digest import Bits, LateDigests, digest_bytes, tensor_bits, value_of
 from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.generators import (
     NUMPY,
@@ -38,7 +38,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held: Mapping[str, Any] = {}
-        self._rows: list[tuple[str, str, int, str]] = []
+        self._rows: list[tuple[str, str, Bits, str]] = []
+        self._late = LateDigests()
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; while a graph is captured, not those of devices.
@@ -64,10 +65,17 @@ class Ledger:
         """Note something else at a point."""
         self._rows.append((point, name, value, text))
 
+    def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
+        """Note the digest of a tensor, read now in the order of its device's work."""
+        bits = tensor_bits(tensor, self._late)
+        self._late.flush()  # nobody tells of writes to it
+        self._rows.append((point, name, bits, ""))
+
     def take(self, step: int) -> list[Row]:
-        """Return what was collected since the last time, as rows of a step."""
+        """Return what was collected since the last time, as rows of a step; waits for devices that were read."""
+        known = self._late.finish()
         rows, self._rows = self._rows, []
-        return [Row(step, *row) for row in rows]
+        return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]
 
 
 def _digest_held(generator: Any) -> int:

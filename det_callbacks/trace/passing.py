@@ -112,7 +112,7 @@ class Passing:
             out = self._recorder.let_through(error, self._recorder.num_sites, func, phase, context, args, kwargs)
         if (exchange := self._recorder.exchange) is not None:
             outputs = written_by_call(plan, out, args, kwargs)
-            out, _ = exchange_outputs(exchange, plan, phase, context, out, outputs)
+            out, _ = exchange_outputs(exchange, plan, phase, context, out, outputs, self._recorder.late)
         for tensor in written_arguments(plan, args, kwargs):
             self._forget((tensor,), {})
         return out

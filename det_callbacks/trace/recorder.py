@@ -213,7 +213,7 @@ class Recorder:
                 if self.late.is_used:
                     self.late.before_write(written)
             if self.keeper is not None:
-                kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs)
+                kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs, self.late)
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = self.let_through(error, mark, func, phase, context, args, kwargs)
@@ -236,7 +236,7 @@ class Recorder:
                         self.ledger.born(out[index])
 
         if self.exchange is not None:
-            out, outputs = exchange_outputs(self.exchange, plan, phase, context, out, outputs)
+            out, outputs = exchange_outputs(self.exchange, plan, phase, context, out, outputs, self.late)
         if self.keeper is not None and kept is not None:
             self.keeper.end_call(kept, outputs, len(digests))
         event = self.at.likely

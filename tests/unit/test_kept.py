@@ -190,11 +190,11 @@ def test_a_second_fit_says_what_it_did_not_keep(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_wanted_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(tensor: Tensor) -> Any:
+    def refuse(tensor: Tensor, late: object) -> Any:
         raise AssertionError("it was copied")
 
     keeping = keeper(tmp_path / "run", "*")
-    monkeypatch.setattr("det_callbacks.kept.keeper.copy_bits", refuse)
+    monkeypatch.setattr("det_callbacks.kept.keeper.copy_in_order", refuse)
     with HashMode() as mode:
         mode.recorder.keeper = keeping
         keeping.begin(is_wanted=False)

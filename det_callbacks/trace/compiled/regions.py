@@ -152,14 +152,14 @@ class CompiledRegions:
         keeper = recorder.keeper
         kept = None
         if keeper is not None:
-            kept = begin_kept_call(keeper, recorder.names, plan, phase, context, args, kwargs)
+            kept = begin_kept_call(keeper, recorder.names, plan, phase, context, args, kwargs, recorder.late)
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = recorder.let_through(error, mark, func, phase, context, args, kwargs)
         outputs: Sequence[Any] = written_by_call(plan, out, args, kwargs)
         if recorder.exchange is not None:
-            out, outputs = exchange_outputs(recorder.exchange, plan, phase, context, out, outputs)
+            out, outputs = exchange_outputs(recorder.exchange, plan, phase, context, out, outputs, recorder.late)
         outputs = [output for output in outputs if not isinstance(output, Tensor) or holds_data(output)]
         if not outputs:
             recorder.passing.skipped["no_data"] += 1

@@ -1,0 +1,193 @@
+"""Trainings whose tensors lie on a device that yields at a step's end: nothing of ours waits for it within a step."""
+
+import itertools
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from late_device import in_every_step, late_device
+from lightning.pytorch.loggers import CSVLogger
+from safetensors import safe_open
+from styles import Classifier, Samples
+from torch import Tensor, library
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import (
+    DeterminismCallback,
+    observe,
+    observe_grad,
+    observe_non_deterministic,
+    observe_non_deterministic_grad,
+)
+from det_callbacks.trace.evidence import evidence_path, read_evidence
+from det_callbacks.trace.run_files import stream_path
+from det_callbacks.trace.store import Run
+from det_callbacks.verdict import Verdict
+
+pytestmark = LIGHTNING_ADVICE
+
+_calls = itertools.count(1)
+
+
+def entropy() -> float:
+    """Return another number at each call."""
+    return next(_calls) / 1000
+
+
+@library.custom_op("late::noisy_", mutates_args={"x"})
+def noisy_(x: Tensor) -> None:
+    x.add_(entropy())
+
+
+def disturb(gradient: Tensor) -> Tensor:
+    """Change a gradient where no mode sees it."""
+    array = gradient.detach().numpy()
+    array *= 1 + entropy()
+    return gradient
+
+
+class Noisy(Classifier):
+    """Not deterministic in an op in place, in a value and in a gradient; and it does much in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        hidden = self.first(inputs)
+        observe("hidden", hidden)
+        scratch = torch.zeros_like(hidden)
+        noisy_(scratch[:, 1:])
+        noise = torch.from_numpy(np.full((8, 16), entropy(), np.float32))
+        observe_non_deterministic("noise", noise)
+        hidden = hidden + scratch + noise
+        observe_grad("hidden", hidden)
+        hidden.register_hook(disturb)
+        observe_non_deterministic_grad("hidden", hidden)
+        for written in (scratch, noise, self.loaded):
+            written.zero_()
+        loss = cross_entropy(self.last(torch.relu(self.norm(hidden))), labels)
+        self.log("loss", loss.detach())
+        return loss
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, labels = batch
+        self.loaded = inputs  # digested as well, since the training step gets another tensor
+        return inputs * 2, labels
+
+
+class Penalised(Classifier):
+    """Puts a gradient back that is derived again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.first(batch[0])
+        hidden.register_hook(disturb)
+        observe_non_deterministic_grad("hidden", hidden)
+        loss = cross_entropy(self.last(torch.tanh(hidden)), batch[1])
+        (gradient,) = torch.autograd.grad(loss, self.first.weight, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class Failing(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise RuntimeError("out of memory, say")
+        return loss
+
+
+def train(folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy) -> Classifier:
+    torch.manual_seed(1)
+    trained = model()
+    trainer = quiet_trainer(callback, logger=CSVLogger(folder), log_every_n_steps=1)
+    trainer.fit(trained, DataLoader(Samples(), batch_size=8))
+    return trained
+
+
+def record(folder: Path, model: type[Classifier] = Noisy, *, replay: Any = ("late.noisy_.*",)) -> Classifier:
+    options = {"replay": replay, "keep_tensors": ("aten.addmm.*",)}
+    return train(folder, DeterminismCallback(folder / "run", mode="record", **options), model)
+
+
+def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, Classifier]:
+    callback = DeterminismCallback(folder / "run", current=folder / "current")
+    trained = train(folder, callback, model)
+    assert callback.verdict is not None
+    return callback.verdict, trained
+
+
+def files(folder: Path, kind: str) -> list[tuple[list[dict[str, Any]], dict[str, list[int]]]]:
+    """Return the entries of the saved steps, and the bytes of their tensors."""
+    found = []
+    for file in sorted((folder / "run" / "rank-00000" / kind).rglob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            entries = json.loads(held.metadata()["det_callbacks_replay"])["entries"]
+            found.append((entries, {key: held.get_tensor(key).tolist() for key in held.keys()}))  # noqa: SIM118  # no mapping
+    return found
+
+
+def test_record_and_verify_match_without_a_wait(tmp_path: Path) -> None:
+    with late_device() as device, in_every_step(device):
+        recorded = record(tmp_path)
+        verdict, verified = verify(tmp_path)
+    assert device.waits == []
+    assert device.num_watched == 8
+    assert verdict.verdict == "match"
+    assert verdict.counts.sites_differing == 0
+    replayed = {name: (entry["count"], entry["differing"]) for name, entry in verdict.coverage.replayed.items()}
+    assert replayed == {"late.noisy_.default": (4, 4), "noise": (4, 4), "grad of hidden": (4, 4)}
+    for (name, value), other in zip(recorded.state_dict().items(), verified.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_a_gradient_that_is_derived_again_matches(tmp_path: Path) -> None:
+    with late_device() as device, in_every_step(device):
+        record(tmp_path, Penalised, replay=())
+        verdict, _ = verify(tmp_path, Penalised)
+    assert (verdict.verdict, device.waits) == ("match", [])
+    assert verdict.coverage.replayed["grad of hidden"]["differing"] == 8, "two passes a step"
+    assert verify(tmp_path, Penalised)[0].verdict == "match", "on the host likewise"
+
+
+def test_what_is_written_is_what_the_host_writes_and_all_digests_are_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {}
+    for name, mask in (("host", None), ("late", 0), ("masked", 2**64 - 1)):
+        monkeypatch.setattr(f"{__name__}._calls", itertools.count(1))
+        with late_device(mask) if mask is not None else nullcontext():
+            record(tmp_path / name)
+        runs[name] = Run.open(tmp_path / name / "run")
+    views = {name: [run.view(0, 0, step) for step in range(4)] for name, run in runs.items()}
+    for host, late, masked in zip(*views.values(), strict=True):
+        assert host.record.digests.tolist() == late.record.digests.tolist()
+        sites = host.program.sites
+        pairs = zip(sites, host.record.digests, masked.record.digests, strict=True)
+        same = [site for site, digest, masked_digest in pairs if digest == masked_digest]
+        # samples and values are the host's: bits that are sorted, or of what was fetched
+        assert not [site for site in same if site.role in ("named", "output")]
+    for kind in ("replay", "kept"):
+        host_files, late_files, masked_files = (files(tmp_path / name, kind) for name in runs)
+        assert len(host_files) == 4
+        assert host_files == late_files
+        assert [tensors for _, tensors in masked_files] == [tensors for _, tensors in host_files]
+        for (entries, _), (masked_entries, _) in zip(host_files, masked_files, strict=True):
+            for entry, masked_entry in zip(entries, masked_entries, strict=True):
+                assert int(entry["digest"], 16) ^ int(masked_entry["digest"], 16) == 2**64 - 1
+    rows = {}
+    for name, run in runs.items():
+        evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.run_id)
+        rows[name] = [row.value for row in evidence if row.name.endswith("as loaded")]
+    assert len(rows["host"]) == 4
+    assert rows["late"] == rows["host"] == [value ^ (2**64 - 1) for value in rows["masked"]]
+
+
+def test_a_step_that_an_exception_ends_saves_nothing(tmp_path: Path) -> None:
+    with late_device() as device, pytest.raises(RuntimeError, match="out of memory"), in_every_step(device):
+        record(tmp_path, Failing)
+    assert device.waits == []
+    for kind in ("replay", "kept"):
+        assert len(files(tmp_path, kind)) == 2
