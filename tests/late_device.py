@@ -7,7 +7,7 @@ the copies are waited for.
 """
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ class LateDevice:
     def __init__(self, mask: int = 0) -> None:
         self.mask = mask
         self.num_launched: list[int] = []
+        self.num_unheld = 0
         self.num_collected = 0
         self.waits: list[str] = []
         """Where something waited for the device within a step: must stay empty."""
@@ -47,8 +48,9 @@ class LateDevice:
     def stream(self) -> Hashable:
         return None
 
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> list[torch.Tensor]:
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
         self.num_launched.append(len(spans))
+        self.num_unheld += sum(storage._cdata in unheld for storage, _, _ in spans)
         return [bytes_of(span).clone() for span in spans]
 
     def collect(self, launched: Sequence[list[torch.Tensor]]) -> list[int]:

@@ -169,7 +169,7 @@ class _Rows:
         self._moved = set(self._partners.values())
 
     def _named_inputs(self, side: int, places: list[int]) -> list[int]:
-        return [place for place in places if (site := self._site(side, place)).role == "input" and site.name]
+        return [place for place in places if (site := self._site(side, place)).role in ("input", "left") and site.name]
 
     def _pair_leads(self, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
         """Pair the input rows of two calls that belong together; return those that are left."""

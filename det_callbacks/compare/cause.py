@@ -260,6 +260,16 @@ RULES: tuple[Rule, ...] = (
         applies=lambda facts: facts.difference.findings[0].role == "delivered",
     ),
     Rule(
+        name="left by a captured graph",
+        cause="unknown",
+        applies=lambda facts: facts.difference.findings[0].is_behind_graph,
+        advice=lambda facts: (
+            "An op inside a CUDA graph runs where nobody sees it: record step "
+            f"{facts.difference.step} of both without CUDA graphs (call the function itself instead of its replay, or "
+            "compile without reduce-overhead) to see which op it is"
+        ),
+    ),
+    Rule(
         name="state after the step",
         cause="optimizer",  # everything recorded before it agrees, the gradients among it
         applies=first_is_state,

@@ -52,8 +52,8 @@ class OriginFinder:
             True when nothing the op read differs, on either side; False when something does, or when the site is a
             source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
             be proven: what wrote it was not recorded, or was seen to have been changed unseen, or a collective
-            delivered it, into which other ranks may have put something else; or it goes into a compiled region, or
-            was seen inside one; or the op was called with other arguments
+            delivered it, into which other ranks may have put something else; or a CUDA graph may have written it; or
+            it goes into a compiled region, or was seen inside one; or the op was called with other arguments
             after a number read back from a tensor differed, which Python may have passed on.
         """
         site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
@@ -66,7 +66,7 @@ class OriginFinder:
         # recorded writers nothing is known.
         if not site.op or not is_comparable or current in self._current.unseen_writes:
             return None
-        if site.role == "delivered" or self._reads_in_flight(reference, current):
+        if site.role in ("delivered", "left") or self._reads_in_flight(reference, current):
             return None
         if site.role == "entering" or self.is_inside_region(reference, current):
             return None
@@ -75,6 +75,12 @@ class OriginFinder:
         if site.role == "sent" and reference >= 0 and current >= 0 and not has_other_arguments:
             return None  # nothing computed it: what wrote it agrees, so something unseen did
         return None if has_other_arguments and position > self._first_value[side] else True
+
+    def is_behind_graph(self, reference: int, current: int) -> bool:
+        """Return whether a site holds memory that a CUDA graph may have written, and nobody recorded since."""
+        sites = self._current.program.sites if current >= 0 else self._reference.program.sites
+        site = sites[current if current >= 0 else reference]
+        return site.role == "left" or any(sites[place].role == "launch" for place in site.inputs)
 
     def is_inside_region(self, reference: int, current: int) -> bool:
         """Return whether a site is of an op seen inside a compiled region: only the region can be told an origin."""

@@ -40,6 +40,7 @@ class Finding:
         is_leading: it lies before everything that the step computed.
         has_equal_samples: of a batch tensor: its samples are the reference's, in another order.
         is_inside_region: an op that was seen inside a compiled region.
+        is_behind_graph: memory that a CUDA graph may have written.
     """
 
     divergence: Divergence
@@ -52,6 +53,7 @@ class Finding:
     is_leading: bool = False
     has_equal_samples: bool = False
     is_inside_region: bool = False
+    is_behind_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +317,7 @@ class _Description:
             is_leading=self._is_leading(row),
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
             is_inside_region=self._finder.is_inside_region(left, right),
+            is_behind_graph=self._finder.is_behind_graph(left, right),
         )
 
     def _has_equal_samples(self, row: int) -> bool:

@@ -20,7 +20,7 @@ the names, then names count, and last the op counts alone.
 
 NUM_LEVELS = 5
 
-_LEADING = ("input", "generator", "delivered")
+_LEADING = ("input", "generator", "delivered", "left")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,8 @@ def describe(finding: Finding) -> str:
         reason = "it was read before anybody had waited for the collective, which is a race"
     elif finding.role == "delivered":
         reason = "what this rank put in agrees, and it came from another rank or from the collective itself"
+    elif finding.is_behind_graph:
+        reason = "a CUDA graph, of which nothing is seen inside, may have written it"
     elif finding.role == "entering":
         reason = "something that the trace did not see wrote what goes into the compiled region"
     elif divergence.op.startswith(REGION):
@@ -117,6 +119,8 @@ def _what_differs(finding: Finding) -> str:
         return "gave other bits inside"
     if finding.role == "entering" and divergence.kind == "content":
         return "is given other bits"
+    if finding.role == "left" and divergence.kind == "content":
+        return "holds other bits"
     if finding.role in _COLLECTIVE_VERBS and divergence.kind == "content":
         return f"{_COLLECTIVE_VERBS[finding.role]} other bits"
     if divergence.kind == "argument" and finding.arguments is not None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -103,7 +103,7 @@ class IntegerDigest:
         if self._device is not None and isinstance(stream, torch.Stream):
             torch.accelerator.current_stream(self._device).wait_stream(stream)
 
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> IntegerLaunch:
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> IntegerLaunch:
         """Enqueue the ops and the copy of smaller tensors.
 
         Raises:
@@ -114,7 +114,8 @@ class IntegerDigest:
             contents = [bytes_of(span) for span in spans]
             if isinstance(stream, torch.Stream):
                 for content in contents:
-                    content.record_stream(stream)
+                    if content.untyped_storage()._cdata not in unheld:
+                        content.record_stream(stream)
             small = [content for content in contents if content.numel() < self._min_bytes]
             copied, arrived = self._to_host(small)
             digests = [digest_flat(content) for content in contents if content.numel() >= self._min_bytes]

@@ -131,6 +131,17 @@ class LateDigests:
             if queue is not None:
                 queue.before_write(storage)
 
+    def before_any_write(self) -> None:
+        """Launch what waits, and have what the devices' current streams are given next come after all reading."""
+        for queue in self._queues.values():
+            if queue is not None:
+                queue.before_any_write()
+
+    def unhold(self, storage: torch.UntypedStorage) -> None:
+        """Do not tell the allocator that a storage is read, until the step has ended."""
+        if (queue := self._queue_of(storage.device)) is not None:
+            queue.unhold(storage)
+
     def flush(self) -> None:
         """Launch what waits."""
         for queue in self._queues.values():

@@ -1,6 +1,6 @@
 """Digests that are asked for one by one and computed together, known only at the end."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -33,8 +33,14 @@ class DeviceDigest(Protocol[_Launched]):
     def wait_for(self, stream: Hashable) -> None:
         """Have what is enqueued from now on come after what another stream has been given; asked only of streams."""
 
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> _Launched:
-        """Enqueue the digests of spans of memory, behind what that stream has been given."""
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> _Launched:
+        """Enqueue the digests of spans of memory, behind what that stream has been given.
+
+        Args:
+            spans: of storages.
+            stream: as ``stream`` returned it.
+            unheld: addresses of the storages of which the allocator is not to be told that the stream reads them.
+        """
 
     def collect(self, launched: Sequence[_Launched]) -> list[int]:
         """Return the digests of all launches, one after the other; the one place that waits for the device."""
@@ -88,6 +94,7 @@ class DigestQueue(Generic[_Launched]):
         self._num_bytes = 0
         self._stream: Hashable = None
         self._launched: list[_Launched] = []
+        self._unheld: set[int] = set()
         # by storage: the streams that may still be reading it
         self._readers: dict[int, tuple[Hashable, ...]] = {}
         self._num_added = 0
@@ -143,6 +150,19 @@ class DigestQueue(Generic[_Launched]):
                 if stream != current:
                     self._method.wait_for(stream)
 
+    def before_any_write(self) -> None:
+        """Launch what waits, and have the current stream come after all that is read: it may write any storage."""
+        self.flush()
+        current = self._method.stream()
+        # in the order in which they came: a set's is another one in each process
+        for stream in dict.fromkeys(stream for streams in self._readers.values() for stream in streams):
+            if stream != current:
+                self._method.wait_for(stream)
+
+    def unhold(self, storage: torch.UntypedStorage) -> None:
+        """Do not tell the allocator, until ``discard``, that a storage is read: somebody else sees to its reuse."""
+        self._unheld.add(storage._cdata)
+
     def flush(self) -> None:
         """Launch what waits, on the stream it was made on.
 
@@ -162,7 +182,8 @@ class DigestQueue(Generic[_Launched]):
                     "before it are intact; say before_write of a storage that is about to be freed or resized"
                 )
         with unobserved():
-            self._launched.append(self._method.launch(pending, stream))
+            options = {"unheld": frozenset(self._unheld)} if self._unheld else {}
+            self._launched.append(self._method.launch(pending, stream, **options))
         if stream is not None:
             readers = self._readers
             for storage, _, _ in pending:
@@ -194,6 +215,7 @@ class DigestQueue(Generic[_Launched]):
     def discard(self) -> None:
         """Begin anew without the digests, after an exception of the program or of a launch."""
         self._forget_pending()
+        self._unheld.clear()
         self._launched = []
         self._num_added = 0
         self._is_broken = False

@@ -1,7 +1,7 @@
 """Digests by Triton kernels on a CUDA device: the streams that spans are ready on, and fetching all digests at once."""
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -84,7 +84,7 @@ class TritonDigest:
         if isinstance(stream, torch.cuda.Stream):
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def launch(self, spans: Sequence[Span], stream: Hashable) -> Launched:
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
         """Enqueue the kernels that read the spans on a stream.
 
         Raises:
@@ -93,7 +93,7 @@ class TritonDigest:
         places = [(storage.data_ptr() + offset if size else 0, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
             lane = self._lane(stream)
-            self._hold(spans, stream)
+            self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
             slots, first = lane.launch(places)
         return Launched(lane=lane, slots=slots, first=first, sizes=tuple(size for _, _, size in spans))
 

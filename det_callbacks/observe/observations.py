@@ -202,6 +202,8 @@ class Observations:
         """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
         if not self._is_open or not any(gradient is known for known in self._gradients):
             return None
+        if not self._takes(gradient.name):
+            return None
         name = f"grad of {gradient.name}"
         key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
         gradient.num_received += 1
@@ -238,6 +240,13 @@ class Observations:
                 f"{name!r} was observed outside the steps of {self._owner} (in a validation, between two batches, or "
                 "in a step that every_n_steps or only_steps leaves out): nothing was recorded, compared, saved or put "
                 "back there. This is said once."
+            )
+            return False
+        if self._recorder.passing.is_captured():
+            self._say(
+                f"{name!r} was observed while a CUDA graph was being captured, or inside code that torch.compile runs "
+                "as one: nothing is computed then, and a replay calls no Python, so nothing was recorded, saved or put "
+                "back. Observe what the graph leaves, after its replay. This is said once."
             )
             return False
         return True

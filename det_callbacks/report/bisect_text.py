@@ -6,6 +6,7 @@ from rich.text import Text
 from det_callbacks.bisect import Bisection, Rerun
 from det_callbacks.report.closing import count
 from det_callbacks.trace.compiled import REGION
+from det_callbacks.trace.left import GRAPH
 from det_callbacks.verdict import Verdict
 
 MAX_RANKS = 8
@@ -65,7 +66,8 @@ def _render_first(bisection: Bisection, verdict: Verdict, console: Console) -> N
         _render_reruns(bisection, console)
     else:
         regions = [name for name in verdict.coverage.opaque_regions if name.startswith(REGION)]
-        but = f" but those inside {', '.join(regions)}" if regions else ""
+        graphs = [name for name in verdict.coverage.opaque_regions if name.startswith(GRAPH)]
+        but = f" but those inside {', '.join((*regions, *graphs))}" if regions or graphs else ""
         _line(console, f"The runs hold every op of this step{but}:")
         _line(console, f"  {bisection.then}")
         if regions:
@@ -73,6 +75,8 @@ def _render_first(bisection: Bisection, verdict: Verdict, console: Console) -> N
             _line(
                 console, f'To see these, record it again on both sides with compiled="interpret", only_steps=[{step}].'
             )
+        if graphs:
+            _line(console, "To see what CUDA graphs do, record it again on both sides without them.")
 
 
 def _render_reruns(bisection: Bisection, console: Console) -> None:

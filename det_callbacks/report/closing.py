@@ -10,6 +10,7 @@ from rich.text import Text
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.kept import KeptCounts
 from det_callbacks.trace.compiled import REGION
+from det_callbacks.trace.left import GRAPH
 from det_callbacks.verdict import Verdict
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
@@ -23,12 +24,16 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
         compiled: likewise.
         regions: of which only the ends, and some of the ops inside, were seen.
     """
+    regions = tuple(regions)
     num_regions = sum(region.startswith(REGION) for region in regions)
+    num_graphs = sum(region.startswith(GRAPH) for region in regions)
     words = []
     if compiled == "interpret":
         words.append("compiled regions ran op by op, with other kernels than the compiled ones")
     if num_regions:  # interpreting needs a graph, which what was compiled before the callback was made has not left
         words.append(f"{count(num_regions, 'compiled region')} seen from outside")
+    if num_graphs:
+        words.append(f"{count(num_graphs, 'CUDA graph')} seen from outside")
     return f"{level} ({'; '.join(words)})" if words else level
 
 

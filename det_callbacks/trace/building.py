@@ -7,6 +7,7 @@ from torch import Tensor
 
 from det_callbacks.trace.deliveries import DeliveredName
 from det_callbacks.trace.generators import GeneratorName
+from det_callbacks.trace.left import LeftName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.source import capture_source, is_of_torch
@@ -112,7 +113,7 @@ def build_op_event(
 
 def input_row(name: str | None, edges: tuple[int, ...], *, module: str, source: tuple[str, ...]) -> Site:
     """Return the site of a tensor, or a generator's state, that an op read and no recorded op of this step wrote."""
-    if isinstance(name, DeliveredName):
+    if isinstance(name, DeliveredName | LeftName):
         return name.row(edges)
     is_generator = isinstance(name, GeneratorName)
     owner = module if name is None else "" if is_generator else owner_of(name)

@@ -138,16 +138,16 @@ class HashMode:
         if self.is_off:
             raise TraceError("HashMode was turned off because another dispatch mode was left open above it.")
         recorder = self.recorder
-        recorder.begin(expected)
-        recorder.phase = self._base_phase
-        self._name_parameters()
-        if is_first:
-            record_group(recorder, "initial state", "state", self._state(), is_source=True)
-        if batch is not None:
-            self.sketch = record_batch(recorder, batch)
-        record_generators(recorder)
-        self.is_open = True
         try:
+            recorder.begin(expected)
+            recorder.phase = self._base_phase
+            self._name_parameters()
+            if is_first:
+                record_group(recorder, "initial state", "state", self._state(), is_source=True)
+            if batch is not None:
+                self.sketch = record_batch(recorder, batch)
+            record_generators(recorder)
+            self.is_open = True
             self._phases.open()
             if self.selection.level != "state":
                 recorder.modules.open()
@@ -169,11 +169,15 @@ class HashMode:
         if self.is_off:
             self.recorder.abandon()
             return None
-        entries = self._state()
-        places = record_group(self.recorder, "state", "state", entries)
-        if self.selection.level == "op":
-            self.recorder.names.keep(places, entries)
-        self.trace = self.recorder.finish()
+        try:
+            entries = self._state()
+            places = record_group(self.recorder, "state", "state", entries)
+            if self.selection.level == "op":
+                self.recorder.names.keep(places, entries)
+            self.trace = self.recorder.finish()
+        except BaseException:  # Ctrl-C too: nothing that follows the step may stay
+            self.recorder.abandon()
+            raise
         return self.trace
 
     def abandon(self) -> None:

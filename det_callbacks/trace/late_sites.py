@@ -38,6 +38,7 @@ class LateSites:
 
     Args:
         on_access: called with a storage that is freed or handed out past every mode.
+        is_aside: whether what runs belongs to a CUDA graph in the making, beside which nothing may be done.
 
     Attributes:
         is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
@@ -46,8 +47,9 @@ class LateSites:
         bits: position of a site -> what it will be.
     """
 
-    def __init__(self, on_access: Callable[[torch.UntypedStorage], None]) -> None:
+    def __init__(self, on_access: Callable[[torch.UntypedStorage], None], is_aside: Callable[[], bool]) -> None:
         self._on_access = on_access
+        self._is_aside = is_aside
         self.is_used = False
         self.is_told = False
         self.is_watching = False
@@ -157,7 +159,7 @@ class LateSites:
 
     def before_access(self, storage: torch.UntypedStorage) -> None:
         """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
-        if self.is_told:
+        if self.is_told or self._is_aside():
             return
         if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step meanwhile
             self._digests.before_write(storage)
@@ -175,6 +177,17 @@ class LateSites:
                 self._is_in_op = outer
 
         return run
+
+    def before_any_write(self) -> None:
+        """Have the device read all that waits, and come to what is enqueued next, on any stream, after that."""
+        if self.is_used:
+            self._digests.before_any_write()
+
+    def unhold(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the memory of tensors to who hands it out, and looks at who holds it."""
+        if self.is_used:
+            for tensor in tensors:
+                self._digests.unhold(tensor.untyped_storage())
 
     def flush(self) -> None:
         """Have the device read all that waits: something may write that says nothing."""

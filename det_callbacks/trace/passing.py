@@ -11,6 +11,7 @@ from det_callbacks.trace.building import light_event
 from det_callbacks.trace.calls import written_arguments, written_by_call
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.cuda_graphs import CudaGraphs
 from det_callbacks.trace.exchange import exchange_outputs
 from det_callbacks.trace.overloads import OpKind, OpPlan
 from det_callbacks.trace.tree import Attribution, Context
@@ -31,6 +32,7 @@ class Passing:
 
     Attributes:
         collectives: records the ops whose outputs come later.
+        graphs: knows which ops are captured, and records the replays.
         num_views: views in this step.
         skipped: reason -> number of other ops in this step.
         opaque: ops of this step that run other ops inside where no mode sees them.
@@ -39,6 +41,7 @@ class Passing:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.collectives = Collectives(recorder)
+        self.graphs = CudaGraphs(recorder)
         self.num_views = 0
         self.skipped: Counter[str] = Counter()
         self.opaque: set[str] = set()
@@ -49,6 +52,12 @@ class Passing:
         self.skipped.clear()
         self.opaque.clear()
         self.collectives.begin()
+        self.graphs.begin()
+
+    def end(self) -> None:
+        """End a step; may be called more than once."""
+        self.collectives.end()
+        self.graphs.end()
 
     def pass_through(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
@@ -90,6 +99,38 @@ class Passing:
         self.skipped["reducer"] += 1
         self._recorder.late.flush()
         return plan.call(*args, **kwargs)
+
+    def is_captured(self) -> bool:
+        """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""
+        if not self.graphs.busy or not self.graphs.is_aside():
+            return False
+        self.skipped["captured"] += 1
+        return True
+
+    def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on an op that a CUDA graph is being made of: it gives nothing yet, and nothing may be done beside it."""
+        recorder = self._recorder
+        plan = recorder.plan_of(func)
+        if plan.kind is OpKind.VIEW:
+            return self.pass_through(plan, func, args, kwargs)
+        self.skipped["captured"] += 1
+        phase, context = self._place()
+        if phase != "optimizer" and (_is_grad_enabled() or recorder.backward.is_unclaimed()):
+            self._touch(func, plan)
+        if plan.kind is OpKind.OPAQUE:
+            recorder.backward.note_unseen()
+        if plan.kind is not OpKind.DIGEST:
+            out = func(*args, **kwargs)
+            if plan.kind not in (OpKind.IGNORED, OpKind.UNINITIALISED):
+                self._forget(args, kwargs)
+            return out
+        try:
+            out = plan.call(*args, **kwargs)
+        except RuntimeError as error:
+            out = recorder.let_through(error, recorder.num_sites, func, phase, context, args, kwargs)
+        for tensor in written_arguments(plan, args, kwargs):
+            self._forget((tensor,), {})
+        return out
 
     def unselected(
         self,
@@ -134,12 +175,7 @@ class Passing:
     def _touch(self, func: Any, plan: OpPlan) -> None:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
         recorder = self._recorder
-        if _graph_task_id() == -1:
-            phase = recorder.phase
-            context: Context = recorder.modules.current
-        else:
-            phase = "backward"
-            context = recorder.backward.context()
+        phase, context = self._place()
         event = recorder.at.likely
         if event is None or not event.fits(func, phase, context, [], [], [], 0):
             event = next(
@@ -152,6 +188,12 @@ class Passing:
             recorder.at.likely = event
         recorder.at = event
         recorder.backward.register(event)
+
+    def _place(self) -> tuple[str, Context]:
+        recorder = self._recorder
+        if _graph_task_id() == -1:
+            return recorder.phase, recorder.modules.current
+        return "backward", recorder.backward.context()
 
     def _forget(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

@@ -68,7 +68,11 @@ class Reads:
                 recorder.passing.collectives.read(tensor, delivered, edges, reads, names, self.row_edges)
                 return
         position = len(recorder.digests)
-        names.append(recorder.names.of(tensor))
+        name = recorder.names.of(tensor)
+        if ledger.is_lossy:
+            name = recorder.passing.graphs.name_left(name)
+            edges = tuple(sorted({*edges, *ledger.suspects_of(tensor)}))
+        names.append(name)
         self.row_edges.append(edges)
         slot = recorder.append(tensor)
         reads.append(position)
@@ -83,7 +87,7 @@ class Reads:
         """Do the same for a strided tensor whose storage no site of this step has written or read."""
         recorder = self._recorder
         layouts = recorder.layouts
-        if tensor.is_cpu and not tensor.is_neg() and not tensor.is_nested:
+        if tensor.is_cpu and not recorder.ledger.is_lossy and not tensor.is_neg() and not tensor.is_nested:
             slot = layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes():
                 address = tensor.data_ptr()

@@ -80,7 +80,7 @@ class Recorder:
         self.passing = Passing(self)
         self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
-        self.late = LateSites(self.witness.note_access)
+        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_aside)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
@@ -120,6 +120,7 @@ class Recorder:
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
+        self.passing.graphs.require_no_capture()
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
         ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
         late = self.late.settle(self.digests)
@@ -149,7 +150,7 @@ class Recorder:
         self.ledger.close()
         self.backward.clear()
         self.compiled.end()
-        self.passing.collectives.end()
+        self.passing.end()
         self._expected = None
 
     @property

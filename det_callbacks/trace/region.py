@@ -18,6 +18,7 @@ class Interceptor(DispatchMode):
         super().__init__()
         self._recorder: Recorder | None = None
         self.recorder = recorder
+        self._busy = recorder.passing.graphs.busy
 
     @property
     def recorder(self) -> Recorder | None:
@@ -37,6 +38,8 @@ class Interceptor(DispatchMode):
         recorder = self._recorder
         if recorder is None:
             return func(*args, **(kwargs or {}))
+        if self._busy and recorder.passing.graphs.is_aside():
+            return recorder.passing.captured(func, args, kwargs or {})
         if recorder.compiled.inside:
             return recorder.compiled.dispatch(func, args, kwargs or {})
         return recorder.op(func, args, kwargs or {})

@@ -49,6 +49,8 @@ ROLES = {"output", "value", "argument", "input", "generator", "named", "samples"
     "graph",
     "entering",
     "inside",
+    "launch",
+    "left",
 }
 # how a site is written where its digest is taken
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}

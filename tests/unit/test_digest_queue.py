@@ -183,6 +183,17 @@ def test_a_write_on_another_stream_comes_after_the_reading() -> None:
     assert queue.finish() == digests(1, 3, 2)
 
 
+def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
+    device = LateDevice()
+    queue = DigestQueue(device)
+    for stream, number in (("side", 1), ("other", 2), ("main", 3)):
+        device.current = stream
+        add(queue, filled(number))
+    queue.before_any_write()
+    assert (queue.num_pending, device.waits) == (0, [("main", "side"), ("main", "other")])
+    assert queue.finish() == digests(1, 2, 3)
+
+
 def test_what_has_been_fetched_is_not_waited_for() -> None:
     device = LateDevice()
     queue = DigestQueue(device)

@@ -46,6 +46,7 @@ class CompiledRegions:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
+        self._graphs = recorder.passing.graphs
         self._is_interpreted = recorder.selection.compiled == "interpret"
         self._depth = 0
         self._earlier: dict[int, TracedGraph] = {}
@@ -56,6 +57,11 @@ class CompiledRegions:
         self.num_digested = 0
         if recorder.selection.level != "state":
             WATCHERS.install()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether compiled graphs are recorded."""
+        return self._depth > 0 and self._recorder.selection.level != "state"
 
     def open(self) -> None:
         """Watch from here on; ``open`` and ``close`` may lie one inside the other."""
@@ -84,7 +90,7 @@ class CompiledRegions:
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a compiled graph in the forward pass, or where a checkpoint repeats it."""
-        if self.step is None or get_ident() in self.inside:
+        if self.step is None or get_ident() in self.inside or self._graphs.is_aside():
             return call(*args)
         phase, context = self._place()
         context = self._in_own_module(graph, args, context)
@@ -107,13 +113,14 @@ class CompiledRegions:
             self.inside.pop(get_ident(), None)
             modules.return_to_stack()
         rows.leave(outputs, is_seen_through=graph.is_transparent)
+        self._let_go(rows)
         if "backward" in self._recorder.selection.phases and torch.is_grad_enabled():
             self._follow_backward(rows, outputs, number)
         return outputs
 
     def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
         """Run a graph that inductor compiled before anybody watched, forward or backward."""
-        if self.step is None or get_ident() in self.inside:
+        if self.step is None or get_ident() in self.inside or self._graphs.is_aside():
             return call()
         phase, context = self._place()
         if not self._recorder.selects(phase, context):
@@ -133,6 +140,7 @@ class CompiledRegions:
         finally:
             self.inside.pop(get_ident(), None)
         rows.leave(outputs, is_seen_through=False)
+        self._let_go(rows)
         return outputs
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +192,7 @@ class CompiledRegions:
     def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Record what a kernel of inductor's wrote, which has been launched."""
         inside = self.inside.get(get_ident())
-        if inside is None or self.step is None or self._recorder.selection.level != "op":
+        if inside is None or self.step is None or self._recorder.selection.level != "op" or self._graphs.is_aside():
             return
         written = written_by_kernel(kernel, args)
         if written:
@@ -194,6 +202,8 @@ class CompiledRegions:
     def _start(self, rows: RegionRows) -> None:
         """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
         self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
+        self._graphs.follow_managed()
+        rows.num_managed = self._graphs.num_managed
         if not rows.graph.is_transparent:
             self.opaque.add(rows.graph.region)
             self.inside[get_ident()] = Inside(
@@ -203,6 +213,11 @@ class CompiledRegions:
                 source=rows.source,
                 digests=rows.inner,
             )
+
+    def _let_go(self, rows: RegionRows) -> None:
+        """Hold nothing of what a CUDA graph of inductor's gave: it looks at who does before it reuses that memory."""
+        if rows.num_managed != self._graphs.num_managed:
+            self._recorder.late.flush()
 
     def _interpreter(self, graph: TracedGraph, owner: str) -> NodeByNode:
         known = self._interpreters.get((id(graph), owner))
@@ -275,6 +290,10 @@ class CompiledRegions:
             node.register_prehook(follower.before)
             node.register_hook(follower.after)
 
+    def is_captured(self) -> bool:
+        """Return whether what runs here is being captured, so that it makes no rows."""
+        return self._graphs.is_aside()
+
     def start_backward(
         self, forward: RegionRows, context: Context, gradients: Sequence[Any], names: Mapping[int, str]
     ) -> RegionRows:
@@ -292,6 +311,7 @@ class CompiledRegions:
         """Record the gradients of its inputs."""
         self.inside.pop(get_ident(), None)
         rows.leave(gradients, is_seen_through=rows.graph.is_transparent, names=forward.gradient_names(len(gradients)))
+        self._let_go(rows)
 
 
 class _Backward:
@@ -312,7 +332,7 @@ class _Backward:
     @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
     def before(self, gradients: Sequence[Any]) -> None:
         """Called with the gradients of the outputs, None where there is none."""
-        if self._step is self._regions.step:
+        if self._step is self._regions.step and not self._regions.is_captured():
             self._rows = self._regions.start_backward(self._forward, self._attribution, gradients, self._names)
 
     @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")

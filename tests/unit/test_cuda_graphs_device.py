@@ -1,0 +1,194 @@
+"""CUDA graphs on a GPU: captured steps, graphed modules, reduce-overhead; a run repeats itself, and nothing waits."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compiling import COMPILING, difference
+from torch import Tensor, nn
+from tracing import assert_same, step_of, with_role
+
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.steps import StepTrace
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = COMPILING
+
+
+def forbid_waiting(is_forbidden: bool) -> None:
+    """Make everything raise that torch knows to wait for a CUDA device, or allow it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
+        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
+
+
+@pytest.fixture(name="waits")
+def _waits() -> Iterator[Callable[[bool], None]]:
+    yield forbid_waiting
+    forbid_waiting(False)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
+
+
+def batches(num_steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 64, generator=generator).cuda() for _ in range(num_steps)]
+
+
+def traces_of(model: nn.Module, step: Callable[[Tensor], Any], *, forbid: Any, first_step: int) -> list[StepTrace]:
+    """Return the traces of six steps; from one of them on nothing may wait for the device within."""
+    mode = HashMode(model)
+    traces = []
+    for number, batch in enumerate(batches(6)):
+        mode.begin(batch=batch)
+        forbid(number >= first_step)
+        try:
+            step(batch)
+        finally:
+            forbid(False)
+        trace = mode.finish()
+        assert trace is not None
+        traces.append(trace)
+    return traces
+
+
+def whole_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a step that replays forward and backward pass and the update, as torch's notes on CUDA graphs have it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    static = torch.zeros(16, 64, device="cuda")
+
+    def run() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(static).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = run()
+    model.load_state_dict(state)
+
+    def step(batch: Tensor) -> Tensor:
+        static.copy_(batch)
+        graph.replay()
+        return loss * 2
+
+    return step
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_captured_step_is_seen_from_outside(waits: Any) -> None:
+    def traces(fault: bool = False) -> list[StepTrace]:
+        model = network()
+        step = whole_step(model)
+
+        def nudged(batch: Tensor) -> None:
+            step(batch)
+            if fault:
+                with torch.no_grad():
+                    model[0].weight.add_(1e-3)
+
+        return traces_of(model, nudged, forbid=waits, first_step=1)
+
+    reference = traces()
+    for one, other in zip(reference, traces(), strict=True):
+        assert_same(one, other)
+    assert [site.op for site in with_role(reference[5], "launch")] == ["cuda_graph.1.replay"]
+    assert len({int(trace.digests[-1]) for trace in reference}) > 1, "the weights changed"
+    current = traces(fault=True)
+    assert difference(reference[0], current[0]).divergences
+    assert all(
+        origin.op == "aten.add_.Tensor" for one, other in zip(reference, current, strict=True)
+        for origin in difference(one, other).origins
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_capture_within_a_recorded_step_works_as_ever() -> None:
+    model = network()
+    x = batches(1)[0]
+    with torch.no_grad():
+        expected = model(x)
+        mode = HashMode(model)
+        graph = torch.cuda.CUDAGraph()
+
+        def body() -> Tensor:
+            x.mul(2)  # waits for its digest
+            with torch.cuda.graph(graph):
+                out = model(x)
+            graph.replay()
+            return out + 0
+
+        trace = step_of(mode, lambda: torch.testing.assert_close(body(), expected))
+    assert trace.program.ops_skipped["captured"] >= 3
+    (left,) = (site for site in with_role(trace, "left") if site.name is None)
+    assert left.op == "cuda_graph.1.memory"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graphed_callables_on_a_device(waits: Any) -> None:
+    def traces() -> list[StepTrace]:
+        model = network()
+        model[0] = torch.cuda.make_graphed_callables(model[0], (torch.zeros(16, 64, device="cuda"),))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return traces_of(model, step, forbid=waits, first_step=1)
+
+    reference = traces()
+    for one, other in zip(reference, traces(), strict=True):
+        assert_same(one, other)
+    launches = [(site.op, site.phase, site.module) for site in with_role(reference[5], "launch")]
+    assert launches == [("cuda_graph.1.replay", "forward", "0"), ("cuda_graph.2.replay", "backward", "0")]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_reduce_overhead(waits: Any) -> None:
+    def traces(fault_at: int = -1) -> list[StepTrace]:
+        torch._dynamo.reset()
+        model = network()
+        compiled = torch.compile(model, mode="reduce-overhead")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = iter(range(6))
+
+        def step(batch: Tensor) -> None:
+            if next(numbers) == fault_at:
+                batch = batch * 1.5
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()
+            compiled(batch).square().mean().backward()
+            optimizer.step()
+
+        # warmed up, captured, and then replayed
+        return traces_of(model, step, forbid=waits, first_step=4)
+
+    reference = traces()
+    assert len({trace.program.id for trace in reference[1:]}) == 1
+    assert not any(site.op.startswith("triton.") or site.role == "inside" for site in reference[1].program.sites)
+    for one, other in zip(reference, traces(), strict=True):
+        assert_same(one, other)
+    current = traces(fault_at=4)
+    assert not difference(reference[3], current[3]).divergences
+    assert difference(reference[4], current[4]).divergences
