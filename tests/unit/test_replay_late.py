@@ -26,7 +26,7 @@ NO_DIGESTS = array("Q")
 
 
 def sites() -> LateSites:
-    return LateSites(lambda _: None)
+    return LateSites(lambda _: None, lambda: False)
 
 
 def settle(late: LateSites, device: LateDevice) -> None:
