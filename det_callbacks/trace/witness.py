@@ -7,6 +7,7 @@ Where digests are known at the step's end only, so is what differs: then what is
 """
 
 from collections.abc import Set
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,12 @@ class Witness:
         self._handed_out.clear()
 
     def note_access(self, storage: torch.UntypedStorage) -> None:
-        """Note that memory was handed out past every mode: what is recorded there may be written from now on."""
+        """Note that memory was handed out past every mode: what is recorded there may be written from now on.
+
+        Not by a compiled region, whose rows say what it wrote: inductor looks at the alignment of what it is given.
+        """
+        if get_ident() in self._recorder.compiled.inside:
+            return
         known = self._recorder.ledger.writers.get(storage._cdata)
         writers = [known] if isinstance(known, int) else [at for _, at in known.writes] if known is not None else []
         for writer in writers:

@@ -11,6 +11,8 @@ import torch
 from late_device import LateDevice, as_in_a_step, late_device
 from op_programs import PROGRAMS
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from tracing import assert_same, position_of, step_of, traced
 
 from det_callbacks.trace.hash_mode import HashMode
@@ -315,6 +317,30 @@ def test_an_op_that_looks_at_its_own_arguments_can_be_the_origin(device: LateDev
         numpy_double(torch.ones(3).exp())
 
     assert verified(body).unseen_writes == frozenset()
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_what_compiled_code_looks_at_is_not_handed_out(device: LateDevice) -> None:
+    asked = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            asked.append(args[0].data_ptr())  # as inductor does on a GPU, for the alignment
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    compiled = torch.compile(torch.sin, backend=aot_autograd(fw_compiler=compiler))
+
+    def body(is_changed: bool) -> None:
+        x = torch.ones(3).exp()
+        compiled(x)
+        FACTOR["now"] = 3.0 if is_changed else 2.0
+        numpy_double(x)
+
+    trace = verified(body)
+    assert asked
+    assert trace.unseen_writes == frozenset()
 
 
 def test_another_thread_that_asks_for_an_address_launches_nothing(device: LateDevice) -> None:
