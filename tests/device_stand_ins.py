@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
+from det_callbacks.digest.device import Choice
+
 
 class StandInGenerator(Generator):
     """A generator with the state of CUDA's: 16 bytes on the host, a seed and a Philox offset."""
@@ -84,6 +86,8 @@ class StandInDevices:
         )
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         put(torch.cuda, "set_rng_state", lambda state, device: self.queued.append((state, device)))
+        choice = Choice(method=None, reasons=("there is no such device",))
+        put("det_callbacks.environment.device_choice", lambda device: choice)
         for name in ("init", "_lazy_init", "synchronize", "get_rng_state"):
             put(torch.cuda, name, self._refuse)
         return self

@@ -128,7 +128,13 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
 # what is recorded
 
 
-def drawn_on(mode: HashMode, cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+def drawn_on(
+    mode: HashMode,
+    cuda: StandInDevices,
+    monkeypatch: pytest.MonkeyPatch,
+    *indices: int,
+    is_captured: bool = False,
+) -> None:
     """Record a step that draws on devices; the ops run on the CPU, and are taken for those of the devices."""
     drawing = iter(indices)
 
@@ -138,8 +144,10 @@ def drawn_on(mode: HashMode, cuda: StandInDevices, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch, mode:
         patch.setattr(traced, "generator_on", on)
+        cuda.is_capturing = is_captured
         for _ in indices:
             torch.bernoulli(torch.full((2,), 0.5))
+        cuda.is_capturing = False
 
 
 def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
@@ -186,11 +194,12 @@ def test_a_step_begins_with_the_device_that_is_current_then(
 def test_in_a_capture_nothing_is_read_and_no_origin_is_proven(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda.is_capturing = True
     mode, ledger = HashMode(), Ledger()
-    drawn_on(mode, cuda, monkeypatch, 1)
-    (row,) = [index for index, site in enumerate(mode.trace.program.sites) if "cuda" in str(site.name)]
-    assert mode.trace.layout.entries[row].detail == IN_FLIGHT
+    drawn_on(mode, cuda, monkeypatch, 1, is_captured=True)
+    rows = [index for index, site in enumerate(mode.trace.program.sites) if "cuda" in str(site.name)]
+    entries = mode.trace.layout.entries
+    assert [entries[row] is not None and entries[row].detail == IN_FLIGHT for row in rows] == [False, False, True]
+    cuda.is_capturing = True
     ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
     ledger.mark("batch start", with_seeds=True)
     assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
