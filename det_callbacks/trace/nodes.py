@@ -43,7 +43,7 @@ _MAX_BETWEEN = 6
 
 UNKNOWN = Attribution(module=UNKNOWN_MODULE, source=())
 _HOOK = Attribution(module=UNKNOWN_MODULE, source=None)
-_ENGINE = Attribution(module=UNKNOWN_MODULE, source=("the autograd engine",))
+ENGINE = Attribution(module=UNKNOWN_MODULE, source=("the autograd engine",))
 # Claims the nodes that no op made. One for all recorders: nothing but UNKNOWN is ever kept in its attributions.
 _UNSEEN = Event(None, None, "", UNKNOWN_MODULE, [], [], [], 0)
 
@@ -129,7 +129,7 @@ class BackwardMap:
         entry = engine_entry(_FRAMES_BELOW)
         node = _current_node()
         if node is None:
-            return _ENGINE if entry is Entry.ENGINE else _HOOK
+            return ENGINE if entry is Entry.ENGINE else _HOOK
         name = node.name()
         if top_hooks(True) is not None or name == _REENTRANT:
             region = running_region()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.building import light_event
 from det_callbacks.trace.calls import written_arguments, written_by_call
 from det_callbacks.trace.collectives import Collectives
@@ -127,7 +128,7 @@ class Passing:
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
-            out = recorder.let_through(error, recorder.num_sites, func, phase, context, args, kwargs)
+            out = call_if_allowed(recorder, error, recorder.num_sites, func, phase, context, args, kwargs)
         for tensor in written_arguments(plan, args, kwargs):
             self._forget((tensor,), {})
         return out
@@ -150,7 +151,7 @@ class Passing:
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
-            out = self._recorder.let_through(error, self._recorder.num_sites, func, phase, context, args, kwargs)
+            out = call_if_allowed(self._recorder, error, self._recorder.num_sites, func, phase, context, args, kwargs)
         if (exchange := self._recorder.exchange) is not None:
             outputs = written_by_call(plan, out, args, kwargs)
             out, _ = exchange_outputs(exchange, plan, phase, context, out, outputs, self._recorder.late)

@@ -7,7 +7,6 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory
 from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.appending import append_special
-from det_callbacks.trace.building import build_op_event, source_of
+from det_callbacks.trace.building import build_op_event
 from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
 from det_callbacks.trace.compiled import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data
@@ -27,14 +27,14 @@ from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.names import NameTable
-from det_callbacks.trace.nodes import BackwardMap
+from det_callbacks.trace.nodes import ENGINE, BackwardMap
 from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits, module_of
+from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits
 from det_callbacks.trace.witness import Witness
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
@@ -44,6 +44,7 @@ _STRIDED = torch.strided
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _DIGEST = OpKind.DIGEST
 _MAX_SIBLINGS = 64
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
 class Recorder:
@@ -85,6 +86,7 @@ class Recorder:
         self.layout_indices: list[int] = []
         self.at = self.tree.root
         self._plans: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        self._accumulation: OpPlan | None = None
         self._selected: dict[tuple[str, str], bool] = {}
         self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
@@ -169,6 +171,8 @@ class Recorder:
         else:
             phase = "backward"
             context = self.backward.context()
+            if context is ENGINE and func is _ADD_IN_PLACE:
+                func, plan = _ADD, self._plan_of_accumulation(args)
         if plan.is_reducing and self.passing.is_in_reducer(context):
             return self.passing.reducing(plan, args, kwargs)
         if not self._selects_all and not self.selects(phase, context):
@@ -217,7 +221,7 @@ class Recorder:
                 kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs, self.late)
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
-            out = self.let_through(error, mark, func, phase, context, args, kwargs)
+            out = call_if_allowed(self, error, mark, func, phase, context, args, kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
@@ -312,27 +316,6 @@ class Recorder:
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
-    def let_through(
-        self,
-        error: RuntimeError,
-        mark: int,
-        func: Any,
-        phase: str,
-        context: Context,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Make a call again that raised because the op has no deterministic implementation, when it is allowed."""
-        try:
-            if self.alerts is None or not self.alerts.is_alert(error):
-                raise error
-            call = partial(func, *args, **kwargs)
-            source = source_of(context)
-            return self.alerts.handle(error, call, op=str(func), phase=phase, module=module_of(context), source=source)
-        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
-            self.reads.roll_back(mark)
-            raise
-
     def _other_event(
         self,
         func: Any,
@@ -385,6 +368,17 @@ class Recorder:
             selected = self.selection.selects_phase(phase) and self.selection.selects_module(module)
             self._selected[key] = selected
         return selected
+
+    def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
+        """Return how the engine's sum of two gradients in place is recorded: like the sum that it makes otherwise.
+
+        It adds in place when nobody else holds the memory (torch 2.13, ``InputBuffer::accumulate``). Whether a digest
+        that waits does, is no matter of the training's.
+        """
+        if self.late.is_used:
+            self.late.before_write(args[:1])
+        self._accumulation = self._accumulation or replace(self.plan_of(_ADD), call=self.plan_of(_ADD_IN_PLACE).call)
+        return self._accumulation
 
     def plan_of(self, func: Any) -> OpPlan:
         """Return how calls of an op are recorded."""

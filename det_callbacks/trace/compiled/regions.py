@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.calls import written_arguments, written_by_call
 from det_callbacks.trace.collective_calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
@@ -164,7 +165,7 @@ class CompiledRegions:
         try:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
-            out = recorder.let_through(error, mark, func, phase, context, args, kwargs)
+            out = call_if_allowed(recorder, error, mark, func, phase, context, args, kwargs)
         outputs: Sequence[Any] = written_by_call(plan, out, args, kwargs)
         if recorder.exchange is not None:
             out, outputs = exchange_outputs(recorder.exchange, plan, phase, context, out, outputs, recorder.late)
