@@ -85,13 +85,13 @@ class LateSites:
         """
         if slot.is_raw and tensor.__class__ in _PLAIN and not tensor.is_neg():
             storage = tensor.untyped_storage()
+            address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if tensor.is_cpu:
-                if storage.nbytes() >= slot.num_bytes:
-                    return digest_memory(address_of(tensor), slot.num_bytes)
+                if storage.nbytes() >= slot.num_bytes and address:
+                    return digest_memory(address, slot.num_bytes)
             else:
                 first = tensor.storage_offset() * tensor.element_size()
-                # an efficient zero tensor has no memory
-                if storage.nbytes() >= first + slot.num_bytes and address_of(tensor):
+                if storage.nbytes() >= first + slot.num_bytes and address:
                     bits = self._digests.add(storage, first, slot.num_bytes)
                     if bits is not None:
                         return self.later(position, bits)

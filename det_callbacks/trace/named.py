@@ -107,7 +107,7 @@ def record_group(
             address = value.data_ptr()
             if slot.num_bytes:
                 places.setdefault((storage_address, address), name)
-            if slot.is_row_major and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
+            if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
                 spans.append((address, slot.num_bytes))
             else:
                 others.append((len(names), value))

@@ -89,8 +89,8 @@ class Reads:
         layouts = recorder.layouts
         if tensor.is_cpu and not recorder.ledger.is_lossy and not tensor.is_neg() and not tensor.is_nested:
             slot = layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
-            if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes():
-                address = tensor.data_ptr()
+            address = tensor.data_ptr()  # 0 for an efficient zero tensor, which has no memory
+            if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:
                 position = len(recorder.digests)
                 ledger = recorder.ledger
                 pin: int = storage._weak_ref()  # type: ignore[assignment]  # declared as a storage

@@ -366,3 +366,18 @@ def test_layouts_are_bounded(monkeypatch, is_strange):
     again = step_of(mode, lambda: step(3))
     assert again.layout_id == first.layout_id
     assert again.layout == layout
+
+
+def test_an_efficient_zero_tensor_has_no_memory_to_look_at():
+    zero, ones = torch._efficientzerotensor((4, 5)), torch.ones(4, 5)
+    mode = HashMode()
+    digests = []
+    for batch in (None, {"zero": zero}):
+        mode.begin(batch=batch)
+        zero + ones
+        torch._efficientzerotensor((4, 5))
+        mode.record_values("forward", zero, "loss")
+        trace = mode.finish()
+        digests.append([int(digest) for digest in trace.digests])
+        assert [site.op for site in trace.program.sites].count("aten._efficientzerotensor.default") == 1
+    assert [found.count(digest_tensor(torch.zeros(4, 5))) for found in digests] == [2, 3]
