@@ -21,10 +21,14 @@ OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     "aten._batch_norm_with_update": frozenset({3}),
     "aten._batch_norm_with_update_functional": frozenset({3}),
     "aten._scaled_dot_product_cudnn_attention": frozenset({6, 7, 8}),
+    "aten._cudnn_attention_forward": frozenset({6, 7, 8}),
+    "aten._scaled_dot_product_fused_attention_overrideable": frozenset({6, 7, 8}),
     "aten._scaled_dot_product_flash_attention": frozenset({6, 7, 8}),
     "aten._flash_attention_forward": frozenset({2, 3, 4}),
     "aten._scaled_dot_product_efficient_attention": frozenset({1, 2, 3}),
     "aten._efficient_attention_forward": frozenset({1, 2, 3}),
+    # the sum of the weights: not written on CUDA where nothing is reduced (cuda/NLLLoss2d.cu)
+    "aten.nll_loss2d_forward": frozenset({1}),
     # log_alpha: only the part that the lengths reach is written
     "aten._ctc_loss": frozenset({1}),
     # FSDP2's buffer for what all ranks gather, of which only this rank's part (output 0) is written
@@ -117,6 +121,21 @@ _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugpri
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
+
+
+PYTHON_KERNELS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "bmm",
+        "_foreach_mm",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "scatter_add",
+        "scatter_add_",
+        "topk",
+    )
+)
+"""Ops of which torch has kernels in Python, which ask tensors for their addresses (``torch/_native/ops``, 2.13)."""
 
 
 class OpKind(Enum):

@@ -44,10 +44,14 @@ ELSEWHERE = frozenset(
         "aten.batch_norm_gather_stats",
         "aten.batch_norm_gather_stats_with_counts",
         "aten._scaled_dot_product_cudnn_attention",
+        "aten._cudnn_attention_forward",
+        "aten._scaled_dot_product_fused_attention_overrideable",
         "aten._scaled_dot_product_flash_attention",
         "aten._flash_attention_forward",
         "aten._scaled_dot_product_efficient_attention",
         "aten._efficient_attention_forward",
+        # CUDA's kernel leaves it unwritten without a reduction; the CPU's does not
+        "aten.nll_loss2d_forward",
         # the reserved buffer is empty on the CPU
         "aten._batch_norm_with_update",
         "aten._batch_norm_with_update_functional",
