@@ -64,9 +64,9 @@ class NameTable:
     def close(self) -> None:
         """Forget everything and let the storages' addresses go."""
         self.known = {}
-        for pin in self._pins:
+        pins, self._pins = self._pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
+        for pin in pins:
             _free_weak_ref(pin)  # type: ignore[no-untyped-call]  # torch's own, unannotated
-        self._pins = []
 
     def __del__(self) -> None:
         self.close()

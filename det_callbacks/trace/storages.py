@@ -257,9 +257,9 @@ class StorageLedger:
         self._suspects.clear()
         self.writers.clear()
         self._without_storage.clear()
-        for address in self.pins:
+        pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
+        for address in pins:
             _free_weak_ref(address)  # type: ignore[no-untyped-call]  # torch's own, unannotated
-        self.pins.clear()
 
     def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:
         if not isinstance(known, PartialWrites):
