@@ -204,6 +204,10 @@ class Observations:
             return None
         if not self._takes(gradient.name):
             return None
+        with self._recorder.passing.lock:
+            return self._receive(gradient, value, is_replayed=is_replayed)
+
+    def _receive(self, gradient: _Gradient, value: Tensor, *, is_replayed: bool) -> Tensor | None:
         name = f"grad of {gradient.name}"
         key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
         gradient.num_received += 1

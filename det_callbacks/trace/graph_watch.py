@@ -59,13 +59,13 @@ def meet_managed() -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Tell a watcher nothing any more; may be called more than once."""
+    """Tell a watcher nothing any more; may be called more than once, and again where Ctrl-C ended it."""
     if watcher in _WATCHERS:
         _WATCHERS.remove(watcher)
-        if not _WATCHERS:
-            for (owner, name), before in _WRAPPED.items():
-                setattr(owner, name, before)
-            _WRAPPED.clear()
+    if not _WATCHERS:
+        for (owner, name), before in _WRAPPED.items():
+            setattr(owner, name, before)
+        _WRAPPED.clear()
 
 
 def _wrap(owner: Any, name: str, tells: Callable[[_Method], _Method]) -> None:

@@ -7,6 +7,7 @@ ends.
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
 
@@ -39,6 +40,7 @@ class LateSites:
     Args:
         on_access: called with a storage that is freed or handed out past every mode.
         is_aside: whether what runs belongs to a CUDA graph in the making, beside which nothing may be done.
+        lock: held while memory is told of, see ``Passing``.
 
     Attributes:
         is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
@@ -47,7 +49,13 @@ class LateSites:
         bits: position of a site -> what it will be.
     """
 
-    def __init__(self, on_access: Callable[[torch.UntypedStorage], None], is_aside: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        on_access: Callable[[torch.UntypedStorage], None],
+        is_aside: Callable[[], bool],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self._lock = lock
         self._on_access = on_access
         self._is_aside = is_aside
         self.is_used = False
@@ -161,10 +169,11 @@ class LateSites:
         """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
         if self.is_told or self._is_aside():
             return
-        if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step meanwhile
-            self._digests.before_write(storage)
-        if not self._is_in_op:
-            self._on_access(storage)
+        with self._lock:
+            if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step
+                self._digests.before_write(storage)
+            if not self._is_in_op:
+                self._on_access(storage)
 
     def knows_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return an op of which the schema says what it writes, though it hands memory to kernels itself."""
@@ -209,13 +218,13 @@ class LateSites:
         for parts, then in self._asked:
             then([value_of(part, known) for part in parts])
         settled = frozenset(self.bits)
-        self._end()
+        self._forget()  # and goes on watching: the step may be under way still (``trace_so_far``)
         return settled
 
     def begin(self) -> None:
         """Start a step, in the thread that runs it."""
         self.discard()
-        self._sees_writes = False
+        self._sees_writes = self.is_told = self._is_in_op = False
         self._thread = get_ident()
 
     def discard(self) -> None:
@@ -238,8 +247,11 @@ class LateSites:
             watch(self)
 
     def _end(self) -> None:
+        self._forget()
+        if self.is_watching:
+            unwatch(self)
+            self.is_watching = False  # after it: where Ctrl-C ends that, it is done again
+
+    def _forget(self) -> None:
         self.bits.clear()
         self._asked.clear()
-        if self.is_watching:
-            self.is_watching = False
-            unwatch(self)

@@ -22,24 +22,35 @@ class Watcher(Protocol):
 _WATCHERS: list[Watcher] = []
 
 
+_WRAPPED: dict[tuple[Any, str], tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+"""Class and name of a method -> the last wrapper of ours, and what the class itself had there."""
+
+
 def watch(watcher: Watcher) -> None:
     """Tell a watcher from now on; wraps the three methods while there is any."""
-    if not _WATCHERS:
-        for (owner, name), telling in zip(_METHODS, _TELLING, strict=True):
+    _WATCHERS.append(watcher)  # first: so ``unwatch`` finds what Ctrl-C has left half done
+    if len(_WATCHERS) == 1:
+        for owner, name in _METHODS:
+            method = getattr(owner, name)
+            known = _WRAPPED.get((owner, name))
+            telling = known[0] if known is not None and known[0].__wrapped__ is method else _told(method)  # type: ignore[attr-defined]  # of functools.wraps
+            # what the class has itself; None where a base class in C has it
+            _WRAPPED[owner, name] = telling, vars(owner).get(name)
             setattr(owner, name, telling)
-    _WATCHERS.append(watcher)
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Tell a watcher nothing any more; may be called more than once."""
+    """Tell a watcher nothing any more; may be called more than once, and again where Ctrl-C ended it."""
     if watcher in _WATCHERS:
         _WATCHERS.remove(watcher)
-        if not _WATCHERS:
-            for (owner, name), before in zip(_METHODS, _BEFORE, strict=True):
-                if before is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+    if not _WATCHERS:
+        for (owner, name), (telling, before) in _WRAPPED.items():
+            if vars(owner).get(name) is not telling:  # put back already, or somebody else's around ours
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
 
 def _told(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +72,3 @@ _METHODS: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "data_ptr"),
     (torch.Tensor, "__dlpack__"),
 )
-_BEFORE = tuple(vars(owner).get(name) for owner, name in _METHODS)
-"""What the classes have themselves; None where a base class in C has it."""
-_TELLING = tuple(_told(getattr(owner, name)) for owner, name in _METHODS)

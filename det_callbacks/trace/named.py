@@ -23,7 +23,7 @@ from det_callbacks.trace.generators import (
     digest_python_generator,
 )
 from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.names import Place, has_place, place_of
+from det_callbacks.trace.names import Place, address_of, has_place, place_of
 from det_callbacks.trace.program import Role, Site
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.tree import Event, scalar_bits
@@ -104,7 +104,7 @@ def record_group(
                     slots.append(recorder.passing.collectives.slot_in_flight(value))
                     continue
             slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
-            address = value.data_ptr()
+            address = address_of(value)
             if slot.num_bytes:
                 places.setdefault((storage_address, address), name)
             if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:

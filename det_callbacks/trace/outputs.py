@@ -50,7 +50,8 @@ class ModuleOutputs:
     def record_gradient(self, step: object, module: str, name: str, gradient: Tensor) -> None:
         """Record the gradient of an output, when its step is still under way."""
         if step is self._step:
-            record_output(self._recorder, "backward", module, f"grad of {name}", gradient)
+            with self._recorder.passing.lock:
+                record_output(self._recorder, "backward", module, f"grad of {name}", gradient)
 
 
 class _GradientHook:

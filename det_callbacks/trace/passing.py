@@ -1,6 +1,7 @@
 """Ops whose outputs are not digested: what they change is noted all the same."""
 
 from collections import Counter
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +38,13 @@ class Passing:
         num_views: views in this step.
         skipped: reason -> number of other ops in this step.
         opaque: ops of this step that run other ops inside where no mode sees them.
+        lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
+            thread of its own, and an op lets the others go on while it runs.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
+        self.lock = RLock()
         self.collectives = Collectives(recorder)
         self.graphs = CudaGraphs(recorder)
         self.num_views = 0

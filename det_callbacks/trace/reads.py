@@ -11,6 +11,7 @@ from det_callbacks.digest import digest_memory
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
+from det_callbacks.trace.names import address_of
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.storages import region_of
 
@@ -89,7 +90,7 @@ class Reads:
         layouts = recorder.layouts
         if tensor.is_cpu and not recorder.ledger.is_lossy and not tensor.is_neg() and not tensor.is_nested:
             slot = layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
-            address = tensor.data_ptr()  # 0 for an efficient zero tensor, which has no memory
+            address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:
                 position = len(recorder.digests)
                 ledger = recorder.ledger

@@ -26,9 +26,9 @@ from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
-from det_callbacks.trace.names import NameTable
+from det_callbacks.trace.names import NameTable, address_of
 from det_callbacks.trace.nodes import ENGINE, BackwardMap
-from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
+from det_callbacks.trace.overloads import PYTHON_KERNELS, OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
@@ -81,7 +81,7 @@ class Recorder:
         self.passing = Passing(self)
         self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
-        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_aside)
+        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_aside, self.passing.lock)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
@@ -291,7 +291,7 @@ class Recorder:
                     writers[address] = len(digests)
                 else:
                     ledger.write(output, len(digests))
-                if slot.is_raw and output.is_cpu and (address := output.data_ptr()):
+                if slot.is_raw and output.is_cpu and (address := address_of(output)):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
                     digests.append(self.late.digest(len(digests), output, slot))
@@ -301,7 +301,7 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self.witness.compare(expected, first, plan, args, kwargs, was_changed)
+            self.witness.compare(expected, mark, first, plan, args, kwargs, was_changed)
         return out
 
     def append(self, tensor: Tensor) -> LayoutSlot:
@@ -387,7 +387,7 @@ class Recorder:
         plan = make_plan(func)
         if self.alerts is not None and self.alerts.may_warn(plan.base):
             plan = replace(plan, call=self.alerts.trap(plan.call))
-        if not plan.base.startswith("aten."):
+        if not plan.base.startswith("aten.") or plan.base in PYTHON_KERNELS:
             plan = replace(plan, call=self.late.knows_of(plan.call))
         self._plans[id(func)] = plan
         return plan

@@ -19,6 +19,7 @@ class Interceptor(DispatchMode):
         self._recorder: Recorder | None = None
         self.recorder = recorder
         self._busy = recorder.passing.graphs.busy
+        self._lock = recorder.passing.lock
 
     @property
     def recorder(self) -> Recorder | None:
@@ -38,11 +39,12 @@ class Interceptor(DispatchMode):
         recorder = self._recorder
         if recorder is None:
             return func(*args, **(kwargs or {}))
-        if self._busy and recorder.passing.graphs.is_aside():
-            return recorder.passing.captured(func, args, kwargs or {})
-        if recorder.compiled.inside:
-            return recorder.compiled.dispatch(func, args, kwargs or {})
-        return recorder.op(func, args, kwargs or {})
+        with self._lock:
+            if self._busy and recorder.passing.graphs.is_aside():
+                return recorder.passing.captured(func, args, kwargs or {})
+            if recorder.compiled.inside:
+                return recorder.compiled.dispatch(func, args, kwargs or {})
+            return recorder.op(func, args, kwargs or {})
 
 
 class OpRegion:

@@ -49,6 +49,9 @@ class Witness:
         if get_ident() in self._recorder.compiled.inside:
             return
         known = self._recorder.ledger.writers.get(storage._cdata)
+        if isinstance(known, PartialWrites):
+            # what nobody had written may have been by now: its first read makes an input site, not its reader an origin
+            known.is_born = False
         writers = [known] if isinstance(known, int) else [at for _, at in known.writes] if known is not None else []
         for writer in writers:
             self._handed_out.setdefault(writer, self._recorder.num_sites - 1)
@@ -60,6 +63,7 @@ class Witness:
     def compare(
         self,
         expected: Expectation,
+        mark: int,
         first: int,
         plan: OpPlan,
         args: tuple[Any, ...],
@@ -68,8 +72,12 @@ class Witness:
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
+        Of sites whose digests are known later, that is noted of what they read on the host, whether they differ or not:
+        ``look_back`` sees to the rest.
+
         Args:
             expected: the reference's digests; the finding is noted in it.
+            mark: sites that the step had before the call.
             first: position of the call's first output.
             plan: of the op.
             args: of the call.
@@ -78,18 +86,18 @@ class Witness:
         """
         digests, late = self._recorder.digests, self._recorder.late.bits
         positions = range(first, len(digests))
-        if not expected.checks_left or not any(
+        waiting = [position for position in positions if position in late]
+        differs = expected.checks_left and any(
             position not in late and expected.differs(position, digests[position]) for position in positions
-        ):
-            return
-        expected.checks_left -= 1
-        written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
-        read: list[Tensor] = []
-        for value in (*args, *kwargs.values()):
-            items = value if isinstance(value, list | tuple) else (value,)
-            read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
-        if was_changed or self.has_changed(read):
-            expected.unseen_writes.update(positions)
+        )
+        if differs:
+            expected.checks_left -= 1
+            if was_changed or self.has_changed(_tensors_read(plan, args, kwargs)):
+                expected.unseen_writes.update(positions)
+        elif waiting:
+            on_host = [tensor for tensor in _tensors_read(plan, args, kwargs) if tensor.is_cpu]
+            if any(self._is_changed(tensor) for tensor in on_host if not self._is_read_first(tensor, mark)):
+                expected.unseen_writes.update(waiting)
 
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
@@ -131,6 +139,11 @@ class Witness:
         changed = {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
         return {writer for writer, _ in found} - changed, changed
 
+    def _is_read_first(self, tensor: Tensor, mark: int) -> bool:
+        """Return whether the call under way, which began at a position, has just made the site of what it reads."""
+        known = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        return isinstance(known, int) and known >= mark
+
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder
         if has_parts(tensor):
@@ -160,3 +173,13 @@ class Witness:
                 if now != recorder.digests[writer]:
                     return True
         return False
+
+
+def _tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call that it does not write."""
+    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+    read: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, list | tuple) else (value,)
+        read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
+    return read

@@ -106,23 +106,22 @@ class Watchers:
 
     def watch(self, watcher: Watcher) -> None:
         """Tell a watcher of the compiled graphs that run from now on."""
-        if not self.open:
-            self._meet_earlier()
-        self.open.append(watcher)
+        self.open.append(watcher)  # first: so ``unwatch`` finds what Ctrl-C has left half done
+        self._meet_earlier()
         self._meet_kernels()
 
     def unwatch(self, watcher: Watcher) -> None:
         """Tell a watcher nothing any more; may be called more than once."""
         if watcher in self.open:
             self.open.remove(watcher)
-            if not self.open:
-                self.inside.clear()
-                _take_back(_compiled_fx_graph(), "__call__")
-                _take_back(_autotuner(), "run")
+        if not self.open:
+            self.inside.clear()
+            _take_back(_compiled_fx_graph(), "__call__")
+            _take_back(_autotuner(), "run")
 
     def _meet_earlier(self) -> None:
         inductor = _compiled_fx_graph()
-        if inductor is None:
+        if inductor is None or hasattr(inductor.__call__, _INSTALLED):
             return
         call_graph = inductor.__call__
 

@@ -43,11 +43,13 @@ class CompiledRegions:
         inside: thread -> the opaque region that runs in it.
         opaque: names of the regions of this step of which not every op was seen.
         num_digested: regions and ops inside them of which rows were made in this step.
+        lock: see ``Passing``.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._graphs = recorder.passing.graphs
+        self.lock = recorder.passing.lock
         self._is_interpreted = recorder.selection.compiled == "interpret"
         self._depth = 0
         self._earlier: dict[int, TracedGraph] = {}
@@ -182,7 +184,8 @@ class CompiledRegions:
     def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Have the device read what a kernel of inductor's is about to overwrite, and nothing else it is given."""
         late = self._recorder.late
-        if self.step is not None and late.is_used:
+        # in a capture nothing runs, nothing waits, and the stream must not be made to wait for another one
+        if self.step is not None and late.is_used and not self._graphs.is_aside():
             late.before_write(written_by_kernel(kernel, args))
             late.is_told = True
 
@@ -334,14 +337,16 @@ class _Backward:
     def before(self, gradients: Sequence[Any]) -> None:
         """Called with the gradients of the outputs, None where there is none."""
         if self._step is self._regions.step and not self._regions.is_captured():
-            self._rows = self._regions.start_backward(self._forward, self._attribution, gradients, self._names)
+            with self._regions.lock:
+                self._rows = self._regions.start_backward(self._forward, self._attribution, gradients, self._names)
 
     @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
     def after(self, gradients: Sequence[Any], _of_outputs: Sequence[Any]) -> None:
         """Called with the gradients of the inputs."""
         rows, self._rows = self._rows, None
         if rows is not None and self._step is self._regions.step:
-            self._regions.end_backward(rows, self._forward, gradients)
+            with self._regions.lock:
+                self._regions.end_backward(rows, self._forward, gradients)
 
 
 def _compiled_nodes(outputs: Any, number: int) -> list[Any]:

@@ -1,0 +1,294 @@
+"""Late digests where several threads, Ctrl-C, other patches, and memory of two devices come in between."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from late_device import LateDevice, late_device
+from tracing import position_of, reads_of, site_of, traced, with_role
+
+from det_callbacks.digest import digest_tensor, late
+from det_callbacks.digest.device import Choice
+from det_callbacks.trace import memory_watch, names, storages
+from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.names import NameTable
+from det_callbacks.trace.peek import trace_so_far
+from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.storages import StorageLedger
+
+METHODS = (torch.UntypedStorage, "resize_"), (torch.Tensor, "data_ptr"), (torch.Tensor, "__dlpack__")
+
+
+def methods() -> list[Any]:
+    return [vars(owner).get(name) for owner, name in METHODS]
+
+
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    with late_device() as device:
+        yield device
+
+
+@contextmanager
+def doubles_are_late() -> Iterator[LateDevice]:
+    """Have the package take tensors of float64, and no others, for those of a device."""
+    device = LateDevice()
+    with (
+        mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=device, reasons=())),
+    ):
+        yield device
+
+
+def verified(body: Callable[[bool], Any]) -> StepTrace:
+    """Return the trace of a step with a change, where one without it is expected."""
+    mode = HashMode()
+    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
+    body(True)
+    trace = mode.finish()
+    assert trace is not None
+    return trace
+
+
+class Meeting:
+    """An op that runs until another thread's op has been recorded, or half a second long."""
+
+    started, other_has_run = threading.Event(), threading.Event()
+
+
+@torch.library.custom_op("det_tests::meets", mutates_args=())
+def meets(x: torch.Tensor) -> torch.Tensor:
+    Meeting.started.set()
+    Meeting.other_has_run.wait(0.5)
+    return x + 1
+
+
+def test_ops_of_two_threads_keep_their_own_digests() -> None:
+    def other_thread(mode: HashMode, y: torch.Tensor) -> None:
+        Meeting.started.wait()
+        assert mode._interceptor is not None
+        mode._interceptor.__torch_dispatch__(torch.ops.aten.exp.default, (), (y,))
+        Meeting.other_has_run.set()
+
+    x, y = torch.arange(3.0), torch.arange(4.0)
+    mode = HashMode()
+    with mode:
+        thread = threading.Thread(target=other_thread, args=(mode, y))
+        thread.start()
+        out = meets(x)
+        thread.join()
+    trace = mode.trace
+    assert trace is not None
+    found = {site.op or site.role: int(digest) for site, digest in zip(trace.program.sites, trace.digests, strict=True)}
+    assert found["det_tests.meets.default"] == digest_tensor(out)
+    assert found["aten.exp.default"] == digest_tensor(y.exp())
+    inputs = [trace.digests[place] for place in site_of(trace, "exp.default").inputs]
+    assert inputs == [digest_tensor(y)]
+
+
+def raw_fill(tensor: torch.Tensor, byte: int) -> None:
+    ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+
+
+def test_what_a_raw_kernel_made_in_fresh_memory_comes_in_from_outside(device: LateDevice) -> None:
+    def body(byte: int) -> None:
+        torch.ones(1)
+        x = torch.empty(4)
+        raw_fill(x, byte)
+        x.sum()
+
+    one, other = traced(lambda: body(0)), traced(lambda: body(1))
+    assert [site.role for site in with_role(one, "input")] == ["input"]
+    assert reads_of(one, "sum.default") == ["input"]
+    (place,) = site_of(one, "sum.default").inputs
+    assert one.digests[place] != other.digests[place]
+
+
+def test_memory_of_the_host_that_nobody_saw_written_is_seen_before_a_device_reads_it() -> None:
+    def body(is_written: bool) -> None:
+        torch.ones(1, dtype=torch.float64)
+        x = torch.ones(3)
+        if is_written:
+            x.numpy()[0] = 5
+        x.to(torch.float64)
+
+    with doubles_are_late():
+        trace = verified(body)
+    assert trace.unseen_writes == {position_of(trace, "_to_copy.default")}
+
+
+FACTOR = {"now": 2.0}
+
+
+@torch.library.custom_op("det_tests::to_double", mutates_args=())
+def to_double(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64) * FACTOR["now"]
+
+
+def test_an_op_of_a_device_that_reads_the_host_can_be_the_origin() -> None:
+    def body(is_changed: bool) -> None:
+        torch.ones(1, dtype=torch.float64)
+        FACTOR["now"] = 3.0 if is_changed else 2.0
+        to_double(torch.ones(3).exp())
+
+    with doubles_are_late():
+        assert verified(body).unseen_writes == frozenset()
+
+
+@pytest.mark.filterwarnings("ignore")  # that a kernel of torch's is replaced
+def test_an_op_of_torchs_whose_kernel_is_in_python_can_be_the_origin(device: LateDevice) -> None:
+    def bmm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        for tensor in (one, other):
+            tensor.data_ptr()  # as the launch of a Triton kernel asks
+        return (one.unsqueeze(-1) * other.unsqueeze(1)).sum(2) * FACTOR["now"]
+
+    def body(is_changed: bool) -> None:
+        FACTOR["now"] = 3.0 if is_changed else 2.0
+        torch.bmm(torch.ones(1, 2, 1).exp(), torch.ones(1, 1, 2))
+
+    override = torch.library.Library("aten", "IMPL")
+    override.impl("bmm", bmm, "CPU")
+    try:
+        assert verified(body).unseen_writes == frozenset()
+    finally:
+        override._destroy()
+
+
+def interrupted(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ends by Ctrl-C when it is called for the given time, counted from 1."""
+    calls = []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_watch_that_ctrl_c_ended_leaves_nothing(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    before = methods()
+    monkeypatch.setattr(memory_watch, "_WRAPPED", {})
+    monkeypatch.setattr(memory_watch, "_told", interrupted(number, memory_watch._told))
+    mode = HashMode()
+    with pytest.raises(KeyboardInterrupt), mode:
+        torch.ones(2).exp()
+    assert methods() == before
+    with mode:
+        torch.ones(2).exp()
+        assert methods() != before
+    assert methods() == before
+
+
+class InterruptedOnce(dict[Any, Any]):
+    """Ends by Ctrl-C behind the first of its entries."""
+
+    is_due = True
+
+    def items(self) -> Any:
+        for entry in list(super().items()):
+            yield entry
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+
+def test_an_end_of_the_watch_that_ctrl_c_ended_is_done_again(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = methods()
+    monkeypatch.setattr(memory_watch, "_WRAPPED", InterruptedOnce())
+    mode = HashMode()
+    with pytest.raises(KeyboardInterrupt), mode:
+        torch.ones(2).exp()
+    mode.abandon()
+    assert methods() == before
+
+
+def test_another_ones_wrapper_of_a_method_stays(device: LateDevice) -> None:
+    method = torch.Tensor.data_ptr
+
+    def others(tensor: torch.Tensor) -> int:
+        return method(tensor)
+
+    torch.Tensor.data_ptr = others  # type: ignore[method-assign, assignment]
+    try:
+        traced(lambda: torch.ones(2).exp().data_ptr())
+        assert torch.Tensor.data_ptr is others
+    finally:
+        del torch.Tensor.data_ptr
+
+
+@pytest.mark.parametrize("kind", [StorageLedger, NameTable])
+def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.ones(index + 1) for index in range(3)]
+    held: Any = kind()
+    if isinstance(held, StorageLedger):
+        module: Any = storages
+        for tensor in tensors:
+            held.pin(tensor)
+    else:
+        module = names
+        held.keep({(0, 0): "x"}, [("x", tensor) for tensor in tensors])
+    freed = []
+
+    def free(address: int) -> None:
+        freed.append(address)
+        original(address)
+        if len(freed) == 2:
+            raise KeyboardInterrupt
+
+    original = module._free_weak_ref
+    monkeypatch.setattr(module, "_free_weak_ref", free)
+    with pytest.raises(KeyboardInterrupt):
+        held.close()
+    held.close()
+    assert len(set(freed)) == len(freed) == 2
+
+
+def test_who_told_of_a_launch_that_ctrl_c_ended_is_listened_to_in_the_next_step(device: LateDevice) -> None:
+    mode = HashMode()
+    mode.begin()
+    mode.recorder.late.is_told = True
+    mode.abandon()
+    with mode:
+        x = torch.ones(2).exp()
+        x.data_ptr()
+        assert device.num_launched == [2]
+
+
+def test_looking_at_a_step_under_way_does_not_end_the_watch(device: LateDevice) -> None:
+    before = methods()
+    mode = HashMode()
+    with mode:
+        torch.ones(2).exp()
+        trace_so_far(mode.recorder)
+        assert methods() != before
+    assert methods() == before
+
+
+def test_a_kernel_of_inductors_within_a_capture_launches_nothing_and_makes_no_stream_wait(device: LateDevice) -> None:
+    mode = HashMode()
+    with mode:
+        x = torch.ones(2).exp()
+        recorder = mode.recorder
+        kernel = SimpleNamespace(triton_meta={"signature": {"in_out_ptr0": "*fp32"}}, mutated_arg_names=[])
+        recorder.passing.graphs.busy.add(get_ident())
+        recorder.compiled.before_kernel(kernel, (x,))
+        recorder.compiled.after_kernel()
+        assert device.num_launched == []
+        recorder.passing.graphs.busy.clear()
+        recorder.compiled.before_kernel(kernel, (x,))
+        recorder.compiled.after_kernel()
+        assert device.num_launched == [2]
