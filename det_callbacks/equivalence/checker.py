@@ -22,7 +22,7 @@ from det_callbacks.equivalence.generators import GeneratorStates
 from det_callbacks.equivalence.mismatch import Mismatches, OpMismatch, error_of
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.trace.building import source_of
-from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
+from det_callbacks.trace.calls import in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.overloads import HIDDEN_STATES, OPAQUE_WRITES, OpKind, OpPlan, make_plan
 from det_callbacks.trace.places import Places
@@ -166,7 +166,7 @@ class Checker:
         except BaseException:  # Ctrl-C too: raised again
             self.skipped["raised"] += 1
             raise
-        if plan.may_be_in_flight and is_in_flight(plan, out, args, kwargs):
+        if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
             self.skipped["in_flight"] += 1
             return out
         first = written_by_call(plan, out, args, kwargs)

@@ -1,8 +1,9 @@
 """What one call of an op wrote."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from det_callbacks.trace.overloads import OpPlan
@@ -44,13 +45,34 @@ def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[
     return outputs
 
 
-def is_in_flight(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call copies from a device to the host without anybody having waited for it."""
+def in_flight(
+    plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], set[torch.device]]:
+    """Return the tensors that a call copies to the host without anybody having waited for it, and where from."""
     index = plan.argument_names.index("non_blocking")
     is_non_blocking = args[index] if index < len(args) else kwargs.get("non_blocking", False)
-    if not is_non_blocking or not isinstance(out, Tensor) or not out.is_cpu:
-        return False
-    return any(isinstance(value, Tensor) and not value.is_cpu for value in args)
+    written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
+    on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
+    if not on_host:
+        return [], set()
+    return on_host, {value.device for value in tensors_in(args) if not value.is_cpu}
+
+
+def goes_to_device(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a copy's target is not on the host: then the host need not have waited for what it reads."""
+    if plan.writes:
+        return any(not tensor.is_cpu for tensor in written_arguments(plan, args, kwargs))
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "cpu"
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

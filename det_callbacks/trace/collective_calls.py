@@ -1,6 +1,5 @@
 """What a call of a collective says: its group, its arguments, what this rank puts in, and what it gets."""
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from det_callbacks.trace.calls import tensors_in
 from det_callbacks.trace.tree import plain_value
 
 _resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
@@ -23,15 +23,6 @@ _ROOTED: dict[str, str] = {
     "_c10d_functional.broadcast_": "src",
 }
 """Op -> argument with the rank in the group that alone puts something in."""
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values and in the lists among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 def sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:

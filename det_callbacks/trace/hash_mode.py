@@ -170,6 +170,7 @@ class HashMode:
             self.recorder.abandon()
             return None
         try:
+            self.recorder.passing.wait_for_copies()
             entries = self._state()
             places = record_group(self.recorder, "state", "state", entries)
             if self.selection.level == "op":
@@ -189,6 +190,8 @@ class HashMode:
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
         if self.is_open:
+            if phase == "state":
+                self.recorder.passing.wait_for_copies()
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:

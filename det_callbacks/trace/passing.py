@@ -1,6 +1,7 @@
 """Ops whose outputs are not digested: what they change is noted all the same."""
 
 from collections import Counter
+from collections.abc import Iterable
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,14 @@ class Passing:
         self.num_views = 0
         self.skipped: Counter[str] = Counter()
         self.opaque: set[str] = set()
+        self._copying: set[torch.device] = set()
 
     def clear(self) -> None:
         """Start a step."""
         self.num_views = 0
         self.skipped.clear()
         self.opaque.clear()
+        self._copying.clear()
         self.collectives.begin()
         self.graphs.begin()
 
@@ -104,6 +107,22 @@ class Passing:
         self.skipped["reducer"] += 1
         self._recorder.late.flush()
         return plan.call(*args, **kwargs)
+
+    def fly(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
+        """Note that devices copy into tensors of the host, and that nobody has waited for it."""
+        self.skipped["in_flight"] += 1
+        self._copying.update(devices)
+        for tensor in tensors:
+            for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
+                self._recorder.ledger.fly(part)
+
+    def wait_for_copies(self) -> None:
+        """Wait for the devices that copy to the host, at a step's end: what lies there is about to be read."""
+        copying, self._copying = self._copying, set()
+        accelerator = torch.accelerator.current_accelerator() if copying else None
+        for device in copying:
+            if accelerator is not None and accelerator.type == device.type:
+                torch.accelerator.synchronize(device)
 
     def is_captured(self) -> bool:
         """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""

@@ -8,6 +8,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # l
 
 from det_callbacks.device_generators import is_readable
 from det_callbacks.digest import digest_memory
+from det_callbacks.trace.calls import goes_to_device
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
@@ -34,6 +35,7 @@ class Reads:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []
+        self._is_for_device = False
 
     def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
@@ -70,6 +72,13 @@ class Reads:
                 return
         position = len(recorder.digests)
         name = recorder.names.of(tensor)
+        if self._is_for_device and storage._cdata in ledger.in_flight and tensor.is_cpu:
+            # the device comes to both copies in order, and the host may be ahead of the first one
+            names.append(name)
+            self.row_edges.append(edges)
+            reads.append(position)
+            recorder.append_bits(0, recorder.passing.collectives.slot_in_flight(tensor))
+            return
         if ledger.is_lossy:
             name = recorder.passing.graphs.name_left(name)
             edges = tuple(sorted({*edges, *ledger.suspects_of(tensor)}))
@@ -142,12 +151,16 @@ class Reads:
         names: list[str | None],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
+        self._is_for_device = bool(self._recorder.ledger.in_flight) and goes_to_device(plan, args, kwargs)
         if plan.base == "aten.copy_":
             self._recorder.passing.collectives.note_copy(*args[:2])
         written = {write.name for write in plan.writes}
-        for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
-            if name not in written:
-                self.gather(value, consts, reads, names)
+        try:
+            for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
+                if name not in written:
+                    self.gather(value, consts, reads, names)
+        finally:
+            self._is_for_device = False
 
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]

@@ -18,7 +18,7 @@ from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.appending import append_special
 from det_callbacks.trace.building import build_op_event
-from det_callbacks.trace.calls import is_in_flight, written_arguments, written_by_call
+from det_callbacks.trace.calls import in_flight, written_arguments, written_by_call
 from det_callbacks.trace.compiled import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.exchange import OutputExchange, TensorKeeper, begin_kept_call, exchange_outputs
@@ -190,7 +190,7 @@ class Recorder:
         was_changed = False
         kept = None
         try:
-            if plan.is_overwrite:
+            if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
@@ -230,9 +230,8 @@ class Recorder:
         elif plan.sole_write >= 0:
             outputs = (args[plan.sole_write],)
         else:
-            if plan.may_be_in_flight and is_in_flight(plan, out, args, kwargs):
-                self.ledger.forget(out)
-                self.passing.skipped["in_flight"] += 1
+            if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
+                self.passing.fly(*flying)
                 outputs = ()
             else:
                 outputs = written_by_call(plan, out, args, kwargs)

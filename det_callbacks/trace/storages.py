@@ -142,6 +142,8 @@ class StorageLedger:
         """Whether ``lose`` was called in this step."""
         self._lost: dict[int, int | PartialWrites] = {}
         self._suspects: list[int] = []
+        self.in_flight: set[int] = set()
+        """Addresses of the host's storages into which a device copies, and nobody has waited for it, as far as seen."""
 
     def pin(self, tensor: Tensor) -> int:
         """Keep the address of a tensor's storage from being reused until the step ends; return it.
@@ -180,6 +182,11 @@ class StorageLedger:
             del self.writers[storage._cdata]
         elif region.high > region.low:
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
+
+    def fly(self, tensor: Tensor) -> None:
+        """Note that a device copies into a tensor of the host, which has it some time later."""
+        self.forget(tensor)
+        self.in_flight.add(self.pin(tensor))
 
     def lose(self, suspect: int | None) -> None:
         """Note that something may have written any memory: the next recorded read of it becomes a site.
@@ -255,6 +262,7 @@ class StorageLedger:
         self.is_lossy = False
         self._lost.clear()
         self._suspects.clear()
+        self.in_flight.clear()
         self.writers.clear()
         self._without_storage.clear()
         pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again

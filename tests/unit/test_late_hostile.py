@@ -17,6 +17,7 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
 from det_callbacks.trace import memory_watch, names, storages
+from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.names import NameTable
 from det_callbacks.trace.peek import trace_so_far
@@ -292,3 +293,33 @@ def test_a_kernel_of_inductors_within_a_capture_launches_nothing_and_makes_no_st
         recorder.compiled.before_kernel(kernel, (x,))
         recorder.compiled.after_kernel()
         assert device.num_launched == [2]
+
+
+def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_copy_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+
+    def body() -> None:
+        source = torch.ones(3, dtype=torch.float64)
+        offloaded = source.to(torch.float32, non_blocking=True)
+        several = [torch.empty(2), torch.empty(2)]
+        torch._foreach_copy_(several, [torch.ones(2, dtype=torch.float64)] * 2, non_blocking=True)
+        for value in (offloaded, *several):
+            torch.empty(value.shape, dtype=torch.float64).copy_(value, non_blocking=True)
+        assert waited == []
+        offloaded.exp()
+
+    with doubles_are_late():
+        trace = traced(body)
+    assert waited == [torch.device("cpu")]
+    for number in range(3):
+        (place,) = site_of(trace, "copy_.default", number).inputs
+        entry = trace.layout.entries[place]
+        assert entry is not None
+        assert entry.detail == IN_FLIGHT
+        assert trace.digests[place] == 0
+    (read,) = site_of(trace, "exp.default").inputs  # the host reads what it has waited for
+    assert trace.digests[read] == digest_tensor(torch.ones(3))

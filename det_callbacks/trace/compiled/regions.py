@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.allowed import call_if_allowed
-from det_callbacks.trace.calls import written_arguments, written_by_call
-from det_callbacks.trace.collective_calls import tensors_in
+from det_callbacks.trace.calls import in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.compiled.inside import TRITON, Inside, written_by_kernel
@@ -168,6 +167,9 @@ class CompiledRegions:
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
             out = call_if_allowed(recorder, error, mark, func, phase, context, args, kwargs)
+        if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
+            recorder.passing.fly(*flying)
+            return out
         outputs: Sequence[Any] = written_by_call(plan, out, args, kwargs)
         if recorder.exchange is not None:
             out, outputs = exchange_outputs(recorder.exchange, plan, phase, context, out, outputs, recorder.late)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from det_callbacks.digest import Bits, digest_bytes, digest_output
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import input_row, source_of
-from det_callbacks.trace.collective_calls import tensors_in
+from det_callbacks.trace.calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.names import has_place
