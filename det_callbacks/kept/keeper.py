@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -141,7 +142,8 @@ class Keeper(OpSelection):
                 self._left_out.append(f"the budget of {self._budget_mib:g} MiB (keep_budget_mib) was used up")
                 return None
             copies = [copy_in_order(tensor, call.late) for tensor in tensors]
-        except DetCallbacksError as error:  # memory that cannot be reached, or is not there; the training goes on
+        # memory that cannot be reached, or is not there; the training goes on
+        except (DetCallbacksError, torch.OutOfMemoryError) as error:
             self._left_out.append(str(error))
             return None
         call.num_bytes += needed

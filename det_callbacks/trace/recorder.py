@@ -32,7 +32,7 @@ from det_callbacks.trace.overloads import PYTHON_KERNELS, OpKind, OpPlan, make_p
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
-from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits
 from det_callbacks.trace.witness import Witness
@@ -125,7 +125,6 @@ class Recorder:
         self.passing.graphs.require_no_capture()
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
         ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
-        late = self.late.settle(self.digests)
         program = self.tree.program_at(
             self.at,
             ops_seen=ops_digested + sum(skipped.values()),
@@ -133,6 +132,8 @@ class Recorder:
             skipped=skipped,
             opaque_regions=tuple(sorted(self.passing.opaque | self.compiled.opaque)),
         )
+        require_whole(program, self.digests)
+        late = self.late.settle(self.digests)
         if self._expected is not None and late:
             self.witness.look_back(self._expected, program, late)
         trace = StepTrace(

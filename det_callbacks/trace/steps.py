@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from det_callbacks.errors import TraceError
 from det_callbacks.trace.layouts import LayoutTable
 from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 
@@ -52,6 +53,16 @@ class StepTrace:
             program=self.program,
             layout=self.layout,
             unseen_writes=self.unseen_writes,
+        )
+
+
+def require_whole(program: Program, digests: "array[int]") -> None:
+    """Raise TraceError where the sites of a step and their digests came apart."""
+    if len(program) != len(digests):
+        raise TraceError(
+            f"The step has {len(program)} sites and {len(digests)} digests: an exception (out of memory, Ctrl-C) came "
+            "while an op was being recorded, and the program went on with the step. The training is intact; nothing of "
+            "this step was recorded. Let the exception end the step; where memory ran out, leave the device more."
         )
 
 

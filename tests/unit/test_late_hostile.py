@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,14 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
+from det_callbacks.errors import TraceError
+from det_callbacks.kept.choice import KeepChoice
+from det_callbacks.kept.keeper import Keeper
 from det_callbacks.trace import memory_watch, names, storages
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.names import NameTable
 from det_callbacks.trace.peek import trace_so_far
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -323,3 +329,38 @@ def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_co
         assert trace.digests[place] == 0
     (read,) = site_of(trace, "exp.default").inputs  # the host reads what it has waited for
     assert trace.digests[read] == digest_tensor(torch.ones(3))
+
+
+def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = LateSites.digest
+
+    def running_out(sites: LateSites, position: int, tensor: torch.Tensor, slot: LayoutSlot) -> int:
+        if tensor.numel() == 7:
+            raise torch.OutOfMemoryError("out of memory")
+        return digest(sites, position, tensor, slot)
+
+    monkeypatch.setattr(LateSites, "digest", running_out)
+    mode = HashMode()
+    mode.begin()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(7)
+    torch.ones(3).exp()
+    with pytest.raises(TraceError, match="sites and"):
+        mode.finish()
+    with mode:
+        torch.ones(3).exp()
+
+
+def test_a_copy_that_is_to_be_kept_and_has_no_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def running_out(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    choice = KeepChoice(patterns=("*",), budget_mib=1)
+    keeper = Keeper(choice, tmp_path / "x.arrows", run_id="r", rank=0, segment=0)
+    keeper.begin()
+    monkeypatch.setattr("det_callbacks.kept.keeper.copy_in_order", running_out)
+    assert keeper.begin_call("aten.exp.default", [("self", None, torch.ones(2))]) is None
