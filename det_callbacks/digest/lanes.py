@@ -24,6 +24,40 @@ NUM_SLOTS = 16 * 1024
 """Digests that a buffer takes, 128 KiB, before there is another one."""
 
 _SUM_BYTES_PER_BLOCK = 64
+_ROW_WORDS = 4
+
+
+class _Waiting:
+    """Whose sums wait. A finished one is replaced as a whole, so that an interrupt leaves no half of it.
+
+    Each of its parts may be a row behind the ones before it: what an interrupted launch was about to add has then no
+    leaf, or sums and hashes that nothing asks for.
+    """
+
+    __slots__ = ("levels", "num_hashes", "num_leaves", "num_summed", "num_tiles", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.levels: list[list[int]] = [[]]
+        self.num_leaves = 0
+        self.num_tiles = 0
+        self.num_summed = 0
+        self.num_hashes = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows) // _ROW_WORDS
+
+
+class _Slots:
+    """Device memory for digests, and how much of it is taken."""
+
+    __slots__ = ("address", "num_used", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = _address(tensor)
+        self.num_used = 0
 
 
 class Lane:
@@ -36,14 +70,18 @@ class Lane:
         ring: where tables are copied from.
         num_tiles: whose sums the lane holds, 2 KiB each.
         handle: the stream's, for the launchers.
+
+    Attributes:
+        is_idle: whether the device is known to be done with all that was enqueued; set by who waited for it.
     """
 
     def __init__(
         self, kernels: Any, launchers: Any, constants: torch.Tensor, ring: PinnedRing, *, num_tiles: int, handle: int
     ) -> None:
         self.handle = handle
+        self.is_idle = True
         self._launchers = launchers
-        self._constants = constants.data_ptr()
+        self._constants = _address(constants)
         self._ring = ring
         self._device = constants.device
         self._tile_bytes: int = kernels.TILE_BYTES
@@ -54,13 +92,14 @@ class Lane:
         # a span of several leaves has at least nine tiles for two of them
         self._hashes = self._empty(max(num_tiles // 4, 1))
         self._table = self._empty(TABLE_WORDS)
-        self._slots = self._empty(NUM_SLOTS)
-        self._num_slots_used = 0
-        self._forget()
+        self._sums_address, self._hashes_address = _address(self._sums), _address(self._hashes)
+        self._table_address = _address(self._table)
+        self._slots = _Slots(self._empty(NUM_SLOTS))
+        self._waiting = _Waiting()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the lane's device memory."""
-        return [self._sums, self._hashes, self._table, self._slots]
+        return [self._sums, self._hashes, self._table, self._slots.tensor]
 
     def launch(self, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, int]:
         """Enqueue the first stage for spans, (address, number of bytes) each; empty ones have no digest.
@@ -68,85 +107,83 @@ class Lane:
         Returns:
             A tensor of the device and the place in it of the first one's digest, there once ``finish`` has passed.
         """
-        if self._num_slots_used + len(spans) > len(self._slots):
+        self.is_idle = False
+        slots = self._slots
+        if slots.num_used + len(spans) > len(slots.tensor):
             self.finish()  # its rows point to the old one
-            self._slots = self._empty(max(NUM_SLOTS, len(spans)))
-            self._num_slots_used = 0
+            self._slots = slots = _Slots(self._empty(max(NUM_SLOTS, len(spans))))
+        waiting = self._waiting
         # an interrupted launch may have left rows without sums; nothing asks for their digests
-        self._num_tiles_summed = self._num_tiles_used
-        slots, first_slot = self._slots, self._num_slots_used
-        self._num_slots_used += len(spans)
-        slot = slots.data_ptr() + 8 * first_slot
+        waiting.num_summed = waiting.num_tiles
+        first_slot = slots.num_used
+        slots.num_used += len(spans)
+        slot = slots.address + 8 * first_slot
         group: list[int] = []
         for address, num_bytes in spans:
             num_tiles = -(-num_bytes // self._tile_bytes)
             if num_tiles > self._num_tiles:
                 self._sum(group)
                 self._launch_long(address, num_bytes, slot)
+                waiting = self._waiting
             elif num_bytes:
-                if num_tiles > self._num_tiles - self._num_tiles_used or self._num_rows == MAX_ROWS:
+                if num_tiles > self._num_tiles - waiting.num_tiles or waiting.num_rows == MAX_ROWS:
                     self._sum(group)
                     self.finish()
+                    waiting = self._waiting
                 num_leaves = -(-num_bytes // LEAF_BYTES)
                 target = slot
                 if num_leaves > 1:
-                    target = self._hashes.data_ptr() + 8 * self._num_hashes_used
-                    self._num_hashes_used += num_leaves
-                    self._levels[0] += (target, 8 * num_leaves, slot)
+                    target = self._hashes_address + 8 * waiting.num_hashes
+                    waiting.num_hashes += num_leaves
+                    waiting.levels[0] += (target, 8 * num_leaves, slot)
                 self._add_row(num_bytes, num_leaves, target)
                 group += (address, num_bytes)
                 if len(group) == 2 * self._spans_per_launch:
                     self._sum(group)
             slot += 8
         self._sum(group)
-        return slots, first_slot
+        return slots.tensor, first_slot
 
     def finish(self) -> None:
         """Enqueue the second stage for all whose sums wait; where this fails it can be done again."""
-        if not self._num_rows:
+        waiting = self._waiting
+        if not waiting.rows:
             return
-        words = self._rows
-        for level in self._levels:
+        words = waiting.rows
+        for level in waiting.levels:
             words = words + level
         self._ring.copy(words, self._table)
-        address = self._table.data_ptr()
-        self._launchers.hash_leaves(self._num_leaves, self.handle, self._constants, address, self._num_rows)
-        address += 8 * len(self._rows)
-        for level in self._levels:
+        address = self._table_address
+        if waiting.num_leaves:
+            self._launchers.hash_leaves(waiting.num_leaves, self.handle, self._constants, address, waiting.num_rows)
+        address += 8 * len(waiting.rows)
+        for level in waiting.levels:
             if level:
                 self._launchers.hash_words(len(level) // 3, self.handle, self._constants, address)
                 address += 8 * len(level)
-        self._forget()
+        self._waiting = _Waiting()
 
     def _empty(self, num_words: int) -> torch.Tensor:
         # made anywhere, and written where inference mode is over
         with torch.inference_mode(False):
             return torch.empty((num_words,), dtype=torch.int64, device=self._device)
 
-    def _forget(self) -> None:
-        self._rows: list[int] = []
-        self._num_rows = 0
-        self._num_leaves = 0
-        self._levels: list[list[int]] = [[]]
-        self._num_tiles_used = 0
-        self._num_tiles_summed = 0
-        self._num_hashes_used = 0
-
     def _add_row(self, num_bytes: int, num_leaves: int, target: int) -> None:
-        sums = self._sums.data_ptr() + self._num_tiles_used * self._sums_per_tile
-        self._rows += (self._num_leaves, sums, num_bytes, target)
-        self._num_rows += 1
-        self._num_leaves += num_leaves
-        self._num_tiles_used += -(-num_bytes // self._tile_bytes)
+        waiting = self._waiting
+        sums = self._sums_address + waiting.num_tiles * self._sums_per_tile
+        waiting.rows += (waiting.num_leaves, sums, num_bytes, target)
+        waiting.num_leaves += num_leaves
+        waiting.num_tiles += -(-num_bytes // self._tile_bytes)
 
     def _sum(self, group: list[int]) -> None:
         """Launch the first stage for the spans, (address, number of bytes), that were added last, and clear them."""
         if not group:
             return
-        first, self._num_tiles_summed = self._num_tiles_summed, self._num_tiles_used
-        sums = self._sums.data_ptr() + first * self._sums_per_tile
+        waiting = self._waiting
+        first, waiting.num_summed = waiting.num_summed, waiting.num_tiles
+        sums = self._sums_address + first * self._sums_per_tile
         missing = (0,) * (2 * self._spans_per_launch - len(group))
-        self._launchers.sum_blocks(self._num_tiles_used - first, self.handle, self._constants, sums, *group, *missing)
+        self._launchers.sum_blocks(waiting.num_tiles - first, self.handle, self._constants, sums, *group, *missing)
         group.clear()
 
     def _launch_long(self, address: int, num_bytes: int, slot: int) -> None:
@@ -157,7 +194,7 @@ class Lane:
             counts.append(-(-8 * counts[-1] // LEAF_BYTES))
         # freed in the stream's order, after what is enqueued here
         hashes = self._empty(sum(counts[:-1]))
-        place = hashes.data_ptr()
+        place = _address(hashes)
         held = self._num_tiles * self._tile_bytes // LEAF_BYTES * LEAF_BYTES
         try:
             for begin in range(0, num_bytes, held):
@@ -165,11 +202,16 @@ class Lane:
                 self._add_row(length, -(-length // LEAF_BYTES), place + begin // LEAF_BYTES * 8)
                 self._sum([address + begin, length])
                 if begin + length == num_bytes:
-                    self._levels = _levels(counts, place, slot)
+                    self._waiting.levels = _levels(counts, place, slot)
                 self.finish()
         except BaseException:
-            self._forget()  # rows that point to memory which is let go here
+            self._waiting = _Waiting()  # rows that point to memory which is let go here
             raise
+
+
+def _address(tensor: torch.Tensor) -> int:
+    # Tensor.data_ptr is watched while a step is recorded, and told of each time
+    return tensor.untyped_storage().data_ptr()
 
 
 def _levels(counts: Sequence[int], place: int, slot: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Digests by Triton kernels on a CUDA device: the streams that spans are ready on, and fetching all digests at once."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from det_callbacks.digest.lanes import TABLE_WORDS, Lane
 from det_callbacks.digest.pinned import PinnedRing
 from det_callbacks.digest.queue import Span
 from det_callbacks.digest.xxh3 import EMPTY_HASH
+from det_callbacks.errors import DetCallbacksError
 
 LANE_TILES = (16 * 1024, 4 * 1024, 4 * 1024)
 """Tiles of 32 KiB whose sums, 2 KiB each, the first, second and third stream's lane holds: 48 MiB in all."""
@@ -60,7 +62,7 @@ class TritonDigest:
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
         # the one that was used longest ago is first
-        self._lanes: dict[Hashable, Lane] = {}
+        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
         self._sizes = list(LANE_TILES)
         require_no_capture()
         # what is made in inference mode cannot be written outside of it
@@ -104,21 +106,30 @@ class TritonDigest:
             DetCallbacksError: if the current stream is capturing a CUDA graph.
         """
         require_no_capture()
+        # by identity: a tensor's address is asked for as often as there are launches, and told of each time
         bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
         for part in launched:
-            slots, first, last = bounds.get(part.slots.data_ptr(), (part.slots, part.first, part.first))
-            bounds[part.slots.data_ptr()] = (slots, min(first, part.first), max(last, part.first + len(part.sizes)))
+            slots, first, last = bounds.get(id(part.slots), (part.slots, part.first, part.first))
+            bounds[id(part.slots)] = (slots, min(first, part.first), max(last, part.first + len(part.sizes)))
+        used = {id(part.lane) for part in launched}
         with self._lock:
-            for stream, lane in self._lanes.items():
-                if any(part.lane is lane for part in launched):
-                    with self._on(stream):
-                        lane.finish()
-                    if stream != self.stream():
-                        self.wait_for(stream)
+            lanes = [(stream, lane) for stream, lane in self._lanes.items() if id(lane) in used]
+            if len(lanes) < len(used):
+                raise DetCallbacksError(
+                    "digests of the device were lost when an earlier launch was interrupted; the tensors are intact; "
+                    "take the digests again, or leave the step out"
+                )
+            for stream, lane in lanes:
+                with self._on(stream):
+                    lane.finish()
+                if stream != self.stream():
+                    self.wait_for(stream)
             found, starts = self._fetch(bounds)
+            for _, lane in lanes:
+                lane.is_idle = True
         digests = []
         for part in launched:
-            start = starts[part.slots.data_ptr()] + part.first
+            start = starts[id(part.slots)] + part.first
             values = found[start : start + len(part.sizes)]
             digests += [value if size else EMPTY_HASH for value, size in zip(values, part.sizes, strict=True)]
         return digests
@@ -147,28 +158,37 @@ class TritonDigest:
         lane = self._lanes.get(stream)
         if lane is None:
             handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
-            if self._sizes:
-                lane = Lane(
-                    self._kernels,
-                    self._launchers,
-                    self._constants,
-                    self._ring,
-                    num_tiles=self._sizes[0],
-                    handle=handle,
-                )
-                del self._sizes[0]
-            else:
-                former, lane = next(iter(self._lanes.items()))
-                with self._on(former):
-                    lane.finish()
-                self.wait_for(former)
-                for tensor in lane.tensors():
-                    self._tell_allocator(tensor, stream)
-                del self._lanes[former]
-                lane.handle = handle
-        else:
-            del self._lanes[stream]
-        self._lanes[stream] = lane
+            lane = self._new_lane(handle) or self._take_over(stream, handle)
+            self._lanes[stream] = lane
+        self._lanes.move_to_end(stream)
+        return lane
+
+    def _new_lane(self, handle: int) -> Lane | None:
+        """Return a lane, or None where there are enough, or no memory for another one."""
+        if not self._sizes and self._lanes:
+            return None
+        num_tiles = self._sizes[0] if self._sizes else LANE_TILES[-1]
+        try:
+            lane = Lane(self._kernels, self._launchers, self._constants, self._ring, num_tiles=num_tiles, handle=handle)
+        except torch.OutOfMemoryError:
+            if not self._lanes:
+                raise
+            self._sizes.clear()  # a device that is full is not asked again: the allocator would wait for it each time
+            return None
+        del self._sizes[:1]
+        return lane
+
+    def _take_over(self, stream: Hashable, handle: int) -> Lane:
+        """Return the lane of another stream for the current one, which comes after what the other was given."""
+        former, lane = next(iter(self._lanes.items()))
+        if not lane.is_idle:
+            with self._on(former):
+                lane.finish()
+            self.wait_for(former)
+        del self._lanes[former]  # first: an interrupt loses the lane rather than leave it to two streams
+        for tensor in lane.tensors():
+            self._tell_allocator(tensor, stream)
+        lane.handle = handle
         return lane
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:

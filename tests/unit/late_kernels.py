@@ -47,9 +47,12 @@ class LateLaunchers:
     def hash_leaves(self, num_programs: int, stream: int, constants: int, rows: int, num_rows: int) -> None:
         self.note("hash_leaves", num_programs, stream)
         leaf = 0
-        for number in range(num_rows):
-            first, sums, size, target = words_at(rows + 32 * number, 4)
+        table = [words_at(rows + 32 * number, 4) for number in range(num_rows)]
+        ends = [*(row[0] for row in table[1:]), num_programs]
+        for (first, sums, size, target), end in zip(table, ends, strict=True):
             assert first == leaf
+            if end == first:
+                continue  # what an interrupted launch was about to add has no leaf
             num_tiles = -(-size // TILE_BYTES)
             # what was never summed, as after a launch that failed, is hashed all the same
             content = b"".join(self.tiles.get(sums + SUM_BYTES_PER_TILE * tile, b"") for tile in range(num_tiles))
