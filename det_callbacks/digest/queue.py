@@ -1,6 +1,7 @@
 """Digests that are asked for one by one and computed together, known only at the end."""
 
 from collections.abc import Hashable, Sequence, Set
+from threading import RLock
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -58,6 +59,9 @@ class DigestQueue(Generic[_Launched]):
 
     After a launch failed its spans' digests are lost, and the queue refuses to go on until ``discard``.
 
+    Any thread may call: autograd has one for each device, and what one of them writes may have to be read first by
+    another device's queue.
+
     Args:
         method: of the device.
         max_tensors: spans that wait at most.
@@ -99,6 +103,7 @@ class DigestQueue(Generic[_Launched]):
         self._readers: dict[int, tuple[Hashable, ...]] = {}
         self._num_added = 0
         self._is_broken = False
+        self._lock = RLock()
 
     @property
     def num_pending(self) -> int:
@@ -121,43 +126,49 @@ class DigestQueue(Generic[_Launched]):
         Raises:
             DetCallbacksError: if a launch failed before.
         """
-        if self._is_broken:
-            self._require_whole()
         stream = self._method.stream()
-        pending = self._pending
-        if pending and (
-            stream != self._stream or len(pending) == self._max_tensors or self._num_bytes + num_bytes > self._max_bytes
-        ):
-            self.flush()
+        with self._lock:
+            if self._is_broken:
+                self._require_whole()
             pending = self._pending
-        self._stream = stream
-        pending.append((storage, offset, num_bytes))
-        self._places.add(storage._cdata)
-        self._num_bytes += num_bytes
-        self._num_added += 1
-        if self._num_bytes > self._max_bytes:
-            self.flush()
-        return self._num_added - 1
+            if pending and (
+                stream != self._stream
+                or len(pending) == self._max_tensors
+                or self._num_bytes + num_bytes > self._max_bytes
+            ):
+                self.flush()
+                pending = self._pending
+            self._stream = stream
+            pending.append((storage, offset, num_bytes))
+            self._places.add(storage._cdata)
+            self._num_bytes += num_bytes
+            place = self._num_added
+            self._num_added += 1
+            if self._num_bytes > self._max_bytes:
+                self.flush()
+            return place
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
         place = storage._cdata
-        if self._pending and place in self._places:
-            self.flush()
-        if place in self._readers:
-            current = self._method.stream()
-            for stream in self._readers.pop(place):
-                if stream != current:
-                    self._method.wait_for(stream)
+        with self._lock:  # also where nothing waits: another thread may be launching it
+            if place in self._places:
+                self.flush()
+            if place in self._readers:
+                current = self._method.stream()
+                for stream in self._readers.pop(place):
+                    if stream != current:
+                        self._method.wait_for(stream)
 
     def before_any_write(self) -> None:
         """Launch what waits, and have the current stream come after all that is read: it may write any storage."""
-        self.flush()
-        current = self._method.stream()
-        # in the order in which they came: a set's is another one in each process
-        for stream in dict.fromkeys(stream for streams in self._readers.values() for stream in streams):
-            if stream != current:
-                self._method.wait_for(stream)
+        with self._lock:
+            self.flush()
+            current = self._method.stream()
+            # in the order in which they came: a set's is another one in each process
+            for stream in dict.fromkeys(stream for streams in self._readers.values() for stream in streams):
+                if stream != current:
+                    self._method.wait_for(stream)
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
         """Do not tell the allocator, until ``discard``, that a storage is read: somebody else sees to its reuse."""
@@ -169,9 +180,12 @@ class DigestQueue(Generic[_Launched]):
         Raises:
             DetCallbacksError: if a launch failed before, or the memory of a span that waits was freed.
         """
-        self._require_whole()
-        if not self._pending:
-            return
+        with self._lock:
+            self._require_whole()
+            if self._pending:
+                self._launch()
+
+    def _launch(self) -> None:
         pending, stream = self._pending, self._stream
         self._forget_pending()
         self._is_broken = True
@@ -198,27 +212,30 @@ class DigestQueue(Generic[_Launched]):
         Raises:
             DetCallbacksError: as ``flush`` does; also if the device gave another number of digests.
         """
-        self.flush()
-        with unobserved():
-            digests = self._method.collect(self._launched) if self._launched else []
-        if len(digests) != self._num_added:
-            self._is_broken = True
-            raise DetCallbacksError(
-                f"{self._num_added} spans were queued and {self._method.name} gave {len(digests)} digests, so none "
-                "can be told from another; the tensors are intact; report this with the device and the versions in use"
-            )
-        if digests:
-            self._readers = {}  # the device is done with all of them
-        self.discard()
-        return digests
+        with self._lock:
+            self.flush()
+            with unobserved():
+                digests = self._method.collect(self._launched) if self._launched else []
+            if len(digests) != self._num_added:
+                self._is_broken = True
+                raise DetCallbacksError(
+                    f"{self._num_added} spans were queued and {self._method.name} gave {len(digests)} digests, so none "
+                    "can be told from another; the tensors are intact; report this with the device and the versions "
+                    "in use"
+                )
+            if digests:
+                self._readers = {}  # the device is done with all of them
+            self.discard()
+            return digests
 
     def discard(self) -> None:
         """Begin anew without the digests, after an exception of the program or of a launch."""
-        self._forget_pending()
-        self._unheld.clear()
-        self._launched = []
-        self._num_added = 0
-        self._is_broken = False
+        with self._lock:
+            self._forget_pending()
+            self._unheld.clear()
+            self._launched = []
+            self._num_added = 0
+            self._is_broken = False
 
     def _forget_pending(self) -> None:
         self._pending = []
