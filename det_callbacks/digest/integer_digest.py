@@ -61,11 +61,13 @@ class IntegerLaunch:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        address = self._copied.data_ptr()
+        address = self._copied.untyped_storage().data_ptr()  # a tensor's data_ptr is watched in a step
+        digests = []
         for size in self._sizes:
             if size is not None:
-                self._of_copied.append(digest_memory(address, size))
+                digests.append(digest_memory(address, size))
                 address += size
+        self._of_copied = digests  # all or none: an interrupted call is made again
         self._copied = None
 
     def all_digests(self, of_device: Iterator[int]) -> list[int]:
@@ -151,7 +153,8 @@ class IntegerDigest:
         copied = torch.empty((joined.numel(),), dtype=torch.uint8, device="cpu", pin_memory=True)
         copied.copy_(joined, non_blocking=True)
         arrived = torch.Event(self._device)
-        arrived.record()
+        # of this device, which need not be the current one: without a stream an event takes that of the current device
+        arrived.record(torch.accelerator.current_stream(self._device))
         return copied, arrived
 
     @contextmanager
