@@ -19,8 +19,9 @@ ALONE_BYTES = 1024 * 1024
 """A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
 launching a batch of one with both stages and fetching its digest, some 70 us. Reckoned, not measured."""
 
-# What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors.
-_FAILURES = (ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
+# What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
+# at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
+_FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,10 @@ def device_choice(device: torch.device) -> Choice:
 def _try_triton(device: torch.device) -> tuple[TritonDigest | None, str]:
     try:
         import det_callbacks.digest.triton_kernels as kernels
-    except ImportError as error:
+    except _FAILURES as error:
         return None, f"{type(error).__name__}: {error}"
+    if kernels.IS_INTERPRETED:
+        return None, "TRITON_INTERPRET is set, and Triton's interpreter would read the device's memory on the host"
     try:
         method = TritonDigest(kernels, device)
         reason = disagreement(method, device)

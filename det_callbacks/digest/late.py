@@ -168,7 +168,8 @@ class LateDigests:
     def _queue_of(self, device: torch.device) -> DigestQueue[Any] | None:
         if device in self._queues:
             return self._queues[device]
-        method = device_choice(device).method
+        with unobserved():  # what is tried there is none of the program's ops
+            method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
         self.is_used |= queue is not None
         return queue

@@ -29,7 +29,7 @@ from triton.errors import TritonError
 
 from det_callbacks.digest.xxh3 import INITIAL_LANES, LAST_WORDS, MERGE_WORDS, SECRET_WORDS, signed
 
-__all__ = ["CONSTANTS", "SPANS_PER_LAUNCH", "TILE_BYTES", "VERSION", "Launchers", "TritonError"]
+__all__ = ["CONSTANTS", "IS_INTERPRETED", "SPANS_PER_LAUNCH", "TILE_BYTES", "VERSION", "Launchers", "TritonError"]
 
 VERSION: str = triton.__version__
 
@@ -170,7 +170,7 @@ def _sum_blocks(
     if (start % 16 == 0) & (left >= 32768):
         whole = _words_at(start)
         for stripe in tl.static_range(16):
-            word = _unsigned_at(tl.multiple_of(whole + (row * 128 + stripe * 8)[:, None] + lane[None, :], (16, 16)))
+            word = _unsigned_at(tl.multiple_of(whole + (row * 128 + stripe * 8)[:, None] + lane[None, :], (8, 16)))
             key = _unsigned_at(table + stripe + lane)[None, :]
             if stripe == 15:
                 key = tl.where(is_last, last_key, key)
@@ -296,6 +296,10 @@ def _hash_words(constants: tl.int64, rows: tl.int64):
         state = tl.where(is_last, state, _scrambled(state, scramble))
     value = _merged(state, _unsigned_at(table + 32 + lane), num_blocks)
     tl.store(_words_at(tl.load(row + 2)), value)
+
+
+IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels, which takes every address for one of the host."""
 
 
 class Launchers:
