@@ -207,7 +207,9 @@ def _digest(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: boo
         bits = _digest_there(tensor, late, memory_order=memory_order)
         if bits is not None:
             return bits
-        tensor = tensor.cpu()
+        # a copy that is not one of whole memory needs an op for the dtype
+        is_plain = tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or torch._is_zerotensor(tensor)
+        tensor = (tensor if is_plain else _as_integers(tensor)).cpu()
     plain = _plain(tensor, memory_order)
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 
@@ -236,8 +238,12 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
         plain = _resolved(tensor)
     if memory_order and _is_dense(plain):
         return plain
-    size = plain.element_size()
-    return (plain.view(_SAME_SIZE[size]) if size in _SAME_SIZE else plain).contiguous()
+    return _as_integers(plain).contiguous()
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.element_size()
+    return tensor.view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
