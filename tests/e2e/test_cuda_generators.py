@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     LIGHTNING_ADVICE,
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
 

@@ -7,13 +7,17 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import quiet_trainer
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError
 from det_callbacks.trace.store import Run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Decoder(nn.Module):

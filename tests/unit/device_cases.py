@@ -47,8 +47,11 @@ def as_on_a_device(method: DeviceDigest, *, alone_bytes: int = 0) -> Iterator[No
         yield
 
 
-def tensors(num_cases: int, *, largest: int, seed: int) -> list[torch.Tensor]:
-    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit."""
+def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = HOST) -> list[torch.Tensor]:
+    """Return tensors of random dtype, size, offset in their storage and layout, some with a conjugate bit.
+
+    They come to a device as bytes: no device copies all dtypes in all layouts.
+    """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -64,7 +67,7 @@ def tensors(num_cases: int, *, largest: int, seed: int) -> list[torch.Tensor]:
         raw = torch.randint(
             0, 2 if dtype is torch.bool else 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator
         )
-        base = raw.view(dtype)[offset:]
+        base = raw.to(device).view(dtype)[offset:]
         box = base[: rows * columns * 2].reshape(rows, columns, 2)
         value = {
             "contiguous": box,

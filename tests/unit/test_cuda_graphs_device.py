@@ -165,6 +165,7 @@ def test_graphed_callables_on_a_device(waits: Any) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
 def test_reduce_overhead(waits: Any) -> None:
     def traces(fault_at: int = -1) -> list[StepTrace]:
         torch._dynamo.reset()

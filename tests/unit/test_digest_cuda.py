@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch says so of the dtype
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
 MIB = 1 << 20
@@ -50,8 +51,11 @@ def bytes_on_gpu(num_bytes: int) -> torch.Tensor:
 
 def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
     for seed in range(10):
-        cases = device_cases.tensors(1000, largest=8 * MIB, seed=seed)
-        assert digest_tensors([case.cuda() for case in cases]) == digest_tensors(cases)
+        there, here = (
+            device_cases.tensors(1000, largest=8 * MIB, seed=seed, device=torch.device(device))
+            for device in ("cuda", "cpu")
+        )
+        assert digest_tensors(there) == digest_tensors(here)
 
 
 def test_sizes_and_offsets_at_which_something_begins(method: TritonDigest) -> None:
