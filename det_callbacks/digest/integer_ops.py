@@ -6,6 +6,8 @@ costs some 1,700 small launches however many leaves it holds. int64 wraps around
 that torch has not is an arithmetic one and a mask. Ops run where the tensor is, nothing is fetched.
 """
 
+import functools
+
 import torch
 
 from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
@@ -54,7 +56,7 @@ def _hash_leaves(content: torch.Tensor) -> torch.Tensor:
     """Return the hashes of the leaves of a chunk: those that are whole together, and the rest by itself."""
     num_bytes = content.numel()
     if not num_bytes:
-        return torch.tensor([signed(EMPTY_HASH)], dtype=torch.int64, device=content.device)
+        return _constants((EMPTY_HASH,), content.device).clone()
     num_whole = num_bytes // LEAF_BYTES
     parts = []
     if num_whole:
@@ -75,6 +77,13 @@ def _words(content: torch.Tensor) -> torch.Tensor:
     return content.view(torch.int64)
 
 
+@functools.cache
+def _constants(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # kept: bringing numbers of the host to a device waits for it
+    with torch.inference_mode(False):
+        return torch.tensor([signed(value) for value in values], dtype=torch.int64, device=device)
+
+
 def _hash_equal(words: torch.Tensor) -> torch.Tensor:
     """Return the hash of each row of words; a row is a leaf of whole blocks."""
     num_leaves, num_words = words.shape
@@ -82,7 +91,7 @@ def _hash_equal(words: torch.Tensor) -> torch.Tensor:
     blocks = words.view(num_leaves, num_blocks, STRIPES_PER_BLOCK, NUM_LANES)
 
     def constants(values: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor([signed(value) for value in values], dtype=torch.int64, device=words.device)
+        return _constants(values, words.device)
 
     sums = torch.zeros(num_leaves, num_blocks, NUM_LANES, dtype=torch.int64, device=words.device)
     totals = torch.zeros_like(sums)

@@ -14,7 +14,15 @@ from late_kernels import late_kernels
 from test_digest_queue import LateDevice
 from test_lanes import StreamedDigest, digests, random_bytes, spans
 
-from det_callbacks.digest import digest_memory, digest_tensor, integer_digest, lanes, late, triton_digest
+from det_callbacks.digest import (
+    digest_memory,
+    digest_tensor,
+    integer_digest,
+    integer_ops,
+    lanes,
+    late,
+    triton_digest,
+)
 from det_callbacks.digest.device import Choice, device_choice
 from det_callbacks.digest.host import LEAF_BYTES
 from det_callbacks.digest.integer_digest import IntegerDigest
@@ -201,6 +209,14 @@ def test_a_copy_s_event_is_of_the_device_of_the_copy(monkeypatch: pytest.MonkeyP
     method = IntegerDigest(device=device)
     assert method.collect([method.launch(spans(values), method.stream())]) == digests(values)
     assert recorded == ["the current stream of cuda:1"]
+
+
+def test_integer_ops_bring_their_constants_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.arange(LEAF_BYTES // 4)
+    with torch.inference_mode():
+        integer_ops.digest_flat(value)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert integer_ops.digest_flat(value).item() & (1 << 64) - 1 == digest_tensor(value)
 
 
 # what is chosen
