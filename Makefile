@@ -30,7 +30,7 @@ test: lint
 
 # Tests of several seconds or more.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'slow and not soak'
 
 # Kill storms, soaks and the rest of large grids: before a release, and after changes to what is written to disk.
 test-soak: $(INSTALLED)

@@ -160,8 +160,15 @@ def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_i
     assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["transformer", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("transformer", "aot_eager"),
+        ("transformer", "inductor"),
+        pytest.param("resnet", "aot_eager", marks=pytest.mark.soak),
+        ("resnet", "inductor"),
+    ],
+)
 def test_the_networks_of_the_overhead_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
 ) -> None:
