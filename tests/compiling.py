@@ -21,6 +21,7 @@ COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, in what Dynamo and inductor import
     # torch's own, when it compiles a module whose input is no leaf
+    # Dynamo looks at it while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 """Marks of a module whose tests compile."""

@@ -204,7 +204,7 @@ class Lane:
                 if begin + length == num_bytes:
                     self._waiting.levels = _levels(counts, place, slot)
                 self.finish()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: half a row would stay
             self._waiting = _Waiting()  # rows that point to memory which is let go here
             raise
 

@@ -178,6 +178,7 @@ class Alerts:
         """
         # What is added within a catch_warnings of the user's goes with its end.
         if self._silenced.get(message) not in warnings.filters:
+            # it is told as a warning of ours instead
             warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
             self._silenced[message] = warnings.filters[0]
 

@@ -82,7 +82,7 @@ def _begins(method: _Method) -> _Method:
             watcher.before_capture(graph)
         try:
             return method(graph, *args, **kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no method may stay wrapped
             for watcher in _WATCHERS:
                 watcher.after_capture(graph)
             raise

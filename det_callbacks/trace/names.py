@@ -55,6 +55,7 @@ class NameTable:
             self.known = names
             tensors = (value for _, value in entries if has_place(value))
             # addresses; _weak_ref is declared to return a storage
+            # declared as storages, and are addresses
             self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
 
     def of(self, tensor: Tensor) -> str | None:

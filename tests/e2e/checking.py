@@ -101,7 +101,7 @@ def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], outpu
             del os.environ[name]
         os.environ.update(variables)
         sys.argv = [*words[1:]]
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
         torch.set_num_threads(1)  # threads of the parent's pool are not there
         GlobalHydra.instance().clear()
         runpy.run_path(words[1], run_name="__main__")

@@ -19,6 +19,9 @@ from det_callbacks import (
 
 # what Lightning says of resuming without the callbacks that saved, into a folder that is there
 RESUMING = [
+    # a resumed training writes there again
+    # a resumed training writes there again
+    # a resumed training writes there again
     pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),

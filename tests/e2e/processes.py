@@ -81,7 +81,7 @@ def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, ou
             "NODE_RANK": "0",
         }
     )
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # a rank's own: what it prints is compared
     torch.set_num_threads(1)  # threads of the parent's pool are not there
     status = 0
     try:

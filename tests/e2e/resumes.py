@@ -19,16 +19,15 @@ from det_callbacks import (
 )
 
 RESUMING = [
-    # Lightning warns of each resume in the middle of an epoch, and of a checkpoint that is named "last" or given late
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
+    # Lightning's advice: callbacks may differ
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-    # Python's own warning of threads at a fork, and Lightning's of batches it cannot count
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
-    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
-    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),
+    pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),  # Lightning's
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),  # Lightning's: a first start
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),  # Python's, of processes that are forked here
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),  # Lightning's, of a batch that is no tensor
+    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),  # Lightning's, of a step that takes it
 ]
 
 

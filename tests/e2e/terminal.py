@@ -93,7 +93,7 @@ def _run(body: Callable[[], Any]) -> None:
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
             os.environ.pop(name, None)
         os.environ["TERM"] = "xterm-256color"
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # Python's, of a fork with threads
         torch.set_num_threads(1)  # threads of the parent's pool are not there
         body()
     except BaseException:  # a forked child prints it and ends with status 1

@@ -343,6 +343,7 @@ def test_steps_that_never_come_are_an_error(tmp_path: Path) -> None:
         train(Classifier, audit(tmp_path / "audit", audit_steps=(100,)))
 
 
+# Lightning's, of a step that takes the iterator
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning")
 def test_a_loader_iterator_cannot_be_run_again(tmp_path: Path) -> None:
     class Draws(Classifier):

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),  # torch says it once a process
 ]
 
 

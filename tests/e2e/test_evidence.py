@@ -20,6 +20,7 @@ from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
 
 # workers are forked from a process with threads, which Python 3.12 warns of
+# Python's, of processes that are forked here
 pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 

@@ -50,7 +50,7 @@ def make_a_mess() -> None:
     torch.set_default_dtype(torch.float64)
     os.environ["LEFT_BEHIND"] = "1"
     os.environ.pop("HOME", None)
-    warnings.filterwarnings("ignore", message="left behind")
+    warnings.filterwarnings("ignore", message="left behind")  # the filter that is left behind on purpose
 
 
 def test_settings_are_in_force_before_the_task_and_gone_after_it(run_app: RunApp) -> None:

@@ -28,6 +28,7 @@ from det_callbacks.trace.store import Run
 
 pytestmark = [
     LIGHTNING_ADVICE,
+    # of on_divergence="warn", which is what is tried
     pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),
 ]  # on_divergence="warn"
 

@@ -26,6 +26,7 @@ from det_callbacks.report.verdict_text import verdict_lines
 
 pytestmark = [
     LIGHTNING_ADVICE,
+    # of on_divergence="warn", which is what is tried
     pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),
 ]  # on_divergence="warn"
 

@@ -17,7 +17,7 @@ from det_callbacks import compare_runs
 pytestmark = [
     LIGHTNING_ADVICE,
     # workers are forked from a process with threads, which Python 3.12 warns of
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of processes that are forked here
 ]
 
 

@@ -289,6 +289,8 @@ def test_filters_that_come_and_go_during_the_fit_do_not_let_torch_be_heard(
 
 
 # under "warn" both speak of the op; what is said is checked above
+# torch's alert, which is what is tried
+# torch's alert, which is what is tried
 @pytest.mark.filterwarnings("ignore:put_ does not have a deterministic:UserWarning")
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.NondeterministicOpWarning")
 @pytest.mark.parametrize("level", LEVELS)

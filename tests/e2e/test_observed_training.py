@@ -153,6 +153,7 @@ class LeavesOpen(Classifier):
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
+# ours, of a region that is too late
 @pytest.mark.filterwarnings("ignore:enable_hash_mode records nothing:det_callbacks.CoverageWarning")
 def test_a_region_that_is_left_open_goes_on_in_the_next_step_and_not_in_between(level: str, tmp_path: Path) -> None:
     record(tmp_path / "run", LeavesOpen, level=level)

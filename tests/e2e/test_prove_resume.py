@@ -15,6 +15,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
 from det_callbacks.resume import GeneratorStates
 
+# Lightning's advice: a resume within an epoch
 pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*dataloader is not resumable")]
 
 

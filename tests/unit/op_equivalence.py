@@ -14,7 +14,7 @@ if __name__ == "__main__":
     stand_in.TestCase = unittest.TestCase
     stand_in.assert_expected_inline = None
     sys.modules["expecttest"] = stand_in
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # of ops that torch calls beta or deprecated
 
     import torch
     from op_programs import total_of

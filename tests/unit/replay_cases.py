@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from det_callbacks.replay import SavedStep, SavedTensors
@@ -87,3 +89,13 @@ def of_kind(dtype: torch.dtype, shape: tuple[int, ...], layout: str, lazy: str, 
     if lazy in ("neg", "both") and (dtype.is_complex or dtype in (torch.float32, torch.float64, torch.int32)):
         tensor = torch._neg_view(tensor)
     return tensor
+
+
+OF_ANY_KIND = given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    lazy=st.sampled_from(("", "conj", "neg", "both")),
+    seed=st.integers(0, 1000),
+)
+"""Draws the arguments of ``of_kind``."""

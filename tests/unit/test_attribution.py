@@ -13,6 +13,7 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.program import Site
 
 # the inner of two nested reentrant checkpoints: the outer one runs it without gradients first
+# torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 
 UNNAMED = {

@@ -215,7 +215,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
 
 
 def start(rank: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # a rank's own: what it prints is compared
     store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
     torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)

@@ -151,7 +151,7 @@ def test_methods_are_put_back(graphs: HostGraphs, way: str, monkeypatch: pytest.
             mode.begin()
     elif way == "raise":
         with pytest.raises(ZeroDivisionError), mode:
-            1 / 0  # noqa: B018
+            1 / 0  # noqa: B018  # raises, which is all it is for
     else:
         mode.begin()
         assert methods() != before
@@ -185,7 +185,7 @@ def test_memory_that_is_handed_out_in_a_capture_is_let_go(graphs: HostGraphs) ->
     with late_device():
         mode.begin()
         x = torch.ones(2) * 2
-        mode.recorder.late._digests.before_write = asked.append  # type: ignore[method-assign]
+        mode.recorder.late._digests.before_write = asked.append
         captured(x.data_ptr)
         assert asked == [], "to order a stream behind another one would break the capture"
         x.data_ptr()

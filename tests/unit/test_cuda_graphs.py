@@ -10,7 +10,7 @@ import torch
 from compiling import difference
 from host_graphs import HostGraphs, captured, host_graphs, nudge_last
 from late_device import late_device
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from tracing import assert_same, site_of, step_of, traced, with_role
 
 from det_callbacks.compare.wording import describe
@@ -165,7 +165,7 @@ def test_at_level_state_only_what_waits_is_launched(graphs: HostGraphs) -> None:
 
 def test_an_op_that_replays_a_graph_itself_keeps_its_rows(graphs: HostGraphs) -> None:
     graph, _ = captured(lambda: torch.ones(1).exp())
-    with torch.library._scoped_library("det_graphs", "FRAGMENT") as made:
+    with library._scoped_library("det_graphs", "FRAGMENT") as made:
         made.define("twice(Tensor x) -> Tensor")
 
         def twice(x: Tensor) -> Tensor:

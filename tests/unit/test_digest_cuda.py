@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch says so of the dtype
+    # torch's, of a dtype in the draw
+    # torch's, of a dtype in the draw
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]

@@ -207,6 +207,7 @@ def test_threads_may_digest_at_the_same_time() -> None:
 
 
 # Python 3.12 and later warn at every fork of a process that has threads, and torch has some.
+# Python's, of processes that are forked here
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_digests_large_memory() -> None:
     data = random_bytes(17 * MIB)

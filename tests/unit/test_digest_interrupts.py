@@ -161,7 +161,7 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: 
                 value.zero_()
             else:
                 queue.add(other.untyped_storage(), 0, other.nbytes)
-        except BaseException as error:
+        except BaseException as error:  # told to the thread that waits
             errors.append(error)
 
     launching, second = threading.Thread(target=queue.flush), threading.Thread(target=coming)

@@ -78,6 +78,7 @@ def test_an_optimizers_state_has_names_and_numbers():
 
 
 # torch 2.13 says that quantised tensors will go
+# torch deprecates quantised tensors, and has them
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_other_kinds_of_tensors():
     tensors = {

@@ -13,6 +13,7 @@ from torch import Tensor, library, nn
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError
 from det_callbacks.equivalence import checker, mismatch
 
+# torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 
 

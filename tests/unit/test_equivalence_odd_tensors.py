@@ -202,7 +202,7 @@ def quantised_of(value: float, scale: float) -> Tensor:
     return torch.quantize_per_tensor(torch.full((2,), value), scale, 0, torch.qint8)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of kinds of tensors that torch calls beta or deprecated
 @pytest.mark.parametrize(
     ("make", "num_differing", "max_ulps"),
     [

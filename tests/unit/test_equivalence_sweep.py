@@ -18,7 +18,7 @@ HARMLESS = frozenset({"view", "uninitialised", "relayout", "side_effect", "no_te
 
 
 # what the beta parts of torch say of themselves is not the subject here
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated
 @pytest.mark.parametrize("name", op_programs.PROGRAMS)
 def test_everyday_ops_give_the_same_bits_twice(name):
     with BitwiseEquivalenceMode() as mode:

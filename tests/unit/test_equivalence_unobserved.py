@@ -22,6 +22,7 @@ from det_callbacks import BitwiseEquivalenceMode, HashMode
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning
 
+# torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 
 
@@ -347,7 +348,7 @@ def test_threads_of_the_program():
     assert mode.num_mismatches == 1  # modes belong to a thread
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of Dynamo while it compiles: not what is tried
 def test_compiled_functions():
     layer = nn.Linear(4, 4)
 

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from late_device import LateDevice, late_device
-from tracing import position_of, reads_of, site_of, traced, with_role
+from torch import library
+from tracing import position_of, reads_of, site_of, traced, verified, with_role
 
 from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
@@ -27,7 +28,6 @@ from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.names import NameTable
 from det_callbacks.trace.peek import trace_so_far
-from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.storages import StorageLedger
 
 METHODS = (torch.UntypedStorage, "resize_"), (torch.Tensor, "data_ptr"), (torch.Tensor, "__dlpack__")
@@ -54,23 +54,13 @@ def doubles_are_late() -> Iterator[LateDevice]:
         yield device
 
 
-def verified(body: Callable[[bool], Any]) -> StepTrace:
-    """Return the trace of a step with a change, where one without it is expected."""
-    mode = HashMode()
-    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
-    body(True)
-    trace = mode.finish()
-    assert trace is not None
-    return trace
-
-
 class Meeting:
     """An op that runs until another thread's op has been recorded, or half a second long."""
 
     started, other_has_run = threading.Event(), threading.Event()
 
 
-@torch.library.custom_op("det_tests::meets", mutates_args=())
+@library.custom_op("det_tests::meets", mutates_args=())
 def meets(x: torch.Tensor) -> torch.Tensor:
     Meeting.started.set()
     Meeting.other_has_run.wait(0.5)
@@ -134,7 +124,7 @@ def test_memory_of_the_host_that_nobody_saw_written_is_seen_before_a_device_read
 FACTOR = {"now": 2.0}
 
 
-@torch.library.custom_op("det_tests::to_double", mutates_args=())
+@library.custom_op("det_tests::to_double", mutates_args=())
 def to_double(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float64) * FACTOR["now"]
 
@@ -160,7 +150,7 @@ def test_an_op_of_torchs_whose_kernel_is_in_python_can_be_the_origin(device: Lat
         FACTOR["now"] = 3.0 if is_changed else 2.0
         torch.bmm(torch.ones(1, 2, 1).exp(), torch.ones(1, 1, 2))
 
-    override = torch.library.Library("aten", "IMPL")
+    override = library.Library("aten", "IMPL")
     override.impl("bmm", bmm, "CPU")
     try:
         assert verified(body).unseen_writes == frozenset()
@@ -229,7 +219,7 @@ def test_another_ones_wrapper_of_a_method_stays(device: LateDevice) -> None:
     def others(tensor: torch.Tensor) -> int:
         return method(tensor)
 
-    torch.Tensor.data_ptr = others  # type: ignore[method-assign, assignment]
+    torch.Tensor.data_ptr = others
     try:
         traced(lambda: torch.ones(2).exp().data_ptr())
         assert torch.Tensor.data_ptr is others

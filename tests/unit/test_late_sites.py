@@ -10,15 +10,15 @@ import pytest
 import torch
 from late_device import LateDevice, as_in_a_step, late_device
 from op_programs import PROGRAMS
-from torch import nn
+from torch import library, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from tracing import assert_same, position_of, step_of, traced
+from tracing import assert_same, position_of, step_of, traced, verified
 
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.names import address_of
 from det_callbacks.trace.peek import trace_so_far
-from det_callbacks.trace.steps import Expectation, StepTrace
+from det_callbacks.trace.steps import StepTrace
 
 EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
 NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}
@@ -224,10 +224,10 @@ def test_a_launch_that_fails_is_said_and_the_next_step_is_whole(device: LateDevi
 
     mode = HashMode()
     launch = device.launch
-    device.launch = failing  # type: ignore[method-assign]
+    device.launch = failing
     with pytest.raises(RuntimeError, match="out of memory"):
         step_of(mode, lambda: torch.ones(2).exp())
-    device.launch = launch  # type: ignore[method-assign]
+    device.launch = launch
     again = step_of(mode, lambda: torch.ones(2).exp())
     assert_same_digests_of("exp.default", again, traced(lambda: torch.ones(2).exp()))
 
@@ -278,16 +278,6 @@ def test_what_waits_is_launched_before_what_nobody_sees_through(
     assert_same_digests_of("exp.default", trace, traced(lambda: torch.ones(3).exp()))
 
 
-def verified(body: Callable[[bool], Any]) -> StepTrace:
-    """Return the trace of a step with a change, where one without it is expected."""
-    mode = HashMode()
-    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
-    body(True)
-    trace = mode.finish()
-    assert trace is not None
-    return trace
-
-
 def test_an_input_that_is_alive_at_the_end_shows_what_nobody_saw(device: LateDevice) -> None:
     held = []
 
@@ -303,7 +293,7 @@ def test_an_input_that_is_alive_at_the_end_shows_what_nobody_saw(device: LateDev
     assert trace.unseen_writes == {position_of(trace, "sum.default")}
 
 
-@torch.library.custom_op("det_tests::numpy_double", mutates_args=())
+@library.custom_op("det_tests::numpy_double", mutates_args=())
 def numpy_double(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.numpy() * FACTOR["now"])
 

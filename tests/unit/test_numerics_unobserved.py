@@ -277,7 +277,7 @@ def weight_norm() -> nn.Module:
 
 def spectral_norm() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of torch while it compiles: not what is tried
         return nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
 
 

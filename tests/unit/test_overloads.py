@@ -78,7 +78,7 @@ def sweep() -> SweepMode:
 
 
 # of beta, deprecated and since changed ops, which are swept all the same
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated
 class TestSweep:
     def test_it_is_broad(self, sweep):
         assert len(sweep.checked) >= 450

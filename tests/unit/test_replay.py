@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from replay_cases import DTYPES, LAYOUTS, OTHERS, PLACE, of_kind, reader, saver
+from hypothesis import settings
+from replay_cases import OF_ANY_KIND, OTHERS, PLACE, of_kind, reader, saver
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,15 +21,9 @@ from det_callbacks.replay import ReplayCounts, SavedStep, copy_bits, new_tensor,
 from det_callbacks.replay.files import StepPlace
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")  # torch's, of a dtype in the draw
 @settings(max_examples=150, deadline=None)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    lazy=st.sampled_from(("", "conj", "neg", "both")),
-    seed=st.integers(0, 1000),
-)
+@OF_ANY_KIND
 def test_any_bits_come_back(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: torch.dtype,
@@ -55,9 +48,9 @@ def test_any_bits_come_back(
     assert digest_tensor(new_tensor(saved, like=make(seed + 2))) == digest_tensor(original)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls sparse layouts beta
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls nested tensors a prototype
+@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")  # torch deprecates quantised tensors, and has them
 @pytest.mark.parametrize("kind", sorted(OTHERS))
 def test_other_layouts_come_back_by_components(tmp_path: Path, kind: str) -> None:
     original = OTHERS[kind]()

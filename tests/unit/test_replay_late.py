@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from late_device import LateDevice, LateTransfers, as_in_a_step, in_every_step, late_device
-from replay_cases import DTYPES, LAYOUTS, OTHERS, of_bytes, of_kind, reader, saver
+from replay_cases import LAYOUTS, OF_ANY_KIND, OTHERS, of_bytes, of_kind, reader, saver
 from torch import Tensor
 
 from det_callbacks import HashMode
@@ -42,15 +41,9 @@ def device() -> Iterator[LateDevice]:
         yield device
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")  # torch's, of a dtype in the draw
 @settings(max_examples=80, deadline=None)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    lazy=st.sampled_from(("", "conj", "neg", "both")),
-    seed=st.integers(0, 1000),
-)
+@OF_ANY_KIND
 def test_any_bits_come_back_without_a_wait(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: torch.dtype,
@@ -86,9 +79,9 @@ def test_any_bits_come_back_without_a_wait(
     assert counts.to_dict()["op"]["differing"] == differed
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls sparse layouts beta
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls nested tensors a prototype
+@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")  # torch deprecates quantised tensors, and has them
 @pytest.mark.parametrize("kind", sorted(OTHERS))
 def test_other_layouts_come_back_without_a_wait(tmp_path: Path, device: LateDevice, kind: str) -> None:
     original, live = OTHERS[kind](), OTHERS[kind]()
@@ -208,7 +201,7 @@ def test_a_wait_is_noticed(device: LateDevice) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says it once a process
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool])

@@ -349,7 +349,7 @@ def test_another_selection_is_refused(tmp_path):
 
 
 # killed between two files: nobody closes what was open then
-KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a file it leaves open
 
 
 @KILLED

@@ -8,7 +8,7 @@ from torch import nn
 
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.program import Site
-from det_callbacks.trace.steps import StepTrace
+from det_callbacks.trace.steps import Expectation, StepTrace
 
 
 def traced(body: Callable[[], Any], model: nn.Module | None = None, **selection: Any) -> StepTrace:
@@ -23,6 +23,16 @@ def step_of(mode: HashMode, body: Callable[[], Any]) -> StepTrace:
     assert mode.trace is not None
     assert len(mode.trace.program) == len(mode.trace.digests) == len(mode.trace.layout)
     return mode.trace
+
+
+def verified(body: Callable[[bool], Any]) -> StepTrace:
+    """Return the trace of a step with a change, where one without it is expected."""
+    mode = HashMode()
+    mode.begin(expected=Expectation.of(traced(lambda: body(False)).digests))
+    body(True)
+    trace = mode.finish()
+    assert trace is not None
+    return trace
 
 
 def label(site: Site) -> str:
