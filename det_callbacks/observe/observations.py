@@ -335,7 +335,7 @@ class _Hook:
         self._gradient = gradient
         self._is_replayed = is_replayed
 
-    def __call__(self, value: Tensor) -> Tensor | None:
-        if value is None:
+    def __call__(self, value: Tensor | None) -> Tensor | None:
+        if value is None:  # undefined: it stays a gradient that never came
             return None
         return self._observations.receive(self._gradient, value, is_replayed=self._is_replayed)

@@ -63,5 +63,7 @@ class _GradientHook:
         self._module = module
         self._name = name
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # undefined: autograd runs the hooks of a node with zeros that it does not make
+            return
         self._outputs.record_gradient(self._step, self._module, self._name, gradient)

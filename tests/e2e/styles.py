@@ -112,6 +112,41 @@ class GradientPenalty(Classifier):
         return loss + gradient.square().sum()
 
 
+class Undefined(torch.autograd.Function):
+    """Has no gradient, which autograd hands on as None."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class Columns(nn.Module):
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs.unbind(1)
+
+
+class UndefinedGradients(Classifier):
+    """Modules whose outputs get None for a gradient, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 16)  # its double backward has no gradient for the output itself
+        self.stopped = nn.Linear(FEATURES, 16)
+        self.columns = Columns()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, _ = batch
+        inputs = inputs.clone().requires_grad_()
+        scores = self(inputs)
+        (gradient,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+        penalty = (gradient.norm(2, dim=1) - 1).square().mean()
+        return penalty + Undefined.apply(self.stopped(inputs)).mean() + self.columns(self.first(inputs))[0].mean()
+
+
 class TensorHooks(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -260,6 +295,7 @@ STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "lbfgs": (Lbfgs, {}),
     "manual": (Manual, {}),
     "gradient_penalty": (GradientPenalty, {}),
+    "undefined_gradients": (UndefinedGradients, {}),
     "tensor_hooks": (TensorHooks, {}),
     "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
     "clipping": (Classifier, {"gradient_clip_val": 0.1}),

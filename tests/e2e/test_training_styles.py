@@ -57,7 +57,7 @@ def test_repeated_ops_and_their_backward_have_the_users_lines(style: str, tmp_pa
 
 
 @pytest.mark.parametrize("level", ["state", "module"])
-@pytest.mark.parametrize("style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch"])
+@pytest.mark.parametrize("style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch", "undefined_gradients"])
 def test_lower_levels_match_too(style: str, level: str, tmp_path: Path) -> None:
     module, options = STYLES[style]
     plain, _, states = train(module, **options)

@@ -78,6 +78,26 @@ def test_what_a_region_computes_is_what_it_computes_unwatched(backend: Any) -> N
     assert all(map(torch.equal, *gradients))
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x).relu(), self.other(x)
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_an_output_that_is_not_used_has_no_gradient(backend: Any, level: str) -> None:
+    model = Two()
+    compiled = torch.compile(model, backend=backend)
+    mode = HashMode(model, level=level)
+    trace = [step_of(mode, lambda: compiled(batch())[0].sum().backward()) for _ in range(2)][1]
+    gradients = [site.name for site in trace.program.sites if site.role == "named" and site.phase == "backward"]
+    assert gradients == ["grad of output[0]"]
+    assert [site.name for site in ends(trace, "inputs", "backward")] == ["grad of output 0"]
+
+
 def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend: Any) -> None:
     model = net()
     for block in model.blocks:

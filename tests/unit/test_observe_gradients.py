@@ -60,6 +60,20 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
     assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
 
 
+@pytest.mark.parametrize("function", [observe_grad, observe_non_deterministic_grad])
+def test_a_gradient_that_is_undefined_never_comes(tmp_path: Path, function: Any) -> None:
+    def run() -> None:
+        left, right = torch.ones(2, 2, requires_grad=True).unbind()
+        with ObserverContext(tmp_path, "run"):
+            function("left", left)
+            function("right", right)
+            left.sum().backward()  # the hook of the other is called with None
+
+    with pytest.warns(CoverageWarning, match="grad of right was observed, and no backward"):
+        run()
+    assert names(tmp_path / "run") == ["grad of left", "grad of right"]
+
+
 def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
     def gradients(name: str, scale: float, reference: Path | None = None) -> tuple[list[float], list[float]]:
         a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
