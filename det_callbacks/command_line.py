@@ -13,10 +13,7 @@ from typing import Any
 
 from det_callbacks.environment import is_secret
 
-HYDRA = "hydra"
 WITHHELD = "<withheld>"
-PLACE = "<place>"
-"""What an environment holds instead of an absolute path or an address."""
 
 _OURS = ("determinism", "callbacks.determinism", "callbacks/determinism")
 _SETTINGS = "determinism.settings"
@@ -58,7 +55,7 @@ def command_choice(
     if overrides is None:
         return {"process": {"argv": script_words(start)}}
     words = [_shown(word) for word in overrides if not _is_ours(word)]
-    return {"process": {"argv": [*script_words(start), *words], "launcher": HYDRA}}
+    return {"process": {"argv": [*script_words(start), *words]}}
 
 
 def _is_ours(override: str) -> bool:

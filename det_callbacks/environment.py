@@ -26,7 +26,7 @@ env.PYTHONHASHSEED, ...                  choice   yes   variables that ask for d
 settings.*, torch.default_dtype          choice   yes   seed, deterministic algorithms, precision
 code.git_commit, code.is_dirty           choice   no    a commit changes bits through what it changes
 config.sha256                            choice   no    a configuration through what it configures
-process.argv, process.launcher           choice   no    a command through what it chooses
+process.argv                             choice   no    a command through what it chooses
 what the caller passes                   choice   yes   hyperparameters, strategy, accumulation, clipping
 =======================================  =======  ====  ==============================================================
 
@@ -81,7 +81,7 @@ _KERNEL_VARIABLES = (
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-_ONLY_NAMES = frozenset({"config.sha256", "process.argv", "process.launcher"})
+_ONLY_NAMES = frozenset({"config.sha256", "process.argv"})
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
 
 # Settings that are machine facts, or variables, and are recorded under those names.

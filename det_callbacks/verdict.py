@@ -255,7 +255,8 @@ class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
     ``first_divergence`` is the least in the order (step, position in the step, rank). ``evidence`` is what led to the
-    cause, one line a finding, in the order of time.
+    cause, one line a finding, in the order of time. ``record_next`` are the arguments of
+    ``DeterminismCallback`` that record what is missing to learn more; None where nothing is missing.
     """
 
     verdict: VerdictName
@@ -269,6 +270,7 @@ class Verdict:
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
     evidence: tuple[str, ...] = ()
+    record_next: Mapping[str, Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -288,6 +290,7 @@ class Verdict:
             "cause": self.cause,
             "explanation": self.explanation,
             "evidence": list(self.evidence),
+            "record_next": None if self.record_next is None else dict(self.record_next),
             "counts": asdict(self.counts),
             "coverage": {
                 **asdict(self.coverage),
@@ -345,6 +348,7 @@ class Verdict:
                 ),
                 environment=tuple(EnvironmentDifference(**entry) for entry in data["environment"]["differences"]),
                 evidence=tuple(str(line) for line in data["evidence"]),
+                record_next=None if data["record_next"] is None else dict(data["record_next"]),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"its structure is not that of a verdict: {type(error).__name__}: {error}") from error

@@ -49,7 +49,7 @@ class DeterminismCallback(CallbackOptions):
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
         phases: among "forward", "backward" and "optimizer".
         every_n_steps: steps whose number is a multiple of it are recorded.
-        only_steps: the steps that are recorded, by number (those that ``det-callbacks bisect`` asks for), instead of
+        only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of
             every n-th; None is all of them. The others are not traced.
         compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
             "interpret": in the recorded steps its graphs run node by node instead, with other kernels than the compiled

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from rich.progress import Progress
 
 from det_callbacks.checkpoint import check_checkpoint
-from det_callbacks.cli.bisecting import add_bisect
 from det_callbacks.cli.checking import add_check
 from det_callbacks.cli.output import print_error, print_json
 from det_callbacks.compare import compare_runs
@@ -222,8 +221,6 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run=_diff)
-
-    add_bisect(commands)
 
     gather = commands.add_parser(
         "gather",

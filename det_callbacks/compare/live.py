@@ -12,6 +12,7 @@ from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
 from det_callbacks.compare.live_batches import LiveBatches
+from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.partial import empty_step, reached_part
 from det_callbacks.compare.rank_findings import RankFindings
@@ -26,6 +27,7 @@ from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.weight_loads import WeightLoad
@@ -86,6 +88,7 @@ class Verification:
             self._builder.set_world_size(peers.world_size)
         self._builder.set_weight_loads(reference.weight_loads(rank), (), rank=rank)
         self._peers = peers
+        self._selection = Selection.from_dict(reference.manifest["selection"])
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
             current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", stage=stage, overwrite=is_ours
@@ -275,6 +278,7 @@ class Verification:
                 current=str(self.current),
             )
             self.differs_anywhere = any(differs for _, differs in told)
+        verdict = with_next_recording(verdict, self._selection)
         if not pending or self.differs_anywhere:
             self.write(verdict)
         return verdict
@@ -283,7 +287,7 @@ class Verification:
         """Write the verdict on the steps of this rank, where the others do not come to the end of the fit any more."""
         self._judged = self._builder
         self._judged.measure(self._measure)
-        verdict = self._judged.finish()
+        verdict = with_next_recording(self._judged.finish(), self._selection)
         if self._peers.world_size == 1:
             self.write(verdict)
         else:

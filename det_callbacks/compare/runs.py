@@ -10,12 +10,14 @@ from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.eval_batches import compare_eval_batches
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
+from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments, digested_on
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
 
@@ -81,7 +83,7 @@ def compare_runs(
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, or None; got {jobs}.")
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
-    builder = begin_verdict(ours, theirs, reference, current)
+    builder = _begin_verdict(ours, theirs, reference, current)
     if ours.world_size != theirs.world_size:
         return builder.finish()
     if theirs.keeps != "all" and theirs.is_complete:
@@ -109,10 +111,10 @@ def compare_runs(
             "same training, and with the same every_n_steps."
         )
     builder.measure(KeptNumbers.of(ours, KeptRun.of(theirs, "the current run")))
-    return builder.finish()
+    return with_next_recording(builder.finish(), Selection.from_dict(ours.manifest["selection"]))
 
 
-def begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str | Path) -> VerdictBuilder:
+def _begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str | Path) -> VerdictBuilder:
     """Return a builder that knows all of two runs but their steps; it refuses runs of another number of processes.
 
     Raises:

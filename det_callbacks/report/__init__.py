@@ -1,7 +1,6 @@
 """Everything that a person reads: verdicts, runs and closing lines."""
 
 from det_callbacks.report.audit_text import audit_line, audit_lines
-from det_callbacks.report.bisect_text import render_bisection
 from det_callbacks.report.check_text import announce_run, render_check
 from det_callbacks.report.checkpoint_text import (
     mismatch_text,
@@ -67,7 +66,6 @@ __all__ = [
     "print_line",
     "progress_word",
     "recorded_line",
-    "render_bisection",
     "render_check",
     "render_checkpoint",
     "render_diagnosis",

@@ -1,12 +1,14 @@
 """A verdict in words, for a person who has to act on it."""
 
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.compare.numbers import to_keep
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.report.closing import count
 from det_callbacks.report.numbers_text import render_numbers
@@ -195,17 +197,29 @@ def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
         return
     for path in dict.fromkeys((verdict.reference, verdict.current)):
         _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
-    if any(origin.op.startswith(REGION) and not origin.op.endswith(".graph") for origin in verdict.origins):
-        _line(console, f"  which op of the compiled region it is: record step {first.step} again on both sides, with")
-        _line(console, f'      compiled="interpret" and only_steps=[{first.step}], and compare the two')
-    if (wanted := to_keep(verdict)) is not None:
-        divergence, pattern = wanted
-        _line(console, f"  det-callbacks bisect {verdict.reference} {verdict.current}")
-        _line(
-            console,
-            f"      how to record step {divergence.step} again on both sides, to see by how much it differs: with "
-            f"only_steps=[{divergence.step}] and keep_tensors={json.dumps([pattern])}",
-        )
+    if verdict.record_next is not None:
+        _render_record_next(verdict.record_next, console)
+
+
+def _render_record_next(arguments: Mapping[str, Any], console: Console) -> None:
+    """Print how to record what the runs do not hold, as arguments of the callback and as Hydra overrides."""
+    steps = arguments.get("only_steps")
+    which = (
+        "the training"
+        if steps is None
+        else f"step {steps[0]}"
+        if len(steps) == 1
+        else f"steps {steps[0]} to {steps[-1]}"
+    )
+    why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
+    _line(console, f"  {why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):")
+    values = {name: json.dumps(value) for name, value in arguments.items()}
+    _line(console, f"      in Python  {', '.join(f'{name}={value}' for name, value in values.items())}")
+    words = (
+        f"determinism.{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+        for name, value in arguments.items()
+    )
+    _line(console, f"      in Hydra   {shlex.join(words)}")
 
 
 def _kind_words(divergence: Divergence) -> str:

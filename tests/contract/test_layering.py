@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
     ("observe", "replay", "kept", "resume", "equivalence", "compare", "doctor", "audit", "export", "check"),
-    ("bisect", "report", "checkpoint", "ranks", "numerics"),
+    ("report", "checkpoint", "ranks", "numerics"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),
 )

@@ -273,12 +273,3 @@ def test_help(arguments: tuple[str, ...], command: Command) -> None:
     status, out, err = command(*arguments)
     assert (status, err) == (0, "")
     assert "det-callbacks" in out
-
-
-def test_a_folder_for_checkpoints_that_is_not_there_is_refused(runs: Path, command: Command) -> None:
-    paths = runs / "reference", runs / "other"
-    status, out, err = command("bisect", *paths, "--checkpoints", runs / "nope")
-    assert (status, out) == (2, "")
-    assert f"There is no folder {runs / 'nope'} to look for checkpoints in" in err
-    status, _, _ = command("bisect", *paths, "--checkpoints", runs)
-    assert status == 1

@@ -71,8 +71,3 @@ def test_overrides_are_kept_but_for_secrets_places_and_ours(override: str, kept:
     assert entry.value[-1:] == [kept] if kept is not None else override not in entry.value
     assert len(entry.value) == len(script_words()) + (kept is not None)
     assert (entry.is_machine, entry.changes_bits) == (False, False)
-
-
-def test_a_job_is_told_from_a_script() -> None:
-    assert command_choice([])["process"]["launcher"] == "hydra"
-    assert "launcher" not in command_choice()["process"]

@@ -1,0 +1,53 @@
+"""What a verdict says to record next."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from verdicts import DIVERGED, DIVERGENCE, MATCH
+
+from det_callbacks.compare.next_recording import with_next_recording
+from det_callbacks.trace.selection import Selection
+from det_callbacks.verdict import Divergence, Verdict
+
+STATE = replace(DIVERGENCE, step=40, op="", module="", phase="state", name="net.weight", is_origin=None)
+
+
+def diverged(first: Divergence, *origins: Divergence) -> Verdict:
+    return replace(DIVERGED, first_divergence=first, origins=origins)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ({}, {"level": "op", "only_steps": [40]}),
+        ({"every_n_steps": 5}, {"level": "op", "only_steps": [36, 37, 38, 39, 40]}),
+        ({"every_n_steps": 20}, {"level": "state"}),
+        ({"only_steps": (3, 37, 40)}, {"level": "op", "only_steps": [38, 39, 40]}),
+        ({"only_steps": (40, 41)}, {"level": "state"}),
+    ],
+)
+def test_the_steps_since_the_last_that_agrees(selection: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = with_next_recording(diverged(STATE), Selection(level="state", **selection))
+    assert found.record_next == expected
+    assert Verdict.from_dict(found.to_dict()) == found
+
+
+def test_an_origin_needs_no_step_before_it() -> None:
+    found = with_next_recording(DIVERGED, Selection(every_n_steps=20))
+    keep = "forward/net.head:aten.addmm.default"
+    assert found.record_next == {"level": "op", "only_steps": [3], "keep_tensors": [keep]}
+
+
+def test_the_inside_of_a_compiled_region() -> None:
+    region = replace(DIVERGENCE, op="compiled.forward.0")
+    found = with_next_recording(diverged(region, region), Selection())
+    assert found.record_next == {"level": "op", "only_steps": [3], "compiled": "interpret"}
+
+
+def test_nothing_where_the_runs_hold_all_there_is() -> None:
+    whole = replace(STATE, kind="missing", shape=None, dtype=None, name=None, phase="other")
+    assert with_next_recording(MATCH, Selection()).record_next is None
+    assert with_next_recording(diverged(whole), Selection(level="state")).record_next is None
+    assert with_next_recording(diverged(STATE), Selection()).record_next is None
+    assert with_next_recording(diverged(STATE), Selection(modules=("net*",))).record_next is not None
