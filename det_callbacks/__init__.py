@@ -32,7 +32,6 @@ from det_callbacks.errors import (
     RunExistsError,
     SelectionError,
     SettingsError,
-    StepNotRepeatableError,
     TraceError,
     WorkerError,
 )
@@ -96,7 +95,6 @@ __all__ = [
     "SelectionError",
     "SettingsError",
     "StateDigest",
-    "StepNotRepeatableError",
     "TensorComparison",
     "TraceError",
     "Verdict",

@@ -306,10 +306,6 @@ class TraceError(DetCallbacksError):
     """A step cannot be traced: modes were left out of order, or the trace is used in a way it does not support."""
 
 
-class StepNotRepeatableError(DetCallbacksError):
-    """A training step changed something that cannot be put back, or fails when it is run again, so no audit of it."""
-
-
 class ReplayError(DetCallbacksError):
     """Tensors cannot be saved (the budget, the disk), or saved bits cannot be put back into a live tensor."""
 

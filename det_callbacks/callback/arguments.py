@@ -1,6 +1,7 @@
 """The callback's arguments: what is allowed, and the message for everything else."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from det_callbacks.trace.selection import Selection
 MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")
 ON_DIVERGENCE = ("raise", "collect", "warn")
-AUDITS = ("ops", "step")
 RESUMES = ("exact", "warn", "plain")
 STAGE_ARGUMENTS = {
     "sanity check": "sanity_batches",
@@ -39,9 +39,6 @@ def check_arguments(
     sync_every_n_steps: object,
     audit_replicas_every_n_steps: object,
     overwrite: object,
-    audit: object,
-    audit_steps: object,
-    audit_runs: object,
     require_digests: object,
     resume: object,
     generators: object,
@@ -57,7 +54,6 @@ def check_arguments(
     _require_one_of("mode", mode, MODES)
     _require_one_of("steps", steps, STEPS)
     _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-    _require_one_of("audit", audit, AUDITS)
     _require_one_of("resume", resume, RESUMES)
     if mode in ("record", "verify") and (not isinstance(reference, str | Path) or not str(reference)):
         raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
@@ -87,11 +83,6 @@ def check_arguments(
         if not isinstance(value, bool):
             raise SelectionError(f"{name} must be True or False; got {value!r}.")
     _check_generators(generators)
-    is_list = isinstance(audit_steps, Sequence) and not isinstance(audit_steps, str) and len(audit_steps) > 0
-    if not is_list or not all(_is_int(step) and step >= 0 for step in audit_steps):  # type: ignore[attr-defined]  # a list
-        raise SelectionError(f"audit_steps must be numbers of steps, from 0, such as (0, 1, 2); got {audit_steps!r}.")
-    if not _is_int(audit_runs) or audit_runs < 2:  # type: ignore[operator]  # an int
-        raise SelectionError(f"audit_runs must be at least 2, the runs of a step to compare; got {audit_runs!r}.")
 
 
 def _check_generators(generators: object) -> None:
@@ -139,10 +130,10 @@ def check_keep(selection: Selection) -> None:
 
 def check_audit(selection: Selection, replay: ReplayChoice, keep: KeepChoice) -> None:
     """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
-    if selection != Selection() or replay.patterns or keep.patterns:
+    if replace(selection, only_steps=None) != Selection() or replay.patterns or keep.patterns:
         raise SelectionError(
-            "An audit looks at every op of the steps in audit_steps, and keeps nothing; leave level, modules, phases, "
-            f"every_n_steps, only_steps, replay and keep_tensors at their defaults. Got {selection.to_dict()}, "
+            "An audit looks at every op of the steps in only_steps, and keeps nothing; leave level, modules, phases, "
+            f"every_n_steps, replay and keep_tensors at their defaults. Got {selection.to_dict()}, "
             f"replay={list(replay.patterns)} and keep_tensors={list(keep.patterns)}."
         )
 
@@ -151,7 +142,7 @@ def check_processes(mode: str, world_size: int) -> None:
     """Raise ``SelectionError`` when several processes are to do what one alone can do."""
     if mode == "audit" and world_size > 1:
         raise SelectionError(
-            f"An audit runs ops and steps again in one process, and this Trainer starts {world_size}: the others would "
+            f"An audit runs ops again in one process, and this Trainer starts {world_size}: the others would "
             "wait in their collectives. Audit with devices=1."
         )
 
@@ -161,7 +152,7 @@ def check_unused_in_audit(**arguments: object) -> None:
     for name, value in arguments.items():
         if value:
             raise SelectionError(
-                f"An audit compares ops and steps with themselves and records nothing of batches and generators; leave "
+                f"An audit compares ops with themselves and records nothing of batches and generators; leave "
                 f"{name} at its default. Got {value!r}."
             )
 

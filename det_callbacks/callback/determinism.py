@@ -40,7 +40,7 @@ class DeterminismCallback(CallbackOptions):
     Args:
         reference: folder of the reference: written by record, read by verify. Relative to the working directory.
             None for an audit, which needs none.
-        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops or steps again to find what is
+        mode: "record" writes the reference, "verify" compares with it, "audit" runs ops again to find which are
             nondeterministic, "disabled" does nothing.
         current: verify: folder for the verdict and the diverging steps, by default ``determinism/verify-NNN`` below
             the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
@@ -50,7 +50,8 @@ class DeterminismCallback(CallbackOptions):
         phases: among "forward", "backward" and "optimizer".
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of
-            every n-th; None is all of them. The others are not traced.
+            every n-th; None is all of them. The others are not traced. Audit: the steps whose ops are run again; None
+            is the first three.
         compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
             "interpret": in the recorded steps its graphs run node by node instead, with other kernels than the compiled
             ones, so that every op is recorded.
@@ -74,9 +75,6 @@ class DeterminismCallback(CallbackOptions):
             of the steps that differ.
         keep_budget_mib: record: MiB that a process may keep in all, and hold in memory for a step; what comes after
             that is not kept, and said.
-        audit: audit: "ops" runs each op twice on the same inputs, "step" the whole step from the same state.
-        audit_steps: audit: the steps to audit, by number.
-        audit_runs: audit: how often a step is run (``audit="step"``); one more where two runs differ.
         require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
@@ -108,11 +106,10 @@ class DeterminismCallback(CallbackOptions):
         ReplayError: what is to be saved is larger than the budget, or the disk.
         RunExistsError: record would write over a run.
         ReplicaError: ranks that have to hold the same parameters, buffers or optimizer state do not.
-        AuditError: something audited differed from itself (at the end of the fit; ``.report`` says what).
+        AuditError: an audited op differed from itself (at the end of the fit; ``.report`` says what).
         CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
         CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
         NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
-        StepNotRepeatableError: an audited step changed what cannot be put back.
 
     In verify mode ``level``, ``modules``, ``phases``, ``every_n_steps``, ``only_steps`` and ``compiled`` are taken from
     the reference where they are left at their defaults; others than the reference's are refused.
@@ -222,7 +219,7 @@ class DeterminismCallback(CallbackOptions):
         begin_checkpoints = partial(self._checkpointing.begin_fit, run, mode=self.mode, reference=self.reference)
         if isinstance(run, Auditing):
             self.audit_report = None
-            run.begin_fit(trainer, pl_module, self.selection)
+            run.begin_fit(trainer, pl_module)
             begin_checkpoints()
             self._is_fitting = True
             return

@@ -58,9 +58,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         replay_total_mib: float = TOTAL_MIB,
         keep_tensors: Sequence[str] = (),
         keep_budget_mib: float = KEEP_BUDGET_MIB,
-        audit: Literal["ops", "step"] = "ops",
-        audit_steps: Sequence[int] = (0, 1, 2),
-        audit_runs: int = 2,
         require_digests: bool = False,
         resume: Literal["exact", "warn", "plain"] = "exact",
         generators: Mapping[str, Any] | None = None,
@@ -82,9 +79,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             sync_every_n_steps=sync_every_n_steps,
             audit_replicas_every_n_steps=audit_replicas_every_n_steps,
             overwrite=overwrite,
-            audit=audit,
-            audit_steps=audit_steps,
-            audit_runs=audit_runs,
             require_digests=require_digests,
             resume=resume,
             generators=generators,
@@ -134,9 +128,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
                 test_batches=test_batches,
                 predict_batches=predict_batches,
             )
-        self.audit = audit
-        self.audit_steps = tuple(audit_steps)
-        self.audit_runs = audit_runs
         self.require_digests = require_digests
         self.resume = resume
         self.generators = dict(generators or {})

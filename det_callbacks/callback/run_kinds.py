@@ -9,6 +9,7 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.kept import KeepChoice
 from det_callbacks.replay import ReplayChoice
 from det_callbacks.trace.peers import Peers
+from det_callbacks.trace.selection import Selection
 
 
 class RunArguments(Protocol):
@@ -22,21 +23,14 @@ class RunArguments(Protocol):
     overwrite: bool
     replay: ReplayChoice
     keep: KeepChoice
-    audit: Literal["ops", "step"]
-    audit_steps: tuple[int, ...]
-    audit_runs: int
+    selection: Selection
 
 
 def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Auditing:
     """Return a run that has not begun; not for mode "disabled"."""
     if arguments.mode == "audit":
-        return Auditing(
-            arguments.current,
-            kind=arguments.audit,
-            steps=arguments.audit_steps,
-            num_runs=arguments.audit_runs,
-            on_divergence=arguments.on_divergence,
-        )
+        steps = arguments.selection.only_steps
+        return Auditing(arguments.current, steps=steps, on_divergence=arguments.on_divergence)
     assert arguments.reference is not None
     if arguments.mode == "record":
         return Recording(

@@ -1,4 +1,4 @@
-"""Every op twice, compared bit for bit."""
+"""Every op run again, and compared bit for bit."""
 
 from det_callbacks.equivalence.mismatch import OpMismatch
 from det_callbacks.equivalence.mode import BitwiseEquivalenceMode

@@ -1,9 +1,10 @@
-"""Runs ops twice: what the private dispatch mode hands its calls to."""
+"""Runs ops again: what the private dispatch mode hands its calls to."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a bac
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Differing = tuple[int, Any, Any]
+_Place = tuple[str, Context, tuple[str, ...] | None, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,9 @@ def make_check_plan(func: Any) -> CheckPlan:
 
 class Checker:
     """Runs each op twice and compares; owns the counts and the mismatches.
+
+    An op that differs is run a third time, so that a fault that came once (a flipped bit) can be told from an op that
+    does not agree with itself.
 
     Args:
         places: where ops run.
@@ -153,11 +161,12 @@ class Checker:
         occurrence: int,
     ) -> Any:
         plan = check.plan
-        again: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        second_call = third_call = (args, kwargs)
         if plan.writes:
-            again = self._copied(check, args, kwargs)
-        if again is None:
-            return plan.call(*args, **kwargs)
+            copied = self._copied_twice(check, args, kwargs)
+            if copied is None:
+                return plan.call(*args, **kwargs)
+            second_call, third_call = copied
         states = None
         if plan.draws_random or check.is_foreign:
             states = GeneratorStates(args, kwargs, with_python=check.is_foreign)
@@ -174,76 +183,47 @@ class Checker:
             self.skipped["no_data" if first else "no_output"] += 1
             return out
         with _no_modes_below():
-            second = self._second(check, states, *again)
-            if second is not None:
-                with _DisableTorchFunction():
-                    self._compare(plan, first, second, phase, context, source, occurrence)
+            second = _run_again(plan, states, *second_call)
+            if second is None:
+                self.skipped["second_run_raised"] += 1
+                return out
+            is_transient = False
+            try:
+                differing = _differing(first, second)
+                if differing and (third := _run_again(plan, states, *third_call)) is not None:
+                    is_transient = not (_differing(first, third) and _differing(second, third))
+            except (TypeError, DetCallbacksError):
+                self.skipped["unreadable"] += 1
+                return out
+            self.num_compared += 1
+            with _DisableTorchFunction():
+                self._report(plan, differing, (phase, context, source, occurrence), is_transient=is_transient)
         return out
 
-    def _copied(
+    def _copied_twice(
         self, check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments of the second run; None, counted, when they cannot be copied."""
-        written = written_arguments(check.plan, args, kwargs)
-        for name in check.scratch:
-            value = _argument(check.plan, name, args, kwargs)
-            if isinstance(value, Tensor):
-                written.append(value)
+    ) -> tuple[_Call, _Call] | None:
+        """Return the arguments of the second and of the third run; None, counted, when they cannot be copied."""
+        written = _written(check, args, kwargs)
         if not all(map(holds_data, written)):
             self.skipped["no_data"] += 1
             return None
         try:
             with _no_modes_below(), _DisableTorchFunction():
                 copies = Copies(args, kwargs, written)
+                others = Copies(copies.args, copies.kwargs, _written(check, copies.args, copies.kwargs))
         except AliasedError:
             self.skipped["aliased"] += 1
             return None
         except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
             self.skipped["not_copied"] += 1
             return None
-        return copies.args, copies.kwargs
+        return (copies.args, copies.kwargs), (others.args, others.kwargs)
 
-    def _second(
-        self, check: CheckPlan, states: GeneratorStates | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the second run wrote; None, counted, when it raised."""
-        plan = check.plan
-        if states is not None:
-            states.rewind()
-        try:
-            out = plan.call(*args, **kwargs)
-        except Exception:  # whatever an op raises; the first run stands, and it is counted as not compared
-            self.skipped["second_run_raised"] += 1
-            return None
-        finally:
-            if states is not None:
-                states.forward()
-        return written_by_call(plan, out, args, kwargs)
-
-    def _compare(
-        self,
-        plan: OpPlan,
-        first: Any,
-        second: Any,
-        phase: str,
-        context: Context,
-        source: tuple[str, ...] | None,
-        occurrence: int,
-    ) -> None:
-        if len(first) != len(second):
-            second = [*second, *(None for _ in first)]
-        try:
-            differing = [
-                index
-                for index, (one, other) in enumerate(zip(first, second, strict=False))
-                if not has_same_bits(one, other)
-            ]
-        except (TypeError, DetCallbacksError):
-            self.skipped["unreadable"] += 1
-            return
-        self.num_compared += 1
-        for index in differing:
-            difference = difference_of(first[index], second[index])
+    def _report(self, plan: OpPlan, differing: list[_Differing], place: _Place, *, is_transient: bool) -> None:
+        phase, context, source, occurrence = place
+        for index, one, other in differing:
+            difference = difference_of(one, other)
             mismatch = OpMismatch(
                 phase=phase,
                 module=module_of(context),
@@ -256,10 +236,43 @@ class Checker:
                 num_elements=difference.num_elements,
                 num_differing=difference.num_differing,
                 max_ulps=difference.max_ulps,
+                is_transient=is_transient,
             )
             self.mismatches.add(mismatch)
             if self._raises:
                 raise error_of(mismatch)
+
+
+def _run_again(
+    plan: OpPlan, states: GeneratorStates | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any] | None:
+    """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
+    if states is not None:
+        states.rewind()
+    try:
+        out = plan.call(*args, **kwargs)
+    except Exception:  # whatever an op raises; the first run stands
+        return None
+    finally:
+        if states is not None:
+            states.forward()
+    return written_by_call(plan, out, args, kwargs)
+
+
+def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Differing]:
+    """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
+    with _DisableTorchFunction():
+        return [
+            (index, one, other)
+            for index, (one, other) in enumerate(zip_longest(first, second))
+            if not has_same_bits(one, other)
+        ]
+
+
+def _written(check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that an op writes, scratch memory included."""
+    values = (_argument(check.plan, name, args, kwargs) for name in check.scratch)
+    return written_arguments(check.plan, args, kwargs) + [value for value in values if isinstance(value, Tensor)]
 
 
 def _argument(plan: OpPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ MAX_KEPT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMismatch:
-    """One output of an op, at one place, that differed between two runs on the same inputs.
+    """One output of an op, at one place, that differed between two runs on the same inputs; a third one followed.
 
     Attributes:
         phase: "forward", "backward", "optimizer" or what was set.
@@ -25,6 +25,7 @@ class OpMismatch:
         num_elements: of the first run's output.
         num_differing: elements whose bits differ; all of them when the second run gave another shape or dtype.
         max_ulps: largest distance of two elements, as ``digest.ulps`` defines it; None where there is none.
+        is_transient: whether everything that the third run wrote agrees with the first run, or with the second.
         count: how often it was found there, in the blocks so far; the rest is of the first time.
     """
 
@@ -39,15 +40,17 @@ class OpMismatch:
     num_elements: int
     num_differing: int
     max_ulps: int | None
+    is_transient: bool
     count: int = 1
 
     def __str__(self) -> str:
         module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
+        third = "; of three runs two agree, so it may be transient" if self.is_transient else ""
         return (
             f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
-            f"{self.output} differ{distance}"
+            f"{self.output} differ{distance}{third}"
         )
 
 

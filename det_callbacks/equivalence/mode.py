@@ -33,6 +33,9 @@ class _Interceptor(DispatchMode):
 class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and tell those that gave other bits.
 
+    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a flipped bit of
+    the hardware, perhaps), unless it comes again.
+
     The program gets the results of the first run, and goes on as it would without the mode: generators (torch's on the
     CPU and on CUDA, those passed as arguments; for custom ops also Python's and NumPy's) are put back before the
     second run and stand as after one run when it is over; what an op writes in place is copied before. NaN payloads
@@ -53,7 +56,7 @@ class BitwiseEquivalenceMode:
     Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
     for a custom op 70 more. A step of a small MLP (114 ops in 0.6 ms) takes 8 times as long, of a transformer of
     6 x 384 2.4 times (two cores of a CPU, torch 2.13).
-    Memory: one op's outputs, and copies of the storages that it writes.
+    Memory: one op's outputs, and two copies of the storages that it writes.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.

@@ -13,8 +13,7 @@ _COLUMNS = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "
 
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
     """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
-    compared = count(report.num_compared, "op" if report.kind == "ops" else "site")
-    what = f"audited {count(len(report.steps), 'step')}, {compared} run again"
+    what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
     if missed:
         what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
     if not report.findings:
@@ -35,31 +34,22 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
             f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
             f"replay={str(replay)!r}, which saves their outputs and puts them back."
         )
-    judgements = {found.judgement for found in report.findings}
-    if "transient" in judgements:
-        advice.append("Transient: one of three runs of one step disagreed with the others; suspect the hardware first.")
-    if "not held" in judgements:
+    if any(found.judgement == "transient" for found in report.findings):
         advice.append(
-            "Not held: the runs did not begin from the same place, so no op is accused. Something that the audit does "
-            "not hold changed: a global or class variable, a function's attribute, a cache, a file. The training went "
-            "on with it changed once per run, so its weights may not be those of an unaudited run."
+            "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
         )
-    num_ops = sum(found.judgement != "not held" for found in report.findings)
-    begin = f"Run again on the same inputs, {count(num_ops, 'op')} gave other bits."
-    if not num_ops:
-        begin = "Run again, the audited steps did not begin from the same place."
+    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
     return "\n".join([begin, "", table, "", *advice])
 
 
 def _row(found: AuditFinding) -> list[str]:
-    elements = "" if found.num_elements is None else f"{found.num_elements:,}"
     return [
         found.judgement,
         found.phase,
         found.module,
-        found.op or (found.name or ""),
+        found.op,
         ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
-        elements,
+        f"{found.num_elements:,}",
         "" if found.max_ulps is None else f"{found.max_ulps:,}",
         found.source[0] if found.source else "",
     ]

@@ -111,9 +111,6 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "determinism.keep_tensors=['backward/*:aten.mm.default']",
         "determinism.keep_budget_mib=64",
         "determinism.audit_replicas_every_n_steps=50",
-        "determinism.audit=step",
-        "determinism.audit_steps=[5]",
-        "determinism.audit_runs=3",
         "determinism.settings.seed=0",
     )
     assert list(config.callbacks) == ["stopping", "determinism"]
@@ -145,9 +142,6 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "replay_total_mib": 16384.0,
         "keep_tensors": ["backward/*:aten.mm.default"],
         "keep_budget_mib": 64,
-        "audit": "step",
-        "audit_steps": [5],
-        "audit_runs": 3,
         "require_digests": False,
         "resume": "exact",
         "generators": None,

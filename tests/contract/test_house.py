@@ -29,12 +29,12 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
     ): "the thread that waits for this one raises the error it keeps",
     (
         "det_callbacks/equivalence/checker.py",
-        "_copied",
+        "_copied_twice",
     ): "a check that cannot be made must not stop the program; it is counted as not made",
     (
         "det_callbacks/equivalence/checker.py",
-        "_second",
-    ): "what only the second run raises is not the program's; it is counted as not compared",
+        "_run_again",
+    ): "what only another run raises is not the program's; the second is counted as not compared",
     ("det_callbacks/ranks/group.py", "agree"): "what one rank raises is told to the others, and then raised",
 }
 

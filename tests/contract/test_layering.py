@@ -13,11 +13,11 @@ MAX_LINES = 400
 
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "verdict"),
+    ("audit", "errors", "verdict"),
     ("patterns", "device_generators"),
     ("digest", "code_state", "command_line", "environment", "nondeterminism", "settings"),
     ("trace",),
-    ("observe", "replay", "kept", "resume", "equivalence", "compare", "doctor", "audit", "export", "check"),
+    ("observe", "replay", "kept", "resume", "equivalence", "compare", "doctor", "export", "check"),
     ("report", "checkpoint", "ranks", "numerics"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),

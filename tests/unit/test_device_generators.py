@@ -10,7 +10,6 @@ from device_stand_ins import StandInDevices, StandInGenerator
 from torch import Tensor
 
 from det_callbacks import HashMode, enforce_determinism
-from det_callbacks.audit.held_state import HeldState
 from det_callbacks.callback.proof import _undrawn
 from det_callbacks.device_generators import home_devices, is_default, keep_states, used_generators
 from det_callbacks.equivalence.generators import GeneratorStates as OpStates
@@ -73,7 +72,6 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert not [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
     assert not [name for name in GeneratorStates.capture().states if "cuda" in name]
     OpStates((), {}, with_python=False).rewind()
-    HeldState({}).put_back()
     assert cuda.queued == []
 
 
@@ -115,14 +113,13 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "_default_mps_generator", mac)
     assert names() == ["torch.xpu:0", "torch.xpu", "torch.mps"]
-    states, held = stored(GeneratorStates.capture()), HeldState({})
+    states = stored(GeneratorStates.capture())
     before = [generator.get_state() for generator in (*xpu, mac)]
-    for put_back, expected in ((states.restore, []), (held.put_back, ["XPU's generators", "MPS's generators"])):
-        for generator in (*xpu, mac):
-            torch.rand(1, generator=generator)
-        assert put_back() == expected
-        now = [generator.get_state() for generator in (*xpu, mac)]
-        assert all(map(torch.equal, now, before))
+    for generator in (*xpu, mac):
+        torch.rand(1, generator=generator)
+    assert states.restore() == []
+    now = [generator.get_state() for generator in (*xpu, mac)]
+    assert all(map(torch.equal, now, before))
 
 
 # what is recorded
@@ -324,28 +321,6 @@ def test_an_op_is_run_again_from_where_it_began_on_any_device(cuda: StandInDevic
     cuda.generators[0].draw()
     states.forward()
     assert positions(cuda) == after == [0, 4, 4, 0]
-
-
-def test_a_step_is_run_again_from_where_it_began(cuda: StandInDevices) -> None:
-    held = HeldState({})
-    assert held.put_back() == []
-    cuda.generators[2].draw()
-    assert held.put_back() == ["CUDA's generators"]
-    assert positions(cuda) == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(("seed", "start"), [(9, 9), (2**40, 67280421310721)])
-def test_a_step_that_is_the_first_on_cuda_starts_again_from_the_seed(
-    cuda: StandInDevices, seed: int, start: int
-) -> None:
-    cuda.is_initialized = False
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        held = HeldState({})
-        cuda.is_initialized = True
-        cuda.generators[0].draw()
-        assert held.put_back() == ["CUDA's generators"]
-    assert [(one.seed, one.offset) for one in cuda.generators] == [(start, 0)] * 4
 
 
 def test_settings_and_proofs_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
