@@ -3,6 +3,7 @@
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
+from det_callbacks.compare.changes import Changes
 from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.program import Program, Site, StepView
@@ -10,6 +11,10 @@ from det_callbacks.trace.program import Program, Site, StepView
 SOURCE_ROLES = ("input", "generator", "samples")
 SOURCE_PHASES = ("data", "rng", "input")
 _BEFORE_OPS = ("state", "data", "rng", "input")
+_READ_UNSEEN = frozenset({"int", "float", "bool", "int32", "int64"})
+"""Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
+(``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not say whether it is of the host."""
+_HOST_GENERATORS = ("python", "numpy")
 
 
 class OriginFinder:
@@ -19,62 +24,118 @@ class OriginFinder:
         reference: the step in the reference.
         current: the same step in the current run.
         alignment: which of their sites belong together.
-        differs: bool by row of the alignment: other bits, another layout, or only one side has it. A call with other
-            arguments and the same bits is not meant: whoever reads its output reads the same.
+        changes: what differs. A call with other arguments and the same bits passes nothing on: whoever reads its output
+            reads the same.
     """
 
-    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, differs: np.ndarray) -> None:
+    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, changes: Changes) -> None:
         self._reference = reference
         self._current = current
         self._differs = (
-            _by_position(len(reference.program), alignment.reference, differs),
-            _by_position(len(current.program), alignment.current, differs),
+            _by_position(len(reference.program), alignment.reference, changes.differs),
+            _by_position(len(current.program), alignment.current, changes.differs),
         )
-        self._partners = alignment
-        self._first_value = tuple(
-            next((at for at, flag in enumerate(flags) if flag and view.program.sites[at].role == "value"), len(flags))
-            for flags, view in zip(self._differs, (reference, current), strict=True)
-        )
+        self._alignment = alignment
+        self._changes = changes
+        self._partners: dict[int, int] | None = None
         self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
+        self._first_readable = next(filter(self._is_readable, np.flatnonzero(changes.differs).tolist()), len(alignment))
 
-    def is_origin(
-        self, reference: int, current: int, *, is_comparable: bool = True, has_other_arguments: bool = False
-    ) -> bool | None:
-        """Return whether the difference at two aligned sites starts there.
-
-        Args:
-            reference: position in the reference, -1 where only the current step has the site.
-            current: position in the current step, -1 where only the reference has it.
-            is_comparable: False where the op's arguments could not be compared.
-            has_other_arguments: the op was called with other arguments.
+    def is_origin(self, row: int) -> bool | None:
+        """Return whether the difference at a row of the alignment starts there.
 
         Returns:
             True when nothing the op read differs, on either side; False when something does, or when the site is a
             source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
             be proven: what wrote it was not recorded, or was seen to have been changed unseen, or a collective
             delivered it, into which other ranks may have put something else; or a CUDA graph may have written it; or
-            it goes into a compiled region, or was seen inside one; or the op was called with other arguments
-            after a number read back from a tensor differed, which Python may have passed on.
+            it goes into a compiled region, or was seen inside one; or Python may have passed it on
+            (see ``may_be_passed_on``).
         """
-        site = self._current.program.sites[current] if current >= 0 else self._reference.program.sites[reference]
-        position, side = (current, 1) if current >= 0 else (reference, 0)
-        if is_source(site, position < self._num_leading[side]):
-            return False
-        if self.has_differing_input(reference, current):
+        left, right = self._places(row)
+        site = self.site(row)
+        if self.is_source(row) or self.has_differing_input(left, right):
             return False
         # Bits of a named tensor are those that its writers left: if they agree, something unseen wrote it, and without
         # recorded writers nothing is known.
-        if not site.op or not is_comparable or current in self._current.unseen_writes:
+        known = self._changes.arguments.get(row)
+        if not site.op or (known is not None and not known.is_known) or right in self._current.unseen_writes:
             return None
-        if site.role in ("delivered", "left") or self._reads_in_flight(reference, current):
+        if site.role in ("delivered", "left") or self._reads_in_flight(left, right):
             return None
-        if site.role == "entering" or self.is_inside_region(reference, current):
+        if site.role == "entering" or self.is_inside_region(left, right):
             return None
-        if site.op.startswith(REGION) and self._misses_parameters(site, side):
+        if site.op.startswith(REGION) and self._misses_parameters(site, 1 if right >= 0 else 0):
             return None
-        if site.role == "sent" and reference >= 0 and current >= 0 and not has_other_arguments:
+        if site.role == "sent" and self._changes.kinds[row] in ("content", "structure"):
             return None  # nothing computed it: what wrote it agrees, so something unseen did
-        return None if has_other_arguments and position > self._first_value[side] else True
+        return None if self.may_be_passed_on(row) else True
+
+    def site(self, row: int) -> Site:
+        """Return the site at a row: the current step's, else the reference's."""
+        left, right = self._places(row)
+        return self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+
+    def is_leading(self, row: int) -> bool:
+        """Return whether a row lies before everything that the step computed."""
+        left, right = self._places(row)
+        return right < self._num_leading[1] if right >= 0 else left < self._num_leading[0]
+
+    def is_source(self, row: int) -> bool:
+        """Return whether a row is where something enters the step: it was not computed in it."""
+        site = self.site(row)
+        if site.op:
+            return False
+        is_state = site.phase == "state" and self.is_leading(row)
+        return site.role in SOURCE_ROLES or site.phase in SOURCE_PHASES or is_state
+
+    def may_be_passed_on(self, row: int) -> bool:
+        """Return whether a difference may follow from one that Python could read before, past every edge.
+
+        A shape, a number and whether an op runs at all may come from any shape, number or host tensor of lengths that
+        was there before; other bits from the same inputs may not.
+        """
+        if not self.is_after_readable(row):
+            return False
+        return self._changes.kinds[row] != "content" or self.is_rewired(row)
+
+    def is_after_readable(self, row: int) -> bool:
+        """Return whether something that Python could read differs before the call that a row belongs to."""
+        first = self._first_readable
+        if first == len(self._alignment) or self._call(row) == self._call(first):
+            return False
+        # rows that only the reference has stand before those that only the current step has
+        return row > first or (self.is_leading(first) and not self.is_leading(row))
+
+    def is_rewired(self, row: int) -> bool:
+        """Return whether an op with other bits reads other sites than its partner in the reference does."""
+        left, right = self._places(row)
+        if self._alignment.is_same_program or self._changes.kinds[row] != "content" or not self.site(row).op:
+            return False
+        if self._partners is None:
+            pairs = zip(self._alignment.current.tolist(), self._alignment.reference.tolist(), strict=True)
+            self._partners = {current: reference for current, reference in pairs if current >= 0}
+        inputs = [self._partners.get(place, -1) for place in self._current.program.sites[right].inputs]
+        return sorted(inputs) != sorted(self._reference.program.sites[left].inputs)
+
+    def _is_readable(self, row: int) -> bool:
+        """Return whether Python may know of the difference at a row: another structure, or a number that it reads."""
+        left, right = self._places(row)
+        site = self.site(row)
+        if site.role == "value" or (site.role == "generator" and site.name in _HOST_GENERATORS):
+            return True
+        if left < 0 or right < 0:
+            return site.phase == "data"
+        ours, theirs = self._reference.layout.entries[left], self._current.layout.entries[right]
+        return ours != theirs or (theirs is not None and theirs.dtype in _READ_UNSEEN)
+
+    def _places(self, row: int) -> tuple[int, int]:
+        return int(self._alignment.reference[row]), int(self._alignment.current[row])
+
+    def _call(self, row: int) -> tuple[bool, int]:
+        """Return what the outputs of one call have in common: the side, and the position of the first of them."""
+        left, right = self._places(row)
+        return right >= 0, (right if right >= 0 else left) - self.site(row).output
 
     def is_behind_graph(self, reference: int, current: int) -> bool:
         """Return whether a site holds memory that a CUDA graph may have written, and nobody recorded since."""
@@ -115,18 +176,6 @@ class OriginFinder:
             if position >= 0 and any(differs[place] for place in view.program.sites[position].inputs):
                 return True
         return False
-
-
-def is_source(site: Site, is_leading: bool) -> bool:
-    """Return whether a site is where something enters the step: it was not computed in it.
-
-    Args:
-        site: the site.
-        is_leading: whether it lies before everything that the step computed; a state there is the initial one.
-    """
-    if site.op:
-        return False
-    return site.role in SOURCE_ROLES or site.phase in SOURCE_PHASES or (site.phase == "state" and is_leading)
 
 
 def num_leading_sites(program: Program) -> int:

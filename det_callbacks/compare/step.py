@@ -17,7 +17,7 @@ from det_callbacks.compare.collectives import (
     differing_calls,
     is_in_flight,
 )
-from det_callbacks.compare.origin import OriginFinder, is_source, num_leading_sites
+from det_callbacks.compare.origin import OriginFinder
 from det_callbacks.trace.program import Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
@@ -35,6 +35,7 @@ class Finding:
         role: of its site.
         is_source: something entered the step here: it was not computed in it.
         is_rewired: the op reads other tensors than in the reference.
+        is_passed_on: Python may have passed it on, from a shape or a number that differs before it.
         layouts: of the reference and of the current step, where the kind is structure.
         arguments: of an op whose arguments differ.
         is_leading: it lies before everything that the step computed.
@@ -48,6 +49,7 @@ class Finding:
     role: str
     is_source: bool
     is_rewired: bool = False
+    is_passed_on: bool = False
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
     arguments: ArgumentDifference | None = None
     is_leading: bool = False
@@ -158,9 +160,7 @@ class _Description:
         self._current = current
         self._alignment = alignment
         self._changes = changes
-        self._finder = OriginFinder(reference, current, alignment, changes.differs)
-        self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
-        self._partners: dict[int, int] | None = None
+        self._finder = OriginFinder(reference, current, alignment, changes)
 
     def difference(self, limit: int) -> StepDifference:
         divergences: list[Divergence] = []
@@ -172,7 +172,7 @@ class _Description:
             is_wanted = len(divergences) < limit
             if not is_wanted and len(origins) >= limit:
                 break
-            is_origin = self._is_origin(row)
+            is_origin = self._finder.is_origin(row)
             is_evidence = not origins and len(findings) < MAX_SOURCES and (not findings or self._is_source(row))
             is_restored = len(restored) < MAX_SOURCES and self._is_state_found(row)
             if not (is_wanted or is_evidence or is_origin or is_restored):
@@ -197,7 +197,9 @@ class _Description:
             findings=tuple(findings),
             kinds=frozenset(self._changes.kinds.values()),
             restored=tuple(restored),
-            num_initial=sum(self._is_state_found(row) for row in range(len(self._alignment)) if self._is_leading(row)),
+            num_initial=sum(
+                self._is_state_found(row) for row in range(len(self._alignment)) if self._finder.is_leading(row)
+            ),
             among_ranks=RankDifference(
                 rank=self._current.rank,
                 segment=self._current.record.segment,
@@ -213,20 +215,20 @@ class _Description:
         delivered: list[tuple[CallKey, Divergence]] = []
         begins: set[Begins] = set()
         calls: dict[int, CallKey] = {}
-        is_passed_on = was_delivered = False
+        was_delivered = False
         for row in self._changes.kinds:
             left, right = self._places(row)
-            site = self._site(row)
-            # Python may pass a number on, and what a collective delivered: by skipping an op, or calling it otherwise
-            is_passed_on |= site.role == "value"
+            site = self._finder.site(row)
             if self._finder.has_differing_input(left, right):
                 continue
             if site.role != "delivered" or is_in_flight(self._reference, self._current, left, right):
+                # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
+                is_passed_on = was_delivered or site.role == "value" or self._finder.is_after_readable(row)
                 begun = self._begun(row, site, is_passed_on=is_passed_on)
                 if begun != "open" or not was_delivered:
                     begins.add(begun)
                 continue
-            is_passed_on = was_delivered = True
+            was_delivered = True
             if right >= 0 and len(delivered) < limit:
                 calls = calls or {
                     position: call_key(call.op, group, number)
@@ -247,44 +249,27 @@ class _Description:
             return "open" if is_exchanged or is_passed_on else "outside"
         if site.op and self._changes.kinds[row] in ("argument", "missing", "extra"):
             return "open" if is_passed_on else "outside"
-        return "own" if self._is_origin(row) else "open"
-
-    def _site(self, row: int) -> Site:
-        left, right = self._places(row)
-        return self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        return "own" if self._finder.is_origin(row) else "open"
 
     def _is_state_found(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
         left, right = self._places(row)
-        site = self._site(row)
+        site = self._finder.site(row)
         if site.op or site.name is None or site.role not in ("named", "input"):
             return False
-        is_found = site.role == "input" or (site.phase == "state" and self._is_leading(row))
+        is_found = site.role == "input" or (site.phase == "state" and self._finder.is_leading(row))
         return is_found and not self._finder.has_differing_input(left, right)
 
     def _places(self, row: int) -> tuple[int, int]:
         return int(self._alignment.reference[row]), int(self._alignment.current[row])
 
-    def _is_leading(self, row: int) -> bool:
-        left, right = self._places(row)
-        return right < self._num_leading[1] if right >= 0 else left < self._num_leading[0]
-
     def _is_source(self, row: int) -> bool:
-        left, right = self._places(row)
-        site = self._site(row)
-        return is_source(site, self._is_leading(row)) and not self._finder.has_differing_input(left, right)
-
-    def _is_origin(self, row: int) -> bool | None:
-        known = self._changes.arguments.get(row)
-        is_comparable = known is None or known.is_known
-        return self._finder.is_origin(
-            *self._places(row), is_comparable=is_comparable, has_other_arguments=known is not None
-        )
+        return self._finder.is_source(row) and not self._finder.has_differing_input(*self._places(row))
 
     def _finding(self, row: int, is_origin: bool | None) -> Finding:
         left, right = self._places(row)
         kind = self._changes.kinds[row]
-        site = self._site(row)
+        site = self._finder.site(row)
         ours = self._reference.layout.entries[left] if left >= 0 else None
         theirs = self._current.layout.entries[right] if right >= 0 else None
         layout = theirs if right >= 0 else ours
@@ -311,10 +296,11 @@ class _Description:
             position=row,
             role=site.role,
             is_source=self._is_source(row),
-            is_rewired=bool(site.op) and kind == "content" and self._is_rewired(left, right),
+            is_rewired=self._finder.is_rewired(row),
+            is_passed_on=self._finder.may_be_passed_on(row),
             layouts=(ours, theirs) if left >= 0 and right >= 0 and ours != theirs else None,
             arguments=self._changes.arguments.get(row),
-            is_leading=self._is_leading(row),
+            is_leading=self._finder.is_leading(row),
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
             is_inside_region=self._finder.is_inside_region(left, right),
             is_behind_graph=self._finder.is_behind_graph(left, right),
@@ -326,13 +312,3 @@ class _Description:
             return False
         site, following = (self._current.program.sites[self._places(place)[1]] for place in (row, row + 1))
         return site.phase == "data" and following.role == "samples" and following.name == site.name
-
-    def _is_rewired(self, left: int, right: int) -> bool:
-        """Return whether an op reads other sites than its partner in the reference does."""
-        if self._alignment.is_same_program:
-            return False
-        if self._partners is None:
-            pairs = zip(self._alignment.current.tolist(), self._alignment.reference.tolist(), strict=True)
-            self._partners = {current: reference for current, reference in pairs if current >= 0}
-        inputs = [self._partners.get(place, -1) for place in self._current.program.sites[right].inputs]
-        return sorted(inputs) != sorted(self._reference.program.sites[left].inputs)

@@ -13,7 +13,7 @@ import numpy as np
 from det_callbacks.compare.align import Alignment, align
 from det_callbacks.compare.changes import Changes, find_changes
 from det_callbacks.compare.compared import ComparedSteps
-from det_callbacks.compare.origin import OriginFinder, is_source, num_leading_sites
+from det_callbacks.compare.origin import OriginFinder
 from det_callbacks.compare.walk import num_equal_steps
 from det_callbacks.trace.program import Site, StepView
 from det_callbacks.trace.store import Run
@@ -183,22 +183,12 @@ def differing_sites(reference: StepView, current: StepView, edges: Edges | None 
     # Few rows read nothing that differs, so that only those few are judged one by one.
     begins = ~_reads_differing(reference, current, alignment, changes.differs, edges)[rows]
     origins, sources, unproven = (np.zeros(len(rows), dtype=bool) for _ in range(3))
-    finder = OriginFinder(reference, current, alignment, changes.differs)
-    leading = num_leading_sites(reference.program), num_leading_sites(current.program)
+    finder = OriginFinder(reference, current, alignment, changes)
     for index in np.flatnonzero(begins).tolist():
-        row = int(rows[index])
-        left, right = int(alignment.reference[row]), int(alignment.current[row])
-        site = current.program.sites[right] if right >= 0 else reference.program.sites[left]
-        known = changes.arguments.get(row)
-        is_origin = finder.is_origin(
-            left,
-            right,
-            is_comparable=known is None or known.is_known,
-            has_other_arguments=known is not None,
-        )
+        is_origin = finder.is_origin(int(rows[index]))
         origins[index] = is_origin is True
         unproven[index] = is_origin is None
-        sources[index] = is_source(site, right < leading[1] if right >= 0 else left < leading[0])
+        sources[index] = finder.is_source(int(rows[index]))
     return SiteDifferences(
         reference=reference,
         current=current,
