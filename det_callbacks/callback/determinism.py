@@ -53,8 +53,8 @@ class DeterminismCallback(CallbackOptions):
             every n-th; None is all of them. The others are not traced. Audit: the steps whose ops are run again; None
             is the first three.
         compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
-            "interpret": in the recorded steps its graphs run node by node instead, with other kernels than the compiled
-            ones, so that every op is recorded.
+            "eager": the recorded steps run under ``torch.compiler.set_stance("force_eager")``, with other kernels than
+            the compiled ones, so that every op is recorded.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
             with ``enforce_determinism`` before the model is built (the Hydra preset does).

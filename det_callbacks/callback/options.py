@@ -46,7 +46,7 @@ class CallbackOptions(EvalHooks, AlertCallback):
         phases: Sequence[str] = PHASES,
         every_n_steps: int = 1,
         only_steps: Sequence[int] | None = None,
-        compiled: Literal["run", "interpret"] = "run",
+        compiled: Literal["run", "eager"] = "run",
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",

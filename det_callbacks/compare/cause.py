@@ -234,7 +234,7 @@ RULES: tuple[Rule, ...] = (
             "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled "
             "before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one "
             f"graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step "
-            f'{facts.difference.step} of both with compiled="interpret" (only_steps=[{facts.difference.step}]) to see '
+            f'{facts.difference.step} of both with compiled="eager" (only_steps=[{facts.difference.step}]) to see '
             "which op is another"
         ),
     ),

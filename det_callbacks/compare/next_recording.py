@@ -38,7 +38,7 @@ def _arguments(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
     if wanted is not None:
         return {**arguments, "only_steps": [wanted[0].step], "keep_tensors": [wanted[1]]}
     if any(origin.op.startswith(REGION) and not origin.op.endswith(".graph") for origin in verdict.origins):
-        return {**arguments, "compiled": "interpret"}
+        return {**arguments, "compiled": "eager"}
     has_all = selection.level == "op" and selection.modules == ("*",) and selection.phases == PHASES
     return None if has_all and len(steps) == 1 else arguments
 

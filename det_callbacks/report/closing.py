@@ -28,9 +28,9 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
     num_regions = sum(region.startswith(REGION) for region in regions)
     num_graphs = sum(region.startswith(GRAPH) for region in regions)
     words = []
-    if compiled == "interpret":
-        words.append("compiled regions ran op by op, with other kernels than the compiled ones")
-    if num_regions:  # interpreting needs a graph, which what was compiled before the callback was made has not left
+    if compiled == "eager":
+        words.append("what is compiled ran as eager code, with other kernels than the compiled ones")
+    if num_regions:
         words.append(f"{count(num_regions, 'compiled region')} seen from outside")
     if num_graphs:
         words.append(f"{count(num_graphs, 'CUDA graph')} seen from outside")

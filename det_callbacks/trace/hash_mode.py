@@ -44,8 +44,8 @@ class HashMode:
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         level: "op", "module" or "state"; each holds the ones below it.
         phases: among "forward", "backward" and "optimizer".
-        compiled: "run" records the ends of what torch.compile compiled, and the ops seen inside; "interpret" runs its
-            graphs node by node instead, so that each op is seen: other kernels, and slower.
+        compiled: "run" records the ends of what torch.compile compiled, and the ops seen inside; "eager" runs the code
+            that it was compiled from, so that each op is seen: other kernels, and slower.
 
     Attributes:
         trace: the last step; None before the first.
@@ -151,8 +151,8 @@ class HashMode:
             self._phases.open()
             if self.selection.level != "state":
                 recorder.modules.open()
-                recorder.compiled.open()
                 self._outputs.open()
+            recorder.compiled.open()
             if self.selection.level == "op":
                 interceptor = Interceptor(recorder)
                 interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
@@ -226,8 +226,7 @@ class HashMode:
         self._phases.close()
         self._outputs.close()
         self.recorder.modules.close()
-        if self.selection.level != "state":
-            self.recorder.compiled.close()
+        self.recorder.compiled.close()
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is None:
             return

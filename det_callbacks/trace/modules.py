@@ -15,7 +15,7 @@ from torch.nn.modules import module as _module  # its dictionaries of global hoo
 
 from det_callbacks.trace.checkpoints import Checkpoints, running_region
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.tree import Context, module_of
+from det_callbacks.trace.tree import module_of
 
 UNKNOWN_MODULE = "?"
 
@@ -40,8 +40,8 @@ class ModuleStack:
         root: the module that names are relative to; None names each outermost module by its class.
 
     Attributes:
-        current: name of the innermost running module; what runs a module's graph node by node puts an attribution here
-            for each, and calls ``return_to_stack`` at its end.
+        current: name of the innermost running module; a compiled region puts that of the module whose code it is here,
+            and calls ``return_to_stack`` at its end.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
         checkpoints: the regions under activation checkpointing.
@@ -64,7 +64,7 @@ class ModuleStack:
         self._leave_hook = self._leave
         self._has_refreshed = False
         self._filters: list[Any] = []
-        self.current: Context = ""
+        self.current = ""
         self.backward_pass = -1
         self.is_recomputed = False
 

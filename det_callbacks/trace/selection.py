@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from det_callbacks.errors import SelectionError
 
 Level = Literal["op", "module", "state"]
-Compiled = Literal["run", "interpret"]
+Compiled = Literal["run", "eager"]
 Phase = Literal["forward", "backward", "optimizer"]
 
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -27,7 +27,7 @@ class Selection:
         phases: among forward, backward and optimizer, for ops and module outputs.
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
-        compiled: "run" runs what torch.compile compiled, "interpret" its graphs node by node.
+        compiled: "run" runs what torch.compile compiled, "eager" the code that it was compiled from.
 
     Raises:
         SelectionError: a value is not one of the allowed ones.

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -48,16 +48,6 @@ def capture_source() -> tuple[str, ...]:
     if not lines and fallback is not None:
         return (fallback,)
     return tuple(lines)
-
-
-def shown_source(entries: Iterable[tuple[str, int, str]]) -> tuple[str, ...]:
-    """Return lines given as (path, number, function), innermost first, as ``capture_source`` does."""
-    lines = []
-    for path, number, function in entries:
-        label, owner = _describe(path, function)
-        if owner == "user":
-            lines.append(f"{label[0]}:{number} in {label[1]}")
-    return tuple(lines[:MAX_LINES])
 
 
 def nearest_source() -> tuple[str, bool]:

@@ -1,7 +1,7 @@
 """Compiled models under a Trainer: recorded and verified, seen for what they are, and trained as without us."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from det_callbacks import (
     DeterminismCallback,
     DeterminismSettings,
     DivergenceError,
+    SelectionError,
     Verdict,
     compare_runs,
     enforce_determinism,
@@ -88,6 +89,7 @@ def fit(
     backend: Any,
     *,
     fault: str = "",
+    beside: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[Verdict | None, list[Tensor]]:
     """Train in a fresh Dynamo; return the verdict, and the weights."""
@@ -103,7 +105,7 @@ def fit(
         flat = inputs[half].view(-1)
         flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
     callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
-    trainer = quiet_trainer(callback, default_root_dir=folder, max_steps=4)
+    trainer = quiet_trainer(callback, *beside, default_root_dir=folder, max_steps=4)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=len(inputs) // 4)
     try:
         trainer.fit(compile_it(training, backend), loader)
@@ -214,8 +216,8 @@ def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(
     assert found.verdict == "diverged"
 
 
-def test_one_step_is_interpreted_to_name_the_op(tmp_path: Path) -> None:
-    options = {"compiled": "interpret", "only_steps": [2]}
+def test_one_step_runs_as_eager_code_to_name_the_op(tmp_path: Path) -> None:
+    options = {"compiled": "eager", "only_steps": [2]}
     weights = [
         fit(tmp_path / name, "record", net, small_data(), network, "inductor", fault=fault, **options)[1]
         for name, fault in (("one", ""), ("other", "inside"))
@@ -228,13 +230,36 @@ def test_one_step_is_interpreted_to_name_the_op(tmp_path: Path) -> None:
     assert not any(str(name).startswith("compiled.") for name in names)
 
 
-def test_interpreted_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(tmp_path, "record", net, small_data(), network, "aot_eager", compiled="interpret")
-    assert "compiled regions ran op by op, with other kernels than the compiled ones" in capsys.readouterr().out
-    verdict, _ = fit(tmp_path, "verify", net, small_data(), network, "aot_eager")
+def test_eager_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = {"only_steps": [0, 1, 2]}  # the last step compiles it
+    words = "what is compiled ran as eager code, with other kernels than the compiled ones"
+    fit(tmp_path, "record", net, small_data(), network, "inductor", compiled="eager", **only)
+    assert words in capsys.readouterr().out
+    verdict, _ = fit(tmp_path, "verify", net, small_data(), network, "inductor")
     assert verdict is not None
     assert verdict.verdict == "match", "taken from the reference"
-    assert "compiled regions ran op by op, with other kernels than the compiled ones" in capsys.readouterr().out
+    assert words in capsys.readouterr().out
+    fit(tmp_path / "run", "record", net, small_data(), network, "inductor", **only)
+    with pytest.raises(SelectionError, match="eager"):
+        fit(tmp_path / "run", "verify", net, small_data(), network, "inductor", compiled="eager")
+
+
+@pytest.mark.parametrize("compile_it", [whole, network, wrapped])
+def test_eager_steps_change_no_bit_of_the_same_steps_forced_to_be_eager(
+    tmp_path: Path, compile_it: Callable[..., Any]
+) -> None:
+    class Forced(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step in (1, 2):
+                torch.compiler.set_stance("force_eager")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            torch.compiler.set_stance("default")
+
+    options = {"compiled": "eager", "only_steps": [1, 2]}
+    _, watched = fit(tmp_path, "record", net, small_data(), compile_it, "inductor", **options)
+    _, alone = fit(tmp_path, "disabled", net, small_data(), compile_it, "inductor", beside=[Forced()])
+    assert all(map(torch.equal, watched, alone))
 
 
 def test_the_closing_lines_say_what_was_seen_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

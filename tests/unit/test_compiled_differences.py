@@ -125,49 +125,61 @@ def test_another_graph_is_a_difference_in_structure() -> None:
     assert (first.op.rpartition(".")[2], first.kind, first.is_origin) == ("graph", "structure", True)
 
 
-def test_interpreted_graphs_name_op_module_and_line(backend: Any) -> None:
-    eager = net()
-    plain = traced(train(eager), eager)
-    model = net()
-    compiled = torch.compile(model, backend=backend)
-    trace = traced(train(compiled), model, compiled="interpret")
+@pytest.mark.parametrize("compile_it", ["wrapped", "in place"])
+def test_eager_steps_are_those_of_the_code_that_was_compiled(backend: Any, compile_it: str) -> None:
+    plain_model, model = net(), net()
+    if compile_it == "wrapped":
+        trained = torch.compile(model, backend=backend)
+    else:
+        model.compile(backend=backend)
+        trained = model
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    train(trained)()  # compiled before: it runs as eager code all the same
+    assert counters["stats"]["unique_graphs"] == 1
+    plain = restored(plain_model, state, lambda: traced(train(plain_model), plain_model))
+    root = nn.ModuleDict({"net": trained}) if compile_it == "wrapped" else model
+    trace = restored(model, state, lambda: traced(train(trained), root, compiled="eager"))
+    with torch.compiler.set_stance("force_eager"):
+        train(trained)()
     assert trace.program.opaque_regions == ()
-    computed = ("forward", "backward")
 
-    def ops(step: StepTrace) -> list[tuple[str, str, str]]:
+    def seen(step: StepTrace) -> list[tuple[str, str, str, str, int]]:
         return [
-            (site.phase, site.module, site.op)
-            for site in step.program.sites
-            if site.phase in computed and site.role == "output" and not site.op.startswith("compiled.")
+            (site.phase, site.module.removeprefix("net._orig_mod").lstrip("."), site.op, site.source[0], int(digest))
+            for site, digest in zip(step.program.sites, step.digests, strict=True)
+            if site.phase in ("forward", "backward") and site.role == "output"
         ]
 
-    assert ops(trace) == ops(plain), "as if nothing had been compiled"
-    assert [
-        int(digest)
-        for site, digest in zip(trace.program.sites, trace.digests, strict=True)
-        if (site.phase, site.role) == ("state", "named")
-    ] == [
-        int(digest)
-        for site, digest in zip(plain.program.sites, plain.digests, strict=True)
-        if (site.phase, site.role) == ("state", "named")
-    ]
-    line = next(site.source[0] for site in trace.program.sites if site.op == "det_tests.twice.default")
-    assert line.endswith("in forward")
+    assert seen(trace) == seen(plain), "as if nothing had been compiled"
+    train(trained)()
+    assert counters["stats"]["unique_graphs"] == 1, "what was compiled goes on"
 
 
-def test_interpreting_goes_back_to_the_modules_that_run() -> None:
-    model = net()
-    model.blocks[0].compile(backend="aot_eager")
-    trace = traced(train(model), model, compiled="interpret")
-    assert next(site.module for site in trace.program.sites if site.op == "aten.addmm.default") == "blocks.0.linear"
-    last = [site.module for site in trace.program.sites if site.op == "aten.addmm.default" and site.phase == "forward"]
-    assert last == ["blocks.0.linear", "blocks.1.linear", "head"]
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+def test_the_stance_of_an_eager_step_ends_with_it(level: str) -> None:
+    ran = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x * 2, backend=compiler)
+    mode = HashMode(level=level, compiled="eager")
+    step_of(mode, lambda: compiled(torch.ones(2)))
+    with pytest.raises(ZeroDivisionError), mode:
+        raise ZeroDivisionError
+    assert not ran
+    compiled(torch.ones(2))
+    assert ran
 
 
-def test_interpret_or_run() -> None:
-    with pytest.raises(SelectionError, match="compiled must be one of run, interpret"):
-        HashMode(compiled="eager")
-    selection = Selection(compiled="interpret")
+def test_eager_or_run() -> None:
+    with pytest.raises(SelectionError, match="compiled must be one of run, eager; got 'interpret'"):
+        HashMode(compiled="interpret")
+    selection = Selection(compiled="eager")
     assert Selection.from_dict(selection.to_dict()) == selection
     assert "compiled" not in Selection().to_dict(), "runs from before there was a choice are equal to the default"
 

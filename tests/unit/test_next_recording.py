@@ -42,7 +42,7 @@ def test_an_origin_needs_no_step_before_it() -> None:
 def test_the_inside_of_a_compiled_region() -> None:
     region = replace(DIVERGENCE, op="compiled.forward.0")
     found = with_next_recording(diverged(region, region), Selection())
-    assert found.record_next == {"level": "op", "only_steps": [3], "compiled": "interpret"}
+    assert found.record_next == {"level": "op", "only_steps": [3], "compiled": "eager"}
 
 
 def test_nothing_where_the_runs_hold_all_there_is() -> None:

@@ -1,7 +1,7 @@
 """Graphs that torch.compile compiled: what goes into them, what comes out, and what runs inside.
 
 graphs.py describes a graph when Dynamo hands it to a compiler; hook.py is where that is noticed, and where the compiled
-graph runs later; regions.py makes the sites of it; interpret.py runs a graph node by node instead.
+graph runs later; regions.py makes the sites of it.
 """
 
 from det_callbacks.trace.compiled.graphs import REGION

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,8 @@ class TracedGraph:
         modules: paths of the modules called inside, relative to the one whose code it is.
         num_ops: calls in the graph.
         fingerprint: 64-bit digest of its calls, constants, dtypes and shapes, and of the compiler's name.
-        runnable: a copy of the graph that runs op by op; each node's ``meta`` has "module" (path) and "source".
+        held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
+            attributes of the graph (torch 2.13).
     """
 
     name: str
@@ -72,7 +72,7 @@ class TracedGraph:
     modules: frozenset[str] = frozenset()
     num_ops: int = 0
     fingerprint: int = 0
-    runnable: fx.GraphModule | None = field(default=None, repr=False)
+    held: tuple[tuple[GraphInput, torch.Tensor], ...] = field(default=(), repr=False)
     entering: object = field(default_factory=object, repr=False)
     inside: object = field(default_factory=object, repr=False)
     leaving: object = field(default_factory=object, repr=False)
@@ -80,19 +80,8 @@ class TracedGraph:
     _backwards: dict[tuple[str, ...], "TracedGraph"] = field(default_factory=dict, repr=False)
 
     def with_held(self, args: Sequence[Any]) -> list[tuple[GraphInput, Any]]:
-        """Return the inputs of a call with what they are, and the tensors that the graph holds itself.
-
-        Dynamo makes the parameters and states of a compiled optimizer attributes of the graph (torch 2.13).
-        """
-        return [*zip(self.inputs, args, strict=True), *self._held]
-
-    @cached_property
-    def _held(self) -> list[tuple[GraphInput, Any]]:
-        if self.runnable is None:
-            return []
-        names = [str(node.target) for node in self.runnable.graph.nodes if node.op == "get_attr"]
-        values = [(name, getattr(self.runnable, name, None)) for name in dict.fromkeys(names)]
-        return [(GraphInput(name=name), value) for name, value in values if isinstance(value, torch.Tensor)]
+        """Return the inputs of a call with what they are, and the tensors that the graph holds itself."""
+        return [*zip(self.inputs, args, strict=True), *self.held]
 
     @property
     def region(self) -> str:
@@ -160,7 +149,7 @@ def describe_graph(graph: fx.GraphModule, *, name: str, backend: str) -> TracedG
         modules=frozenset(path for node in nodes if (path := module_path(node)) is not None),
         num_ops=sum(node.op.startswith("call_") for node in nodes),
         fingerprint=digest_bytes(_renamed("\n".join([backend, *_lines(graph)])).encode()),
-        runnable=_runnable(graph),
+        held=tuple(_held(graph)),
     )
 
 
@@ -179,12 +168,6 @@ def path_in_module(text: str) -> str:
     if "['" not in rest:
         return rest.lstrip(".")
     return ".".join(first or second for first, second in _CHILD.findall(rest))
-
-
-def source_lines(node: fx.Node) -> tuple[tuple[str, int, str], ...]:
-    """Return the lines behind a node, innermost first, as (path, number, function)."""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    return tuple((path, int(line), function) for path, line, function in reversed(found))
 
 
 def _input_of(node: fx.Node) -> GraphInput:
@@ -252,12 +235,8 @@ def _renamed(text: str) -> str:
     return _SYMBOL.sub(lambda found: known.setdefault(found[0], f"size{len(known)}"), text)
 
 
-def _runnable(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy that a compiler's passes do not reach, with what is needed of each node's origin."""
-    copied = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    result = copied.graph_copy(graph.graph, nodes)
-    copied.output(result)
-    for old, new in nodes.items():
-        new.meta = {"module": module_path(old), "source": source_lines(old)}
-    return fx.GraphModule(graph, copied)
+def _held(graph: fx.GraphModule) -> Iterator[tuple[GraphInput, torch.Tensor]]:
+    for name in dict.fromkeys(str(node.target) for node in graph.graph.nodes if node.op == "get_attr"):
+        value = getattr(graph, name, None)
+        if isinstance(value, torch.Tensor):
+            yield GraphInput(name=name), value

@@ -12,7 +12,6 @@ from det_callbacks.trace.calls import in_flight, tensors_in, written_arguments, 
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.compiled.inside import TRITON, Inside, written_by_kernel
-from det_callbacks.trace.compiled.interpret import NodeByNode
 from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import breaks_graph
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
-MAX_INTERPRETERS = 256
-"""Graphs that are kept ready to run node by node, from step to step."""
 _MAX_NODES = 1000
 """How many nodes that a region made are looked at to find those: a region has few, views and copies aside."""
 
@@ -49,10 +46,9 @@ class CompiledRegions:
         self._recorder = recorder
         self._graphs = recorder.passing.graphs
         self.lock = recorder.passing.lock
-        self._is_interpreted = recorder.selection.compiled == "interpret"
+        self._stance: Any = None
         self._depth = 0
         self._earlier: dict[int, TracedGraph] = {}
-        self._interpreters: dict[tuple[int, str], tuple[TracedGraph, NodeByNode]] = {}
         self.step: object = None
         self.inside: dict[int, Inside] = {}
         self.opaque: set[str] = set()
@@ -66,15 +62,22 @@ class CompiledRegions:
         return self._depth > 0 and self._recorder.selection.level != "state"
 
     def open(self) -> None:
-        """Watch from here on; ``open`` and ``close`` may lie one inside the other."""
+        """Watch from here on, or have nothing compiled run; ``open`` and ``close`` may lie one inside the other."""
         self._depth += 1
-        if self._depth == 1 and self._recorder.selection.level != "state":
+        if self._depth > 1:
+            return
+        if self._recorder.selection.compiled == "eager":
+            self._stance = torch.compiler.set_stance("force_eager")
+        if self._recorder.selection.level != "state":
             WATCHERS.watch(self)
 
     def close(self) -> None:
         """Undo one ``open``; may be called more than once."""
         self._depth = max(self._depth - 1, 0)
         if not self._depth:
+            stance, self._stance = self._stance, None
+            if stance is not None:
+                stance.__exit__(None, None, None)
             WATCHERS.unwatch(self)
             self.inside.clear()
 
@@ -98,13 +101,8 @@ class CompiledRegions:
         context = self._in_own_module(graph, args, context)
         if not self._selects(graph, phase, context):
             return self._unselected(graph, call, args)
-        is_interpreted = self._is_interpreted and graph.runnable is not None
-        rows = RegionRows(self._recorder, graph, phase, context, is_interpreted=is_interpreted)
+        rows = RegionRows(self._recorder, graph, phase, context)
         rows.enter(args)
-        if is_interpreted:
-            outputs = self._interpreter(graph, module_of(context)).run_as_eager(args)
-            rows.leave(outputs, is_seen_through=True)
-            return outputs
         number = _next_sequence_number()
         self._start(rows)
         modules = self._recorder.modules
@@ -224,16 +222,6 @@ class CompiledRegions:
         """Hold nothing of what a CUDA graph of inductor's gave: it looks at who does before it reuses that memory."""
         if rows.num_managed != self._graphs.num_managed:
             self._recorder.late.flush()
-
-    def _interpreter(self, graph: TracedGraph, owner: str) -> NodeByNode:
-        known = self._interpreters.get((id(graph), owner))
-        if known is None:
-            assert graph.runnable is not None
-            if len(self._interpreters) >= MAX_INTERPRETERS:
-                self._interpreters.clear()
-            known = (graph, NodeByNode(graph.runnable, self._recorder.modules, owner))
-            self._interpreters[(id(graph), owner)] = known
-        return known[1]
 
     def _place(self) -> tuple[str, Context]:
         recorder = self._recorder

@@ -54,19 +54,15 @@ class RegionRows:
         graph: that is called.
         phase: of the rows.
         context: where the call belongs.
-        is_interpreted: its ops are recorded one by one, so that they say themselves which graph it is.
     """
 
-    def __init__(
-        self, recorder: "Recorder", graph: TracedGraph, phase: str, context: Context, *, is_interpreted: bool = False
-    ) -> None:
+    def __init__(self, recorder: "Recorder", graph: TracedGraph, phase: str, context: Context) -> None:
         self._recorder = recorder
         self.graph = graph
         self.phase = phase
         self.context = context
         self.source: tuple[str, ...] = ()
         self._module = module_of(context)
-        self._num_leading = 0 if is_interpreted else 1
         self._is_op_level = recorder.selection.level == "op"
         self._may_write_parameters = phase == "optimizer" or not torch.is_grad_enabled()
         self._names: dict[int, str] = {}
@@ -110,25 +106,24 @@ class RegionRows:
         every = sorted({writer for writers in reads for writer in writers}.union(self._forward))
         names = [self._name(entered) for entered in self._entered]
         self._names = {entered.index: name for entered, name in zip(self._entered, names, strict=True)}
-        graph_rows = [recorder.num_sites] * self._num_leading
-        shown = [*input_names, *([None] * self._num_leading), *names]
+        shown = [*input_names, None, *names]
         self._go_to(
             self.graph.entering,
-            [*edges, *([every] * self._num_leading), *reads],
+            [*edges, every, *reads],
             shown,
             lambda index, inputs, source: self._row_of_input(index, num_inputs, shown, inputs, source),
         )
-        if self._num_leading:
-            fingerprint = self.graph.fingerprint
-            detail = f"{self.graph.num_ops} ops, {fingerprint:016x}"
-            recorder.append_bits(fingerprint, recorder.layouts.special("graph", (), detail))
+        graph_row = recorder.num_sites
+        fingerprint = self.graph.fingerprint
+        detail = f"{self.graph.num_ops} ops, {fingerprint:016x}"
+        recorder.append_bits(fingerprint, recorder.layouts.special("graph", (), detail))
         for entered, writers in zip(self._entered, reads, strict=True):
             entered.position = recorder.num_sites
             self._append(entered.value, writers if isinstance(entered.value, nn.Parameter) else ())
         own = [entered.position for entered in self._entered]
-        self._reads = (*every, *graph_rows, *own)
+        self._reads = (*every, graph_row, *own)
         self.reads_of_inner = (
-            *graph_rows,
+            graph_row,
             *(entered.position for entered in self._entered if not isinstance(entered.value, nn.Parameter)),
         )
 
@@ -234,13 +229,13 @@ class RegionRows:
     ) -> Site:
         if index < num_inputs:
             return input_row(names[index], inputs, module=self._module, source=source)
-        is_graph = index < num_inputs + self._num_leading
+        is_graph = index == num_inputs
         return Site(
             phase=self.phase,
             module=self._module,
             op=f"{self.graph.region}.{'graph' if is_graph else 'inputs'}",
             occurrence=0,
-            output=0 if is_graph else index - num_inputs - self._num_leading,
+            output=0 if is_graph else index - num_inputs - 1,
             role="graph" if is_graph else "entering",
             name=names[index],
             arguments=self._arguments() if is_graph else "{}",
