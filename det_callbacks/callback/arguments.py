@@ -1,6 +1,6 @@
 """The callback's arguments: what is allowed, and the message for everything else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,6 @@ from typing import Any
 from det_callbacks.errors import SelectionError
 from det_callbacks.kept import KeepChoice
 from det_callbacks.replay import ReplayChoice
-from det_callbacks.resume.generators import HELD_TYPES, NUMPY, PYTHON
-from det_callbacks.trace.generators import PASSED
-from det_callbacks.trace.ledger import SEED
 from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
@@ -25,9 +22,6 @@ STAGE_ARGUMENTS = {
 }
 """The argument that has the batches of a stage recorded."""
 
-_OWN_PREFIXES = ("torch.", "train_dataloader", SEED, PASSED)
-"""Begin the names of generators that are noted in any case, and of what is noted beside them."""
-
 
 def check_arguments(
     *,
@@ -36,14 +30,10 @@ def check_arguments(
     current: object,
     steps: object,
     on_divergence: object,
-    sync_every_n_steps: object,
     audit_replicas_every_n_steps: object,
     overwrite: object,
     require_digests: object,
     resume: object,
-    generators: object,
-    watch_callbacks: object,
-    keep_batch_values: object,
     validation_batches: object,
     sanity_batches: object,
     test_batches: object,
@@ -59,8 +49,6 @@ def check_arguments(
         raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
     if current is not None and (not isinstance(current, str | Path) or not str(current)):
         raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
-    if not _is_int(sync_every_n_steps) or sync_every_n_steps < 1:  # type: ignore[operator]  # an int
-        raise SelectionError(f"sync_every_n_steps must be a whole number from 1 on; got {sync_every_n_steps!r}.")
     if not _is_int(audit_replicas_every_n_steps) or audit_replicas_every_n_steps < 0:  # type: ignore[operator]  # an int
         raise SelectionError(
             "audit_replicas_every_n_steps must be a whole number, 0 for no audit of the replicas; got "
@@ -71,8 +59,6 @@ def check_arguments(
     if not isinstance(require_digests, bool):
         raise SelectionError(f"require_digests must be True or False; got {require_digests!r}.")
     flags = {
-        "watch_callbacks": watch_callbacks,
-        "keep_batch_values": keep_batch_values,
         "validation_batches": validation_batches,
         "sanity_batches": sanity_batches,
         "test_batches": test_batches,
@@ -82,25 +68,6 @@ def check_arguments(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise SelectionError(f"{name} must be True or False; got {value!r}.")
-    _check_generators(generators)
-
-
-def _check_generators(generators: object) -> None:
-    if generators is None:
-        return
-    if not isinstance(generators, Mapping) or not all(isinstance(name, str) and name for name in generators):
-        raise SelectionError(f"generators must be a mapping of name -> generator; got {generators!r}.")
-    for name, generator in generators.items():
-        if name in (PYTHON, NUMPY) or name.startswith(_OWN_PREFIXES):
-            raise SelectionError(
-                f"generators: {name!r} is, or begins as, a name of those that are noted in any case ({PYTHON}, "
-                f"{NUMPY}, torch.*, train_dataloader*), and would stand in for one of them. Give yours another name."
-            )
-        if not isinstance(generator, HELD_TYPES):
-            raise SelectionError(
-                f"generators: {name!r} must be a generator of torch, NumPy or Python's random; got "
-                f"{type(generator).__name__}."
-            )
 
 
 def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None:

@@ -60,8 +60,6 @@ class DeterminismCallback(CallbackOptions):
             with ``enforce_determinism`` before the model is built (the Hydra preset does).
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
-        sync_every_n_steps: several processes: after every n-th step they ask each other whether one differs, and stop
-            together if so; one collective of a few bytes.
         audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
             ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there.
@@ -79,15 +77,11 @@ class DeterminismCallback(CallbackOptions):
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
             leaves all that to Lightning.
-        generators: name -> generator (torch's, NumPy's, Python's) whose state is noted too, to tell who drew from it.
-            Those that the training loaders hold are found.
-        watch_callbacks: also note the generators around every hook of the other callbacks, 10 microseconds each.
         validation_batches: record the batches of validations, too, of ``trainer.validate`` as well as in a fit, and
             compare them. In verify mode taken from the reference, as are the three after it.
         sanity_batches: likewise, of the sanity check before a fit.
         test_batches: likewise, of ``trainer.test``, which is a part of the run by itself.
         predict_batches: likewise, of ``trainer.predict``.
-        keep_batch_values: keep indices and text of each batch (file names) as they are, to name the first other sample.
         log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
             and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
 
@@ -139,7 +133,7 @@ class DeterminismCallback(CallbackOptions):
             self._set_up_stage(trainer, pl_module, STAGES_OF_TRAINER[TrainerFn(stage)])
             self._begin_alerts(self.settings, pl_module)
             return
-        self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
+        self._together.begin(trainer)
         self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or new_run(self, self._together)
@@ -154,7 +148,7 @@ class DeterminismCallback(CallbackOptions):
             return
         run = self._run
         if self.mode == "verify" or stage in self._asked_stages:
-            self._together.begin(trainer, sync_every_n_steps=self.sync_every_n_steps)
+            self._together.begin(trainer)
             run = run or new_run(self, self._together)
         if isinstance(run, Verifying):
             self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
@@ -226,7 +220,7 @@ class DeterminismCallback(CallbackOptions):
         is_resumed = trainer.ckpt_path is not None
         manifest = self._begin_part(trainer, pl_module, is_resumed=is_resumed)
         begin_checkpoints(environment=manifest["environment"])
-        evidence = Evidence(self.generators, around_callbacks=self.watch_callbacks, keeps_values=self.keep_batch_values)
+        evidence = Evidence()
         self._trace = Tracing(
             pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
         )

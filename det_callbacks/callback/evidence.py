@@ -1,8 +1,7 @@
 """What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +21,9 @@ from det_callbacks.trace.named import flatten
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""
+
+MAX_INDICES = 256
+"""Indices of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each."""
 
 _FIT_START = "fit start"
 _HOOKS = (
@@ -46,20 +48,10 @@ _HOOKS = (
 
 
 class Evidence:
-    """Gathers the evidence of one fit; some 40 microseconds a step.
+    """Gathers the evidence of one fit; some 40 microseconds a step."""
 
-    Args:
-        generators: name -> generator of the user's, besides those that the loaders hold.
-        around_callbacks: whether the generators are also noted around each hook of every other callback.
-        keeps_values: whether the indices and the text in a batch are kept as they are, beside their digests.
-    """
-
-    def __init__(self, generators: Mapping[str, Any], *, around_callbacks: bool, keeps_values: bool) -> None:
-        self._registered = dict(generators)
-        self._around_callbacks = around_callbacks
-        self._keeps_values = keeps_values
+    def __init__(self) -> None:
         self._ledger = Ledger()
-        self._ledger.held = self._registered
         self._draws = DrawWatch(self._ledger.mark, self._note_setting)
         self._workers = NumWorkers()
         self._trainer: pl.Trainer | None = None
@@ -85,9 +77,6 @@ class Evidence:
                 names.append(type(trainer.lightning_module).__qualname__)
             if names:
                 self._ledger.note(_FIT_START, f"callbacks of {hook}", text=", ".join(names))
-        if self._around_callbacks:
-            for callback in others:
-                self._mark_around(callback)
         loop: Any = trainer.fit_loop
         original = loop._load_combined_loader_states  # called just before the loader is first iterated over
 
@@ -98,7 +87,7 @@ class Evidence:
             self._draws.attach(loader)
             roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
             left = (*NOT_LOOKED_INTO, pl.LightningModule)
-            self._ledger.held = {**find_generators(roots, left=left), **self._registered}
+            self._ledger.held = find_generators(roots, left=left)
 
         loop._load_combined_loader_states = load_and_follow
         self._undo.append(lambda: vars(loop).pop("_load_combined_loader_states", None))
@@ -142,13 +131,10 @@ class Evidence:
         for loader, index in drawn.indices.items():
             indices = _whole_numbers(index)
             if indices is not None:
-                text = json.dumps(indices) if self._keeps_values else ""
+                text = json.dumps(indices[:MAX_INDICES])
                 self._ledger.note(BATCH, f"indices of {loader}", _digest(indices), text)
                 self._ledger.note(BATCH, f"sorted indices of {loader}", _digest(sorted(indices)))
         self._note_loaded(drawn, batch)
-        if self._keeps_values:
-            for name, text in _texts(drawn.batch, "batch"):
-                self._ledger.note(BATCH, name, digest_bytes(text.encode()), text)
 
     def take(self, step: int) -> list[Row]:
         """Return the evidence up to the end of a step, since the last time."""
@@ -164,21 +150,6 @@ class Evidence:
 
     def _note_setting(self, name: str, text: str) -> None:
         self._ledger.note("before the loader starts", name, text=text)
-
-    def _mark_around(self, callback: pl.Callback) -> None:
-        for hook in _HOOKS:
-            if _has_hook(callback, hook):
-                setattr(callback, hook, self._marked(getattr(callback, hook), f"{type(callback).__qualname__}.{hook}"))
-                self._undo.append(partial(callback.__dict__.pop, hook, None))
-
-    def _marked(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._ledger.mark(f"before {name}")
-            result = call(*args, **kwargs)
-            self._ledger.mark(f"after {name}")
-            return result
-
-        return marked
 
 
 def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -209,24 +180,3 @@ def _whole_numbers(index: Any) -> list[int] | None:
 
 def _digest(numbers: Sequence[int]) -> int:
     return digest_bytes(repr(numbers).encode())
-
-
-def _texts(tree: Any, name: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the text in a batch as JSON: (path, list of texts), one alone as a list of one."""
-    if isinstance(tree, str | bytes):
-        yield name, json.dumps([_as_text(tree)])
-    elif depth == 20 or isinstance(tree, Tensor):
-        return
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _texts(value, f"{name}[{key!r}]", depth + 1)
-    elif isinstance(tree, list | tuple):
-        if tree and all(isinstance(value, str | bytes) for value in tree):
-            yield name, json.dumps([*map(_as_text, tree)])
-            return
-        for index, value in enumerate(tree):
-            yield from _texts(value, f"{name}[{index}]", depth + 1)
-
-
-def _as_text(value: str | bytes) -> str:
-    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

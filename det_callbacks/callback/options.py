@@ -50,7 +50,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         steps: Literal["all", "common"] = "all",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
-        sync_every_n_steps: int = 10,
         audit_replicas_every_n_steps: int = 0,
         overwrite: bool = False,
         replay: Sequence[str] | str | Path = (),
@@ -60,9 +59,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         keep_budget_mib: float = KEEP_BUDGET_MIB,
         require_digests: bool = False,
         resume: Literal["exact", "warn", "plain"] = "exact",
-        generators: Mapping[str, Any] | None = None,
-        watch_callbacks: bool = False,
-        keep_batch_values: bool = False,
         validation_batches: bool = False,
         sanity_batches: bool = False,
         test_batches: bool = False,
@@ -76,14 +72,10 @@ class CallbackOptions(EvalHooks, AlertCallback):
             current=current,
             steps=steps,
             on_divergence=on_divergence,
-            sync_every_n_steps=sync_every_n_steps,
             audit_replicas_every_n_steps=audit_replicas_every_n_steps,
             overwrite=overwrite,
             require_digests=require_digests,
             resume=resume,
-            generators=generators,
-            watch_callbacks=watch_callbacks,
-            keep_batch_values=keep_batch_values,
             validation_batches=validation_batches,
             sanity_batches=sanity_batches,
             test_batches=test_batches,
@@ -108,7 +100,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             settings = DeterminismSettings.from_mapping(settings)
         self.settings = settings
         self.on_divergence = on_divergence
-        self.sync_every_n_steps = sync_every_n_steps
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
         self.overwrite = overwrite
         self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
@@ -120,9 +111,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         if mode == "audit":
             check_audit(self.selection, self.replay, self.keep)
             check_unused_in_audit(
-                generators=generators,
-                watch_callbacks=watch_callbacks,
-                keep_batch_values=keep_batch_values,
                 validation_batches=validation_batches,
                 sanity_batches=sanity_batches,
                 test_batches=test_batches,
@@ -130,9 +118,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             )
         self.require_digests = require_digests
         self.resume = resume
-        self.generators = dict(generators or {})
-        self.watch_callbacks = watch_callbacks
-        self.keep_batch_values = keep_batch_values
         self.validation_batches = validation_batches
         self.sanity_batches = sanity_batches
         self.test_batches = test_batches

@@ -16,6 +16,9 @@ from det_callbacks.report import end_process, ended_text, print_line, set_status
 GRACE_SECONDS = 10.0
 """In which a process may end by itself when another one has: most collectives raise when a connection closes."""
 
+SYNC_EVERY_N_STEPS = 10
+"""After how many steps the processes ask each other whether one differs, to stop together."""
+
 _NEWS_SECONDS = 2.0
 """In which the news of another process's end comes after a collective that it broke; they travel by other ways."""
 
@@ -37,18 +40,16 @@ class Together:
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._has_ended = threading.Event()
-        self._sync_every_n_steps = 1
         self._differs_since: int | None = None
 
     def __reduce__(self) -> tuple[type["Together"], tuple[()]]:
         """Let a copy, or a process that is started, begin alone: connections and threads are not theirs."""
         return Together, ()
 
-    def begin(self, trainer: pl.Trainer, *, sync_every_n_steps: int) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Make the group; all processes come here at the same place, before anything that can fail on one of them."""
         self.end()
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
-        self._sync_every_n_steps = sync_every_n_steps
         self._differs_since = None
         self._has_ended.clear()
         if self.world_size > 1:
@@ -107,7 +108,7 @@ class Together:
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, is_last: bool = False) -> bool:
         """Return whether all ranks stop now, because of a step that differed on one of them.
 
-        Several ranks ask each other after every n-th step: one collective of a few bytes.
+        Several ranks ask each other after every ``SYNC_EVERY_N_STEPS``-th step: one collective of a few bytes.
 
         Args:
             step: that ended.
@@ -122,7 +123,7 @@ class Together:
             return differs
         if differs and self._differs_since is None:
             self._differs_since = step
-        if not may_stop or ((step + 1) % self._sync_every_n_steps and not is_last):
+        if not may_stop or ((step + 1) % SYNC_EVERY_N_STEPS and not is_last):
             return False
         since = 0 if self._differs_since is None else self._differs_since + 1
         rows = self._talking("a sync").gather_numbers([step, since], task="the sync after every n-th step")

@@ -77,7 +77,8 @@ class BatchChange:
         found_at: step of the reference whose batch holds samples of this one; None where none does, or none was looked
             for.
         was_searched: whether samples were looked for.
-        first_text: name in the batch, position and the two texts of the first that differs; None unless they were kept.
+        first_index: loader, position in the batch and the two indices of the first sample that its sampler drew
+            otherwise; None where it is not known.
         settings: of the loaders, that differ: name -> text in the reference and in the current run.
     """
 
@@ -85,7 +86,7 @@ class BatchChange:
     is_loaded_alike: bool | None = None
     found_at: int | None = None
     was_searched: bool = False
-    first_text: tuple[str, int, str, str] | None = None
+    first_index: tuple[str, int, str, str] | None = None
     settings: Mapping[str, tuple[str, str]]
 
 
@@ -341,13 +342,12 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
         is_alike = all(ours[name].value == theirs[name].value for name in names)
         indices = "same" if is_alike else "reordered" if is_sorted_alike else "other"
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
-    texts = [name for name in theirs if theirs[name].text and name in ours and ours[name].value != theirs[name].value]
     return BatchChange(
         indices=indices,
         is_loaded_alike=all(ours[name].value == theirs[name].value for name in loaded) if loaded else None,
         found_at=found_at,
         was_searched=bool(other_samples(reference, current, step)),
-        first_text=_first_text(texts[0], ours[texts[0]].text, theirs[texts[0]].text) if texts else None,
+        first_index=next((found for name in names if (found := _first_index(ours[name], theirs[name]))), None),
         settings={
             name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
             for name in {**reference.settings, **current.settings}
@@ -364,9 +364,8 @@ def _value(rows: Mapping[str, Row], name: str) -> int | None:
     return rows[name].value if name in rows else None
 
 
-def _first_text(name: str, ours: str, theirs: str) -> tuple[str, int, str, str]:
-    """Return the first item that differs of two lists as they are kept: name, position and both texts."""
-    left, right = ([str(item) for item in json.loads(text)] for text in (ours, theirs))
-    pairs = enumerate(zip_longest(left, right, fillvalue="nothing"))
-    position, items = next((position, items) for position, items in pairs if items[0] != items[1])
-    return name, position, *items
+def _first_index(ours: Row, theirs: Row) -> tuple[str, int, str, str] | None:
+    """Return the first index that two samplers drew otherwise: loader, position and both, as far as they are kept."""
+    pairs = enumerate(zip_longest(json.loads(ours.text), json.loads(theirs.text), fillvalue="none"))
+    loader = ours.name.removeprefix("indices of ")
+    return next(((loader, position, str(one), str(other)) for position, (one, other) in pairs if one != other), None)

@@ -43,9 +43,6 @@ def what_ran(change: GeneratorChange, evidence: Evidence) -> str:
     """Return what ran between the last point where a generator was equal and the first where it was not."""
     ran: list[str] = []
     for point in change.points:
-        if point.startswith("before ") and point not in _AFTER:
-            ran.append(point.removeprefix("before "))  # the hook of a callback
-            continue
         what, hooks = _AFTER.get(point, ("", ()))
         if what:
             ran.append(what)
@@ -144,9 +141,9 @@ def _batch_lines(difference: StepDifference, evidence: Evidence | None, batch_of
         lines.append(f"batch: its samples are in the reference, one of them at step {batch.found_at}")
     elif batch.was_searched:
         lines.append("batch: its samples are nowhere in what the reference recorded")
-    if batch.first_text is not None:
-        name, position, ours, theirs = batch.first_text
-        lines.append(f"batch: first other sample: {name} [{position}] is {ours} in the reference, {theirs} now")
+    if batch.first_index is not None:
+        loader, position, ours, theirs = batch.first_index
+        lines.append(f"batch: first other sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")
     lines.extend(
         f"loader: {name} is {ours} in the reference, {theirs} now" for name, (ours, theirs) in batch.settings.items()
     )

@@ -1,6 +1,7 @@
 """The evidence that real trainings leave, and what a verdict makes of it."""
 
-import random
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from caused import Training
 from styles import Classifier, Samples
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
+from det_callbacks.callback import evidence
 from det_callbacks.errors import SelectionError
 from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
 from det_callbacks.trace.store import Run
@@ -34,10 +36,8 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 class Named(Dataset[dict[str, Any]]):
     """Samples with the names of their files."""
 
-    def __init__(self, other: int | None = None) -> None:
+    def __init__(self) -> None:
         self.names = [f"image-{number}.png" for number in range(24)]
-        if other is not None:
-            self.names[other] = "elsewhere.png"
 
     def __len__(self) -> int:
         return len(self.names)
@@ -51,22 +51,30 @@ class Named(Dataset[dict[str, Any]]):
         }
 
 
+ORDER = [*range(23, -1, -1)]
+
+
+class InOrder(Sampler[int]):
+    """Draws the given indices."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+
 class OfNamed(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch["inputs"], batch["labels"]), batch_idx)
 
 
 class Draws(pl.Callback):
-    def __init__(self, *, spends: bool = False) -> None:
-        self.generator = random.Random(0)
-        self.spends = spends
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
-            self.generator.random()
-
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.spends and trainer.global_step == 2:
+        if trainer.global_step == 2:
             torch.rand(2)
 
 
@@ -98,54 +106,79 @@ def loader_of(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, workers: dict[str, Any]) -> None:
-    fit(
-        "record",
-        tmp_path / "run",
-        loader_of(Named(), **workers),
-        model=OfNamed,
-        max_epochs=2,
-        keep_batch_values=True,
-    )
+    trained: list[list[str]] = []
+
+    class Watched(OfNamed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            trained.append(batch["path"])
+            return super().training_step(batch, batch_idx)
+
+    fit("record", tmp_path / "run", loader_of(Named(), **workers), model=Watched, max_epochs=2)
     rows = rows_of(tmp_path / "run")
-    indices = {row.step: row.text for row in rows if row.name == "indices of train_dataloader"}
-    paths = {row.step: row.text for row in rows if row.name == "batch['path']"}
-    assert list(indices) == list(paths) == list(range(12))
-    for step, text in indices.items():
-        names = [f"image-{index.strip()}.png" for index in text.strip("[]").split(",")]
-        assert [name.strip(' "') for name in paths[step].strip("[]").split(",")] == names
+    indices = {row.step: json.loads(row.text) for row in rows if row.name == "indices of train_dataloader"}
+    assert list(indices) == list(range(12))
+    assert [[f"image-{index}.png" for index in drawn] for drawn in indices.values()] == trained
 
 
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
-def test_the_first_other_sample_is_named(tmp_path: Path) -> None:
-    fit("record", tmp_path / "run", loader_of(Named()), model=OfNamed, keep_batch_values=True)
-    verdict = fit("verify", tmp_path / "run", loader_of(Named(other=7)), model=OfNamed, keep_batch_values=True)
+def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path) -> None:
+    other = [*ORDER[:6], 20, *ORDER[7:]]
+    fit("record", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(ORDER)), model=OfNamed)
+    verdict = fit("verify", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(other)), model=OfNamed)
     assert verdict is not None
-    assert verdict.cause == "data_content"
-    assert any("is image-7.png in the reference, elsewhere.png now" in line for line in verdict.evidence)
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.step == 1
+    assert (
+        f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now" in verdict.evidence
+    )
+
+
+def test_a_long_batch_keeps_its_first_indices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "MAX_INDICES", 3)
+    fit("record", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(ORDER)), model=OfNamed)
+    texts = [json.loads(row.text) for row in rows_of(tmp_path / "run") if row.name == "indices of train_dataloader"]
+    assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (lambda own: DataLoader(Named(), 4, shuffle=True, generator=own), "train_dataloader.generator"),
+        (
+            lambda own: DataLoader(Named(), 4, sampler=RandomSampler(Named(), generator=own)),
+            "train_dataloader.sampler.generator",
+        ),
+        (
+            lambda own: DataLoader(
+                Named(), batch_sampler=BatchSampler(RandomSampler(Named(), generator=own), 4, False)
+            ),
+            "train_dataloader.batch_sampler.sampler.generator",
+        ),
+    ],
+    ids=["loader", "sampler", "batch sampler"],
+)
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
+def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path, loader: Any, name: str) -> None:
+    def run(mode: str, seed: int) -> Verdict | None:
+        return fit(mode, tmp_path / "run", loader(torch.Generator().manual_seed(seed)), model=OfNamed)
+
+    run("record", 1)
+    held = {row.name for row in rows_of(tmp_path / "run") if row.name.startswith("train_dataloader")}
+    assert len(held) == 1
+    verdict = run("verify", 2)
+    assert verdict is not None
+    assert verdict.cause == "data_order"
+    assert f"{next(iter(held))} was in another state from the start of the fit on" in verdict.explanation
+    assert held == {name}
 
 
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
-def test_a_registered_generator_and_the_callback_that_draws_from_it_are_named(tmp_path: Path) -> None:
-    def run(mode: str, *, draws: bool) -> Verdict | None:
-        callback = Draws(spends=draws)
-        return fit(
-            mode,
-            tmp_path / "run",
-            DataLoader(Samples(), 4),
-            callback,
-            generators={"mine": callback.generator},
-            watch_callbacks=True,
-        )
-
-    run("record", draws=False)
-    mine = [row.value for row in rows_of(tmp_path / "run") if row.name == "mine"]
-    assert len(set(mine)) == 2
-    points = {row.point for row in rows_of(tmp_path / "run")}
-    assert {"before Draws.on_train_batch_start", "after Draws.on_train_batch_start"} <= points
-    verdict = run("verify", draws=True)
+def test_the_callback_that_draws_is_named(tmp_path: Path) -> None:
+    fit("record", tmp_path / "run", DataLoader(Samples(), 4))
+    verdict = fit("verify", tmp_path / "run", DataLoader(Samples(), 4), Draws())
     assert verdict is not None
     assert verdict.cause == "rng"
-    assert "Keep Draws.on_train_batch_end from drawing from torch.cpu" in verdict.explanation
+    assert "Keep on_train_batch_end of Draws from drawing from torch.cpu" in verdict.explanation
 
 
 class Noisy(Classifier):
@@ -170,14 +203,13 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Pat
     assert "batch: what left the loader agrees" in verdict.evidence
 
 
-def test_nothing_is_left_on_loaders_samplers_and_callbacks(tmp_path: Path) -> None:
-    loader, callback = loader_of(Named()), Draws()
-    before = [dict(vars(thing)) for thing in (loader, loader.batch_sampler, callback)]
-    fit("record", tmp_path / "run", loader, callback, model=OfNamed, watch_callbacks=True)
-    for thing, known in zip((loader, loader.batch_sampler, callback), before, strict=True):
-        names = set(vars(thing)) - {"log", "log_dict"}  # Lightning's own
-        assert names == set(known)
-        assert type(thing).__qualname__ in ("DataLoader", "BatchSampler", "Draws")
+def test_nothing_is_left_on_loaders_and_samplers(tmp_path: Path) -> None:
+    loader = loader_of(Named())
+    before = [dict(vars(thing)) for thing in (loader, loader.batch_sampler)]
+    fit("record", tmp_path / "run", loader, model=OfNamed)
+    for thing, known in zip((loader, loader.batch_sampler), before, strict=True):
+        assert set(vars(thing)) == set(known)
+        assert type(thing).__qualname__ in ("DataLoader", "BatchSampler")
     assert type(loader.batch_sampler) is torch.utils.data.BatchSampler
 
 

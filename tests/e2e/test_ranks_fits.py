@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.callback import take_unfinished
+from det_callbacks.callback import take_unfinished, together
 from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare import compare_runs
 from det_callbacks.trace.store import Run
@@ -150,8 +150,11 @@ def test_a_second_fit_that_does_not_come_ends_all_ranks(two_fits: Path, tmp_path
 
 
 @pytest.mark.parametrize(("on_divergence", "exit_code"), [("collect", 1), ("warn", 0)])
-def test_all_ranks_go_on_to_the_end(on_divergence: str, exit_code: int, one_fit: Path, tmp_path: Path) -> None:
-    ended = verify(link(one_fit, tmp_path), 0, on_divergence=on_divergence, sync_every_n_steps=2)
+def test_all_ranks_go_on_to_the_end(
+    on_divergence: str, exit_code: int, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", 2)
+    ended = verify(link(one_fit, tmp_path), 0, on_divergence=on_divergence)
     assert [one.exit_code for one in ended] == [exit_code] * 2, ended
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
@@ -166,8 +169,11 @@ def test_all_ranks_go_on_to_the_end(on_divergence: str, exit_code: int, one_fit:
 
 
 @pytest.mark.parametrize(("every", "last"), [(2, 3), (5, 4)])
-def test_all_ranks_stop_at_the_same_sync(every: int, last: int, one_fit: Path, tmp_path: Path) -> None:
-    ended = verify(link(one_fit, tmp_path), 0, sync_every_n_steps=every)
+def test_all_ranks_stop_at_the_same_sync(
+    every: int, last: int, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", every)
+    ended = verify(link(one_fit, tmp_path), 0)
     assert [one.exit_code for one in ended] == [1, 1], ended
     assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)
@@ -180,8 +186,9 @@ def test_all_ranks_stop_at_the_same_sync(every: int, last: int, one_fit: Path, t
     assert compare_runs(tmp_path / "run", tmp_path / "current").explanation.startswith(verdict["explanation"])
 
 
-def test_all_ranks_stop_though_only_one_differs(one_fit: Path, tmp_path: Path) -> None:
-    ended = verify(link(one_fit, tmp_path), 0, is_late=True, sync_every_n_steps=3)
+def test_all_ranks_stop_though_only_one_differs(one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", 3)
+    ended = verify(link(one_fit, tmp_path), 0, is_late=True)
     assert [one.exit_code for one in ended] == [1, 1], ended
     assert all("fit 0: 3 steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)

@@ -82,19 +82,22 @@ def test_equal_windows_tell_nothing():
 def test_indices_tell_order_from_content(theirs, indices):
     def batch(values):
         names = ("indices of train_dataloader", "sorted indices of train_dataloader")
-        return [Row(0, "batch", name, value) for name, value in zip(names, values or (), strict=False)]
+        return [Row(0, "batch", name, value, "[3, 4]") for name, value in zip(names, values or (), strict=False)]
 
     ours, others = (fit(1) + batch(values) for values in ((1, 1), theirs))
     assert compare_windows(*windows(ours, others, None, 0), 0).batch.indices == indices
 
 
-def test_the_first_other_text_is_named():
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [("[7, 3, 9]", (1, "5", "3")), ("[7, 5]", (2, "9", "none")), ("[7, 5, 9]", None)],  # the last: further on
+)
+def test_the_first_other_index_is_named(text, first):
     ours, theirs = (
-        [*fit(1), Row(0, "batch", "batch['path']", value, text)]
-        for value, text in ((1, '["a.png", "b, c.png"]'), (2, '["a.png", "d.png"]'))
+        [*fit(1), Row(0, "batch", "indices of train_dataloader", *kept)] for kept in ((1, "[7, 5, 9]"), (2, text))
     )
     change = compare_windows(*windows(ours, theirs, None, 0), 0).batch
-    assert change.first_text == ("batch['path']", 1, "b, c.png", "d.png")
+    assert change.first_index == (first and ("train_dataloader", *first))
 
 
 def test_only_the_steps_since_the_last_equal_one_are_held():
