@@ -55,7 +55,7 @@ def build_op_event(
     if not isinstance(context, str):
         recomputed = context.recomputed
         if context.name is not None:
-            output_names = [f"grad of {context.name}"] * len(outputs)
+            output_names = [name or f"grad of {context.name}" for name in output_names]
     event.source = _source_of_event(event)
     event.op_base = plan.base
     event.is_in_place = bool(plan.writes)

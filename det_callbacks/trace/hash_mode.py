@@ -6,6 +6,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -97,6 +98,8 @@ class HashMode:
         )
         self._outputs = ModuleOutputs(self.recorder)
         self.recorder.names.list_state = self._state
+        self.recorder.names.list_parameters = self._parameters_of
+        self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self._interceptor: Interceptor | None = None
         self.is_open = False
         self.seconds = 0.0
@@ -247,6 +250,12 @@ class HashMode:
         model = [] if self._walker is None else self._walker.state()
         return model + optimizer_state(self._phases.seen, self.recorder.parameter_names)
 
+    def _parameters_of(self, shape: torch.Size) -> list[tuple[str, Tensor]]:
+        if not self._by_shape and self._walker is not None:
+            for name, parameter in self._walker.parameters():
+                self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
+        return self._by_shape.get(shape, [])
+
     def _record_gradients(self, optimizer: Optimizer) -> None:
         started = perf_counter()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -255,6 +264,7 @@ class HashMode:
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()
+        self._by_shape.clear()
         recorder = self.recorder
         recorder.parameter_names.clear()
         recorder.parameter_names.update((id(value), name) for name, value in parameters)

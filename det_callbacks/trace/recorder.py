@@ -339,7 +339,7 @@ class Recorder:
         self.backward.note_functions(event)
         is_named = not plan.is_functional
         output_names = [
-            self.names.of(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
+            self.names.of_written(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
             for output in outputs
         ]
         build_op_event(

@@ -148,6 +148,7 @@ class Below(TorchDispatchMode):
         module: in whose forward pass; None for a backward.
         call: which of the calls there, from 0.
         is_gross: adds one to every element instead, so that all that follows differs.
+        written: strikes wherever the op runs, in this one of the tensors of its first argument.
     """
 
     def __init__(
@@ -159,8 +160,10 @@ class Below(TorchDispatchMode):
         module: str | None = None,
         call: int = 0,
         is_gross: bool = False,
+        written: int | None = None,
     ) -> None:
         super().__init__()
+        self.written = written
         self.model = model
         self.op = op
         self.step = step
@@ -178,10 +181,16 @@ class Below(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         is_here = torch._C._current_graph_task_id() != -1 if self.is_backward else self.is_inside
-        if is_here and self.model.global_step == self.step and str(func).startswith(f"{self.op}."):
+        if (
+            (is_here or self.written is not None)
+            and self.model.global_step == self.step
+            and str(func).startswith(f"{self.op}.")
+        ):
             if self.num_calls == self.call:
                 self.num_struck += 1
                 result = output[0] if isinstance(output, tuple) else output
+                if self.written is not None:
+                    result = args[0][self.written]
                 result.add_(1) if self.is_gross else add_ulp(result)
             self.num_calls += 1
         return output

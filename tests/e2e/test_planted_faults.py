@@ -1,7 +1,7 @@
 """One fault planted in a training of a network of more than fifty modules: the culprit is named, and nobody else."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from faults import (
     swap_rows,
     wrong_kernel,
 )
-from finding import find, first_of
+from finding import find, first_of, verify
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks.compare.step import compare_steps
@@ -265,6 +265,30 @@ def test_the_culprit_is_named(
         assert len(verdict.origins) == culprit.num_origins
     if culprit.is_origin:
         assert verdict.origins[0] == first
+
+
+def adamw(**options: Any) -> Any:
+    return partial(Deep, optimizer=torch.optim.AdamW, lr=0.01, **options)
+
+
+CLIPPED = adamw(foreach=True)
+
+OF_LISTS = {
+    "a clipped gradient": ("_foreach_mul_", 1, CLIPPED, "gradient", "grad of net.3.up.weight"),
+    "a state of an optimizer": ("_foreach_lerp_", 1, CLIPPED, "optimizer", "exp_avg of net.3.up.weight"),
+    "a parameter of a fused op": ("_fused_adamw_", 0, adamw(fused=True), "optimizer", "net.3.up.weight"),
+}
+
+
+@pytest.mark.parametrize("case", OF_LISTS)
+def test_one_tensor_of_an_op_on_lists_has_its_name(case: str, tmp_path: Path) -> None:
+    op, step, model, phase, name = OF_LISTS[case]
+    training = Training(model=model, options={"gradient_clip_val": 0.01})
+    reference = training.record(tmp_path / "reference")
+    faulty = replace(training, around=below(op=f"aten.{op}", step=step, written=14))
+    first = first_of(verify(reference, faulty, tmp_path / "current"))
+    assert (first.step, first.phase, first.kind, first.is_origin) == (step, phase, "content", True)
+    assert (first.op.rpartition(".")[0], first.output, first.name) == (f"aten.{op}", 14, name)
 
 
 def test_the_network_is_large_enough() -> None:
