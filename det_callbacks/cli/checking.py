@@ -1,14 +1,12 @@
 """``det-callbacks check``: a script run twice, and what differs."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
-from det_callbacks.check import FACTORS, CheckedRun, Factor, check_script
-from det_callbacks.cli.output import print_json
+from det_callbacks.check import FACTORS, Factor, check_script
 from det_callbacks.report import announce_run, render_check
 from det_callbacks.report.tables import make_console
-
-_STANDARD_ERROR = 2
 
 
 def add_check(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -16,7 +14,7 @@ def add_check(commands: "argparse._SubParsersAction[Any]") -> None:
     check = commands.add_parser(
         "check",
         help="run a script twice, and say what differs",
-        usage="det-callbacks check [--vary FACTORS] [--all] [--to DIR] [--json] -- PROGRAM ARGUMENT ...",
+        usage="det-callbacks check [--vary FACTORS] [--to DIR] -- PROGRAM ARGUMENT ...",
         description="Run a Hydra application twice in fresh processes, recording and then verifying, and say exactly "
         "what differs. It is started as given, with the overrides of the presets added: +determinism=record, "
         "+determinism=verify. Put your own, such as determinism.level=state, among its arguments.",
@@ -30,35 +28,21 @@ def add_check(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="FACTORS",
         help=f"what must not matter, changed in one further run each: any of {','.join(FACTORS)}",
     )
-    check.add_argument("--all", action="store_true", help="vary it also where the plain pair is no match")
     check.add_argument(
         "--to", metavar="DIR", help="folder for the runs, kept (default: a new one in determinism-check)"
-    )
-    check.add_argument(
-        "--json", action="store_true", help="one JSON object on standard output; the rest on standard error"
     )
     check.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace) -> int:
-    console = make_console(stderr=options.json)
+    console = make_console()
 
-    def announce(run: CheckedRun) -> None:
-        announce_run(run, console)
+    def announce(title: str, words: Sequence[str]) -> None:
+        announce_run(title, words, console)
         console.file.flush()  # before the process writes to the same place
 
-    report = check_script(
-        options.words,
-        to=options.to,
-        vary=options.vary,
-        go_on=options.all,
-        announce=announce,
-        output=_STANDARD_ERROR if options.json else None,
-    )
-    if options.json:
-        print_json(report.to_dict())
-    else:
-        render_check(report, console)
+    report = check_script(options.words, to=options.to, vary=options.vary, announce=announce)
+    render_check(report, console)
     return report.exit_code
 
 

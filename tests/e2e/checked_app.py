@@ -1,9 +1,8 @@
 """A small Hydra application on scikit-learn's digits, with what makes a script depend on things that must not matter.
 
-Run as a script: ``python checked_app.py fault=collation +determinism=record determinism.reference=run``.
+Run as a script: ``python checked_app.py fault=set +determinism=record determinism.reference=run``.
 """
 
-import locale
 import os
 import signal
 import time
@@ -74,19 +73,12 @@ class Model(pl.LightningModule):
 def list_names(fault: str) -> list[str]:
     if "set" in fault:
         return list(set(NAMES))
-    if fault == "collation":
-        locale.setlocale(locale.LC_ALL, "")
-        return sorted(NAMES, key=locale.strxfrm)
-    if fault == "listing":
-        return NAMES[: 16 if Path("data.txt").exists() else 24]
     return NAMES
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
     fault, mode = config.fault, config.get("determinism", {}).get("mode")
-    if fault == "relative path":
-        Path("data.txt").read_text()
     if config.fails == mode:
         raise RuntimeError(f"failed in {mode}")
     if config.killed == mode:

@@ -1,6 +1,5 @@
 """Scripts to be checked, and processes that are forked: importing what a training needs takes longer than the test."""
 
-import json
 import os
 import runpy
 import shutil
@@ -16,8 +15,9 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from det_callbacks.check import runner
-from det_callbacks.cli import main
+from det_callbacks import check as checks
+from det_callbacks.check import CheckedRun, CheckReport
+from det_callbacks.cli import checking, main
 
 CONFIG = """
 defaults: [_self_, override hydra/job_logging: none, override hydra/hydra_logging: none]
@@ -39,13 +39,13 @@ class Checked:
     """What ``det-callbacks check`` came to."""
 
     status: int
-    report: dict[str, Any]
+    report: CheckReport
     text: str
     errors: str
 
-    def run(self, name: str) -> dict[str, Any]:
-        """The entry of a process."""
-        (found,) = [run for run in self.report["runs"] if run["name"] == name]
+    def run(self, name: str) -> CheckedRun:
+        """What a process came to."""
+        (found,) = [run for run in self.report.runs if run.name == name]
         return found
 
 
@@ -56,47 +56,49 @@ def write_app(folder: Path) -> Path:
     """Put the application into a folder, and return its script."""
     (folder / "conf").mkdir(parents=True)
     (folder / "conf" / "config.yaml").write_text(CONFIG)
-    (folder / "data.txt").write_text("here")
     return Path(shutil.copy(Path(__file__).with_name("checked_app.py"), folder / "train.py"))
 
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Check:
-    """Check the application, each process of it a fork of this one: ``check("fault=set", "--vary", "cwd")``."""
+    """Check the application, each process a fork of this one: ``check("fault=set", options=("--vary", "threads"))``."""
     write_app(tmp_path / "app")
     monkeypatch.chdir(tmp_path / "app")
-    monkeypatch.setattr(runner, "run_process", fork_process)
+    monkeypatch.setattr(checks, "run_process", fork_process)
+    reports: list[CheckReport] = []
+
+    def keep(*words: Any, **options: Any) -> CheckReport:
+        reports.append(checks.check_script(*words, **options))
+        return reports[-1]
+
+    monkeypatch.setattr(checking, "check_script", keep)
 
     def run(*arguments: str, options: Sequence[str] = (), script: str = "train.py") -> Checked:
         home = tmp_path / f"check-{len(list(tmp_path.iterdir()))}"
         capfd.readouterr()
         status = main(["check", "--to", str(home), *options, "--", sys.executable, script, *arguments])
         text, errors = capfd.readouterr()
-        report = json.loads((home / "check.json").read_text())
-        assert report["exit_code"] == status
-        return Checked(status=status, report=report, text=text, errors=errors)
+        assert reports[-1].exit_code == status
+        return Checked(status=status, report=reports[-1], text=text, errors=errors)
 
     return run
 
 
-def fork_process(words: Sequence[str], *, folder: Path, variables: Mapping[str, str], output: int | None = None) -> int:
+def fork_process(words: Sequence[str], *, variables: Mapping[str, str]) -> int:
     """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if not process:
-        _run(words, folder, variables, output)
+        _run(words, variables)
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status)
 
 
-def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], output: int | None) -> NoReturn:
+def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     status = 1
     try:
-        if output is not None:
-            os.dup2(output, 1)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        os.chdir(folder)
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)

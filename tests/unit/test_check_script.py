@@ -1,0 +1,347 @@
+"""What a check makes of processes that end in every way; the processes themselves are played."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_runs
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
+
+from det_callbacks import check as checks
+from det_callbacks.check import CheckReport, check_script, override, run_process
+from det_callbacks.errors import CheckError
+from det_callbacks.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a process ends: what it wrote and its status."""
+
+    status: int = 0
+    verdict: Verdict | str | None = None
+    run: str = "complete"
+
+
+@dataclass
+class Processes:
+    """Plays the processes of a check, in order, and keeps how they were started."""
+
+    ends: Iterator[End]
+    started: list[tuple[tuple[str, ...], Mapping[str, str]]] = field(default_factory=list)
+
+    def run(self, words: Sequence[str], *, variables: Mapping[str, str]) -> int:
+        self.started.append((tuple(words), variables))
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        end = next(self.ends)
+        if given["+determinism"] == "record" and end.run != "none":
+            path = Path(given["determinism.reference"])
+            writer = stored_runs.RunWriter.create(path, manifest={"selection": {}, "environment": ENVIRONMENT})
+            stored_runs.append(writer, range(4))
+            writer.close(complete=end.run == "complete")
+        if end.verdict is not None:
+            current = Path(given["determinism.current"])
+            current.mkdir()
+            text = end.verdict if isinstance(end.verdict, str) else json.dumps(end.verdict.to_dict())
+            (current / "verdict.json").write_text(text)
+        return end.status
+
+
+ODD = st.sampled_from("\\'\", =()[]{}:%~$")
+ENVIRONMENT = {"torch.num_threads": {"value": 2, "is_machine": True, "changes_bits": True}}
+Check = Callable[..., tuple[CheckReport, Processes]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Check a script whose processes end like this."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+    def run(*ends: End, words: Sequence[str] = ("python", "train.py", "lr=1"), **options: Any) -> Any:
+        processes = Processes(iter(ends))
+        monkeypatch.setattr(checks, "run_process", processes.run)
+        report = check_script(words, to="runs", **options)
+        assert next(processes.ends, None) is None, "not all of the processes were started"
+        return report, processes
+
+    return run
+
+
+def test_the_script_is_started_as_given_with_the_presets_added(check: Check, tmp_path: Path) -> None:
+    report, processes = check(End(), End(verdict=MATCH))
+    home = tmp_path / "runs"
+    words = [list(words[1:]) for words, _ in processes.started]
+    assert words == [
+        ["train.py", "lr=1", "+determinism=record", f"determinism.reference={home}/reference"],
+        [
+            "train.py",
+            "lr=1",
+            "+determinism=verify",
+            f"determinism.reference={home}/reference",
+            f"determinism.current={home}/plain",
+        ],
+    ]
+    assert [variables for _, variables in processes.started] == [dict(os.environ)] * 2
+    assert (report.exit_code, report.not_run) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason", "code"),
+    [
+        ([End(status=1, run="none")], "the script failed with status", 2),
+        ([End(status=1)], "the script failed with status", 2),
+        ([End(status=-signal.SIGSEGV)], "was killed by signal", 2),
+        ([End(run="none")], "no DeterminismCallback recorded anything", 2),
+        ([End(run="incomplete")], "its recording is incomplete", 2),
+        ([End(), End()], "no DeterminismCallback verified anything", 2),
+        ([End(), End(status=2)], "the script failed with status", 2),
+        ([End(), End(status=-signal.SIGKILL)], "was killed by signal", 2),
+        ([End(), End(status=1, verdict=MATCH)], "the script failed with status", 2),
+        ([End(), End(status=-signal.SIGKILL, verdict=MATCH)], "was killed by signal", 2),
+        ([End(), End(verdict="{")], "cannot be read", 2),
+        ([End(), End(verdict="[]")], "cannot be read", 2),
+        ([End(), End(verdict='{"schema": 1, "verdict": "match", "cause": null}')], "cannot be read", 2),
+        ([End(), End(verdict=json.dumps(MATCH.to_dict() | {"schema": 2}))], "cannot be read", 2),
+        ([End(), End(verdict=json.dumps(MATCH.to_dict() | {"verdict": "fine"}))], "cannot be read", 2),
+        ([End(), End(status=1, verdict=DIVERGED)], "", 1),
+        ([End(), End(verdict=DIVERGED)], "", 1),  # on_divergence=warn
+        ([End(), End(status=-signal.SIGKILL, verdict=DIVERGED)], "", 1),
+        ([End(), End(status=3, verdict=NOT_COMPARABLE)], "", 3),
+        ([End(), End(verdict=MATCH)], "", 0),
+    ],
+)
+def test_only_a_verdict_of_match_and_a_good_end_are_a_match(
+    ends: list[End], reason: str, code: int, check: Check
+) -> None:
+    report, _ = check(*ends)
+    assert reason in report.runs[-1].reason
+    assert (bool(report.runs[-1].reason), report.exit_code) == (bool(reason), code)
+    assert (report.runs[-1].outcome == "failed") is (code == 2)
+    assert len(report.runs) == len(ends)
+
+
+def test_a_factor_is_the_one_thing_that_changes(check: Check) -> None:
+    hashing = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
+    report, processes = check(End(), End(verdict=MATCH), End(verdict=hashing), vary=("hash-seed", "hash-seed"))
+    assert [run.outcome for run in report.runs] == ["recorded", "match", "match"]
+    base = {**os.environ, "PYTHONHASHSEED": "0"}
+    assert [variables for _, variables in processes.started] == [base, base, base | {"PYTHONHASHSEED": "1"}]
+    words = [words for words, _ in processes.started]
+    assert words[2][:-1] == words[1][:-1]
+
+
+def test_a_hash_seed_of_the_caller_stays(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", str(2**32 - 1))
+    report, processes = check(End(), End(verdict=MATCH), End(verdict=MATCH), vary=("hash-seed",))
+    assert [variables["PYTHONHASHSEED"] for _, variables in processes.started] == ["4294967295"] * 2 + ["0"]
+    assert report.runs[-1].reason == "it could not be varied: the script sets env.PYTHONHASHSEED by itself"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome", "code"),
+    [
+        (replace(MATCH, environment=(THREADS,)), "match", 0),
+        (NOT_COMPARABLE, "diverged", 1),
+        (
+            replace(
+                NOT_COMPARABLE,
+                environment=(
+                    THREADS,
+                    differing("env.OMP_NUM_THREADS", changes_bits=False),
+                    differing("hparams.x", is_machine=False),
+                ),
+            ),
+            "diverged",
+            1,
+        ),
+        (replace(NOT_COMPARABLE, environment=(THREADS, differing("torch.cpu_capability"))), "not_comparable", 3),
+        (replace(NOT_COMPARABLE, first_divergence=None), "not_comparable", 3),
+        (DIVERGED, "diverged", 1),
+        (MATCH, "failed", 2),  # as many threads as before: nothing was varied
+    ],
+)
+def test_threads_that_were_changed_on_purpose_excuse_nothing(
+    verdict: Verdict, outcome: str, code: int, check: Check
+) -> None:
+    report, processes = check(End(), End(verdict=MATCH), End(verdict=verdict), vary=("threads",))
+    words, variables = processes.started[-1]
+    assert (words[-1], variables["OMP_NUM_THREADS"]) == ("determinism.settings.num_threads=1", "1")
+    assert (report.runs[-1].outcome, report.exit_code) == (outcome, code)
+
+
+def test_a_plain_pair_on_other_threads_is_not_comparable(check: Check) -> None:
+    report, _ = check(End(), End(status=3, verdict=NOT_COMPARABLE))
+    assert (report.runs[1].outcome, report.exit_code) == ("not_comparable", 3)
+
+
+@pytest.mark.parametrize("plain", [End(verdict=DIVERGED), End(status=1), End(verdict=NOT_COMPARABLE)])
+def test_nothing_is_varied_without_a_match(plain: End, check: Check) -> None:
+    report, _ = check(End(), plain, vary=("workers", "threads"))
+    assert (len(report.runs), report.not_run) == (2, ("workers", "threads"))
+    assert report.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([End(status=1), End(verdict=DIVERGED)], 1),
+        ([End(verdict=NOT_COMPARABLE), End(status=1)], 2),
+        ([End(verdict=NOT_COMPARABLE), End(verdict=replace(MATCH, environment=(THREADS,)))], 3),
+    ],
+)
+def test_what_is_known_best_decides_the_status(ends: list[End], code: int, check: Check) -> None:
+    report, _ = check(End(), End(verdict=MATCH), *ends, vary=("hash-seed", "threads"))
+    assert report.exit_code == code
+
+
+def test_what_cannot_be_varied_is_said(check: Check) -> None:
+    words = ("python", "-E", "train.py")
+    report, _ = check(End(), End(verdict=MATCH), words=words, vary=("workers", "hash-seed"))
+    assert [run.reason for run in report.runs[2:]] == [
+        "it could not be varied: the training has no torch DataLoader, whose workers could be others",
+        "it could not be varied: Python was asked to ignore its environment variables (-E or -I)",
+    ]
+    assert report.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "No command was given"),
+        (("no-such-program", "train.py"), "no-such-program cannot be started"),
+        (("python", "train.py", "+determinism=record"), "Leave it out"),
+        (("python", "train.py", "++determinism=record"), "Leave it out"),
+        (("python", "train.py", "determinism.reference=x"), "Leave it out"),
+        (("python", "train.py", "++determinism.current=x"), "Leave it out"),
+        (("python", "train.py", "determinism.mode=audit"), "Leave it out"),
+        (("python", "train.py", "--multirun", "a=1,2"), "runs one job"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match=says) as refused:
+        check_script(words, to=tmp_path / "runs")
+    assert refused.value.exit_code == 2
+
+
+def test_other_options_of_the_presets_are_the_users(check: Check) -> None:
+    words = ["python", "train.py", "determinism.level=state", "model.determinism=1", "determinism.modules=[a]"]
+    _, processes = check(End(), End(verdict=MATCH), words=words)
+    assert list(processes.started[0][0][:5]) == words
+
+
+@given(
+    st.text(ODD | st.characters(categories=["L", "N", "P", "S", "Zs"]), max_size=20).filter(
+        lambda text: "${" not in text
+    )
+)
+def test_hydra_reads_a_path_as_it_is(path: str) -> None:
+    (read,) = OverridesParser.create().parse_overrides([override("determinism.reference", f"/runs/{path}")])
+    assert read.value() == f"/runs/{path}"
+    assert not read.is_sweep_override()
+
+
+def test_a_folder_that_holds_something_is_refused(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    check(End(status=1))
+    with pytest.raises(CheckError, match="is not an empty folder"):
+        check()
+    with pytest.raises(CheckError, match="there are workers, threads, hash-seed\\."):
+        check(vary=("worker",))
+
+
+def test_an_interruption_ends_the_check(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Iterator[End]:
+        yield End()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_process", Processes(interrupted()).run)
+    announced: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        check_script(["python", "train.py"], to="runs", announce=lambda title, words: announced.append(title))
+    assert announced == ["record", "verify"]
+
+
+# real processes
+
+
+def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd: pytest.CaptureFixture[str]) -> None:
+    source = """if True:
+        import os, sys
+        print(sys.argv[1:], sorted(set(os.environ) - {"LC_CTYPE"}), sys.stdin.read() == "")
+        sys.exit(7)
+    """
+    assert run_process([sys.executable, "-I", "-c", source, "a b", "$HOME"], variables={"X": "1"}) == 7
+    assert capfd.readouterr().out == "['a b', '$HOME'] ['X'] True\n"
+
+
+TRAINING = """if True:
+    import os, signal, subprocess, time
+    {handler}
+    worker = subprocess.Popen(["/bin/sleep", "600"])
+    open("pids.tmp", "w").write(f"{{os.getpid()}} {{worker.pid}}")
+    os.rename("pids.tmp", "pids")
+    {end}
+"""
+IGNORES = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "end"),
+    [
+        (signal.SIGINT, "", "time.sleep(600)"),
+        (signal.SIGTERM, "", "time.sleep(600)"),
+        (signal.SIGHUP, IGNORES, "time.sleep(600)"),  # it is killed once the grace is over
+        (None, "", "os.kill(os.getpid(), signal.SIGKILL)"),
+    ],
+)
+def test_nothing_outlives_the_check(
+    number: int | None, handler: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "GRACE_SECONDS", 2.0 if handler else 60.0)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}  # nohup ignores some
+    before = {known: signal.signal(known, one) for known, one in usual.items()}
+    sent = threading.Thread(target=send_when_started, args=(number,), daemon=True)
+    sent.start()
+    words = [sys.executable, "-I", "-c", TRAINING.format(handler=handler, end=end)]
+    try:
+        if number is None:
+            assert run_process(words, variables={}) == -signal.SIGKILL
+        else:
+            with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+                run_process(words, variables={})
+    finally:
+        sent.join()
+        for known, one in before.items():
+            signal.signal(known, one)
+    pids = [int(pid) for pid in Path("pids").read_text().split()]
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def send_when_started(number: int | None) -> None:
+    while not Path("pids").exists():
+        time.sleep(0.02)
+    if number is not None:
+        os.kill(os.getpid(), number)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody asked about does not."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
