@@ -128,6 +128,13 @@ def test_digest_of_several_arguments_is_compared_with_constants():
             assert [item.kind for item in difference.divergences] == ["argument"] * expected
 
 
+def test_one_of_several_changing_arguments_is_seen():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, beta in ((reference, 0.99), (current, 0.999)):
+        step.digests[step.op("aten.lerp.Scalar", varying={"beta1": 0.9, "beta2": beta})] = 5
+    assert [item.kind for item in compare(reference, current).divergences] == ["argument"]
+
+
 def test_arguments_that_cannot_be_compared_prove_no_origin():
     reference, current = StepBuilder(), StepBuilder()
     reference.op("aten.f.default", varying={"a": 1, "b": 2}, arguments={"c": 3})

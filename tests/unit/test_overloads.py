@@ -260,6 +260,7 @@ def test_undeclared_views_share_memory():
     ("func", "kind"),
     [
         (aten.view.default, OpKind.VIEW),
+        (aten._unsafe_view.default, OpKind.VIEW),
         (aten.add.Tensor, OpKind.DIGEST),
         (aten.add_.Tensor, OpKind.DIGEST),
         (aten.set_.source_Storage, OpKind.RELAYOUT),

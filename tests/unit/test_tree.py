@@ -100,10 +100,10 @@ def test_arguments_settle_after_two_more_programs():
 
 
 def test_several_changing_arguments_make_one_digest():
-    def step(number: int) -> None:
-        torch.addmm(X, torch.ones(3, 3), torch.ones(3, 3), beta=number, alpha=number / 2)
+    def step(values: tuple[float, float]) -> None:
+        torch.addmm(X, torch.ones(3, 3), torch.ones(3, 3), beta=values[0], alpha=values[1])
 
-    traces = steps_of(step, [3, 5, 7])
+    traces = steps_of(step, [(3, 1.5), (5, 2.5), (5, 3.5)])
     assert [len(with_role(trace, "argument")) for trace in traces] == [0, 1, 1]
     assert with_role(traces[2], "argument")[0].varying == ("beta", "alpha")
     assert len({argument_digests(trace)[0] for trace in traces[1:]}) == 2
