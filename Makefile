@@ -8,7 +8,7 @@ TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests
 
-.PHONY: demo test test-slow test-soak lint format clean
+.PHONY: demo test test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -35,6 +35,10 @@ test-slow: $(INSTALLED)
 # Kill storms, soaks and the rest of large grids: before a release, and after changes to what is written to disk.
 test-soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak
+
+# Breaks central lines one at a time and lists which everyday test sees each (tests/mutations.txt); some 2 minutes.
+mutations: $(INSTALLED)
+	$(BIN)/python tests/mutations.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)

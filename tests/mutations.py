@@ -156,10 +156,10 @@ def run_here(place: Path, tests: list[str], sender: Connection) -> None:
     one_process = ["-n0"] if importlib.util.find_spec("xdist") else []
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = int(pytest.main([*OPTIONS, *one_process, *tests], plugins=[failures]))
-    package = getattr(sys.modules.get("det_callbacks"), "__file__", None)
-    if package is None or place not in Path(package).parents:
+    package = sys.modules.get("det_callbacks")
+    if package is not None and place not in Path(str(package.__file__)).parents:
         status, failures.names = -1, []
-        print(f"the tests imported {package} instead of the copy in {place}", file=output)
+        print(f"the tests imported {package.__file__} instead of the copy in {place}", file=output)
     sender.send(Outcome(failures.names, status, output.getvalue()[-4000:]))
 
 
