@@ -139,8 +139,6 @@ class DeterminismCallback(CallbackOptions):
         run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
             self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
-        if not isinstance(run, Auditing):
-            self._loads.open(pl_module)
 
     def _set_up_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make ready for a test or the like, where its batches are asked for; where they are not, say so once."""
@@ -227,7 +225,6 @@ class DeterminismCallback(CallbackOptions):
         evidence.attach(trainer, own=self)
         if self.log_metrics:
             self._metrics.begin_fit(trainer, is_recording=isinstance(run, Recording))
-        self._loads.open(pl_module, run.put_weight_loads)  # with what configure_model made
 
     @override
     @timed
@@ -255,7 +252,7 @@ class DeterminismCallback(CallbackOptions):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
-        self._step = self._loads.step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._together.begin_step(self._step)
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()
@@ -384,6 +381,5 @@ class DeterminismCallback(CallbackOptions):
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.close()
-        self._loads.close()
         if self._checkpointing is not None:
             self._checkpointing.end_fit()

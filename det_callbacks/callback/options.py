@@ -28,7 +28,6 @@ from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.compiled import WATCHERS
 from det_callbacks.trace.selection import PHASES, Selection, as_names
-from det_callbacks.trace.weight_loads import LoadWatch
 from det_callbacks.verdict import Verdict
 
 
@@ -130,7 +129,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         self._together = Together()
         self._inherited = InheritedSettings()
         self._replicas = Replicas(audit_replicas_every_n_steps, on_divergence=on_divergence)
-        self._loads = LoadWatch()
         self._metrics = Metrics()
         self._trace: Tracing | None = None
         self._run: Recording | Verifying | Auditing | None = None

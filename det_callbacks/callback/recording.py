@@ -36,7 +36,6 @@ from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Verdict
 
@@ -261,10 +260,6 @@ class Recording:
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
-
-    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
-        """Keep where weights were loaded in this fit so far."""
-        self._running().put_weight_loads(loads)
 
     def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Close the run's files and print the closing line.

@@ -40,7 +40,6 @@ from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Verdict
 
 
@@ -278,10 +277,6 @@ class Verifying:
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
-
-    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
-        """Keep where weights were loaded in this fit so far."""
-        self._running().put_weight_loads(loads)
 
     def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
         """Write the verdict, print the closing line, and raise unless the fits so far match.

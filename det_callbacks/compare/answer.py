@@ -1,17 +1,13 @@
 """The answer to why a step differs: its cause, what is to be said of it, and the evidence."""
 
-from collections.abc import Sequence
-
 from det_callbacks.compare.cause import judge
 from det_callbacks.compare.evidence import Evidence, LiveEvidence, RunEvidence, compare_windows, other_samples
 from det_callbacks.compare.explain import explain_step
 from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.first_difference import Words
-from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.proof import evidence_lines
 from det_callbacks.compare.step import StepDifference
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.weight_loads import WeightLoad
 
 
 class EvidenceFinder:
@@ -41,18 +37,11 @@ class EvidenceFinder:
             return None, f"the evidence of generators and data could not be used: {error}"
 
 
-def answer(
-    facts: Facts,
-    *,
-    loads: tuple[Sequence[WeightLoad], Sequence[WeightLoad]],
-    show_rank: bool,
-    unread: str = "",
-) -> Words:
+def answer(facts: Facts, *, show_rank: bool, unread: str = "") -> Words:
     """Return why a step differs.
 
     Args:
         facts: what is known of it.
-        loads: where the reference and the current run loaded weights.
         show_rank: whether the text names the rank.
         unread: why there is no evidence, "" where there is nothing to say.
     """
@@ -65,8 +54,6 @@ def answer(
         unrestored=facts.unrestored,
         batch_of=facts.batch_of if judgement.rule == "batch of another step" else None,
     )
-    if judgement.cause in ("initial_weights", "checkpoint"):
-        text += explain_loads(*loads, segment=difference.segment, step=difference.step)
     lines = evidence_lines(
         difference, facts.evidence, facts.environment, is_first=facts.is_first, batch_of=facts.batch_of
     )

@@ -30,7 +30,6 @@ from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
 from det_callbacks.trace.store import Run
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Counts, Divergence, Verdict
 
@@ -86,7 +85,6 @@ class Verification:
         self._builder.tally.digested_on.update(digested_on(here))
         if peers.world_size > 1:
             self._builder.set_world_size(peers.world_size)
-        self._builder.set_weight_loads(reference.weight_loads(rank), (), rank=rank)
         self._peers = peers
         self._selection = Selection.from_dict(reference.manifest["selection"])
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
@@ -138,13 +136,6 @@ class Verification:
         self._evidence.add(rows)
         if rows:
             self.batches.end_step(rows[-1].step)
-
-    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
-        """Keep where weights were loaded in the fit under way, and mention it where weights differ."""
-        self._writer.put_weight_loads(loads)
-        self._builder.set_weight_loads(
-            self.reference.weight_loads(self.rank), self._writer.weight_loads, rank=self.rank
-        )
 
     def begin_segment(self, segment: int, *, is_resumed: bool = False, stage: str = FIT) -> None:
         """Start a fit; the verdict on the fits before it no longer holds.

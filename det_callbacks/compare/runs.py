@@ -135,8 +135,6 @@ def _begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str |
         return builder
     _require_same_selection(ours.manifest, theirs.manifest, reference, current)
     builder.set_world_size(ours.world_size)
-    for rank in ours.ranks:
-        builder.set_weight_loads(ours.weight_loads(rank), theirs.weight_loads(rank), rank=rank)
     return builder
 
 

@@ -17,7 +17,6 @@ from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
 from det_callbacks.compare.wording import count, explain_match, show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import Counts, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]
@@ -53,7 +52,6 @@ class VerdictBuilder:
         self._whole: dict[tuple[int, int, str], WholeSteps] = {}
         self._seen: set[tuple[int, int]] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
-        self._loads: dict[int, tuple[tuple[WeightLoad, ...], tuple[WeightLoad, ...]]] = {}
         self._unrestored: tuple[str, ...] = ()
         self._world_size = 0
         self._agreeing: set[int] = set()
@@ -137,12 +135,6 @@ class VerdictBuilder:
     def set_agreeing(self, ranks: Iterable[int]) -> None:
         """Say of which ranks it is known that nothing differs unless steps of them are added."""
         self._agreeing = set(ranks)
-
-    def set_weight_loads(
-        self, reference: Sequence[WeightLoad], current: Sequence[WeightLoad], *, rank: int = 0
-    ) -> None:
-        """Set where a rank loaded weights in the two runs after the model was set up; said where weights differ."""
-        self._loads[rank] = (tuple(reference), tuple(current))
 
     def set_batches(self, find_batch: FindBatch) -> None:
         """Set what finds the step at which the reference had a batch: see ``find_batch``, without the run."""
@@ -355,8 +347,7 @@ class VerdictBuilder:
             batch_of=self._step_of_batch(difference),
             evidence=evidence,
         )
-        loads = self._loads.get(difference.rank, ((), ()))
-        return answer(facts, loads=loads, show_rank=self._show_rank, unread=unread)
+        return answer(facts, show_rank=self._show_rank, unread=unread)
 
     def _classify(self) -> Classification | None:
         """Return who started the difference; None unless there are several ranks and all of them are known."""

@@ -22,7 +22,6 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "selection": run.manifest.get("selection"),
         "attempts": len(run.manifest["attempts"]),
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
-        "weight_loads": [load.to_dict() for load in run.weight_loads(rank.rank)],
         "replay": list(run.manifest.get("replay", ())),
         "keep_tensors": list(run.manifest.get("keep_tensors", ())),
         "eval_batches": count_recorded(run, rank.rank),

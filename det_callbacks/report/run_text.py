@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.compare.eval_batches import count_recorded
-from det_callbacks.compare.loads import describe_load
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.digest import format_digest
 from det_callbacks.kept import KEEP_BUDGET_MIB, shortages
@@ -39,11 +38,6 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     for found in map(NondeterministicOp.from_dict, run.nondeterministic_ops(rank.rank)):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
-        console.print(Text(line), soft_wrap=True)
-    for load in run.weight_loads(rank.rank):
-        what = "restored from a checkpoint" if load.is_restore else "weights loaded after setup"
-        fit = f" of fit {load.segment}" if load.segment else ""
-        line = f"{what}: {describe_load(load)}{fit}, {count(load.num_calls, 'call')}, attempt {load.attempt}"
         console.print(Text(line), soft_wrap=True)
     for segment, step in sorted(run.resumed_steps):
         console.print(Text(f"resumed: fit {segment} went on from a checkpoint with step {step}"), soft_wrap=True)

@@ -28,7 +28,6 @@ MANIFEST = "run.json"
 PROGRAMS = "programs"
 LAYOUTS = "layouts"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
-WEIGHT_LOADS_FILE = "weight_loads.json"
 
 PROGRAM_SCHEMA = pa.schema(
     [

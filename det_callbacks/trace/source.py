@@ -50,21 +50,6 @@ def capture_source() -> tuple[str, ...]:
     return tuple(lines)
 
 
-def nearest_source() -> tuple[str, bool]:
-    """Return the innermost line outside torch and this package, and whether it is Lightning's or Hydra's.
-
-    As "train.py:41 in forward"; "?" where there is none. Costs some 0.2 microseconds a frame.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        label, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
-        is_framework = label[0].partition("/")[0] in _FOREIGN
-        if owner == "user" or is_framework:
-            return f"{label[0]}:{frame.f_lineno} in {label[1]}", is_framework
-        frame = frame.f_back
-    return "?", False
-
-
 def is_of_torch(source: tuple[str, ...]) -> bool:
     """Return whether a line of torch stands in for the user's."""
     return len(source) == 1 and source[0].startswith("torch/")

@@ -8,7 +8,6 @@
     rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``trace/evidence.py``)
     rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
-    rank-00000/weight_loads.json                calls of load_state_dict after setup, where there were any
 
 A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
@@ -28,7 +27,6 @@ from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 from det_callbacks.trace.run_files import (
     MANIFEST,
     NONDETERMINISTIC_FILE,
-    WEIGHT_LOADS_FILE,
     damaged,
     layout_path,
     program_path,
@@ -40,7 +38,6 @@ from det_callbacks.trace.run_files import (
     stream_path,
 )
 from det_callbacks.trace.stream import StreamFile
-from det_callbacks.trace.weight_loads import WeightLoad
 
 _CACHED = 64
 
@@ -301,18 +298,6 @@ class Run:
         if not all("op" in entry for entry in ops):
             raise damaged(path, "it is no list of ops")
         return ops
-
-    def weight_loads(self, rank: int) -> tuple[WeightLoad, ...]:
-        """Return where weights were loaded into the model after it was set up; () when nowhere (or not looked for).
-
-        Raises:
-            ReferenceFormatError: the file is damaged.
-        """
-        path = self.path / rank_folder(rank) / WEIGHT_LOADS_FILE
-        try:
-            return tuple(map(WeightLoad.from_dict, read_list(path)))
-        except (KeyError, TypeError) as error:
-            raise damaged(path, f"it is no list of loads ({error})") from error
 
     def program(self, identity: int) -> Program:
         """Return a program; the last 64 are kept."""

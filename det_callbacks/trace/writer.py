@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +18,6 @@ from det_callbacks.trace.run_files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
     PROGRAMS,
-    WEIGHT_LOADS_FILE,
     rank_folder,
     replace_atomically,
     stream_path,
@@ -29,7 +27,6 @@ from det_callbacks.trace.run_files import (
 )
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.stream import END_OF_STREAM, encode_header, encode_step
-from det_callbacks.trace.weight_loads import WeightLoad
 
 
 class RunWriter:
@@ -54,8 +51,6 @@ class RunWriter:
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
         self._last_step = -1
-        self._earlier_loads: tuple[WeightLoad, ...] = ()
-        self._loads: dict[int, Sequence[WeightLoad]] = {}
         self._chain: int | None = 0 if not attempt else None
         self._file: BinaryIO | None = None
         self._evidence: EvidenceWriter | None = None
@@ -122,9 +117,7 @@ class RunWriter:
         segment = max((number for number, stage in stages.items() if stage == FIT), default=max(stages) + 1)
         first = {} if segment == run.rank(peers.rank).segments[-1] else {"first_segment": segment}
         content["attempts"] = [*content["attempts"], {"segments": 1, **first}]
-        writer = cls(run.path, peers, seat, content, attempt=len(content["attempts"]) - 1, segment=segment)
-        writer._earlier_loads = run.weight_loads(peers.rank)
-        return writer
+        return cls(run.path, peers, seat, content, attempt=len(content["attempts"]) - 1, segment=segment)
 
     @property
     def run_id(self) -> str:
@@ -210,23 +203,6 @@ class RunWriter:
             self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, json.dumps(list(ops), indent=1).encode()
         )
 
-    def put_weight_loads(self, loads: Sequence[WeightLoad]) -> None:
-        """Keep where weights were loaded in the fit under way, beside those of other fits and attempts."""
-        self._loads[self._segment] = [replace(load, segment=self._segment, attempt=self._attempt) for load in loads]
-        self._write_loads()
-
-    @property
-    def weight_loads(self) -> tuple[WeightLoad, ...]:
-        """Where weights were loaded, in all fits and attempts."""
-        return (*self._earlier_loads, *(load for found in self._loads.values() for load in found))
-
-    def _write_loads(self) -> None:
-        path = self.path / rank_folder(self._rank) / WEIGHT_LOADS_FILE
-        if self.weight_loads:
-            replace_atomically(path, json.dumps([load.to_dict() for load in self.weight_loads], indent=1).encode())
-        else:
-            path.unlink(missing_ok=True)
-
     def start_segment(self, stage: str = FIT) -> None:
         """Go on with the steps of another fit of this process, or with another stage, which has none."""
         finished = self._file
@@ -263,9 +239,6 @@ class RunWriter:
             stream = stream_path(self.path, self._rank, self._attempt, number)
             for path in (stream, evidence_path(stream)):
                 path.unlink(missing_ok=True)
-        if self._loads:
-            self._loads.clear()
-            self._write_loads()
 
     def _write_manifest(self) -> None:
         if not self.is_leader:

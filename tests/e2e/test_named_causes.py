@@ -37,6 +37,14 @@ class SeedsAnew(pl.Callback):
             torch.manual_seed(9)
 
 
+class LoadsWeights(pl.Callback):
+    """Loads weights after every callback was set up."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        last = [part for part in pl_module.modules() if isinstance(part, nn.Linear)][-1]
+        last.load_state_dict({name: value + 1 for name, value in last.state_dict().items()})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One thing that differs, and what must be said of it.
@@ -129,6 +137,11 @@ FAULTS = {
     "weights loaded from elsewhere": Fault(
         change={"load_from": 9}, cause="initial_weights", says=("load the same weights",)
     ),
+    "weights loaded by a callback": Fault(
+        change={"callbacks": (LoadsWeights,)},
+        cause="initial_weights",
+        says=("2 of ", "or the weights that were loaded"),
+    ),
     "learning rate": Fault(
         change={"lr": 2e-2}, cause="optimizer", says=("optimizer.AdamW.lr: 0.01 in the reference, 0.02 now",)
     ),
@@ -164,6 +177,7 @@ EVERYDAY = (
     "unsorted listing",
     "validation draws",
     "callback draws",
+    "weights loaded by a callback",
     "a data set without one sample",
 )
 WEIGHTS = {"digits": "net.5.bias", "text": "net.head.bias"}

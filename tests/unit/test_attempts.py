@@ -8,7 +8,6 @@ from stored_runs import append, create, everything_in, record, resume
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.run_files import read_manifest, write_manifest
 from det_callbacks.trace.store import Run
-from det_callbacks.trace.weight_loads import WeightLoad
 
 
 @pytest.fixture
@@ -23,10 +22,8 @@ def test_an_attempt_is_taken_back(tmp_path: Path, is_complete: bool) -> None:
     before = everything_in(path)
     writer = resume(path)
     writer.note_resumed(2)
-    writer.put_weight_loads([WeightLoad(module="", source="a.py:1 in f", is_restore=True, first_step=None)])
     append(writer, [2, 3, 4])
     assert Run.open(path).resumed_steps == {(0, 2)}
-    assert len(Run.open(path).weight_loads(0)) == 1
     writer.discard_attempt()
     assert everything_in(path) == before
     assert Run.open(path).is_complete == is_complete
@@ -35,18 +32,6 @@ def test_an_attempt_is_taken_back(tmp_path: Path, is_complete: bool) -> None:
     append(again, [4])
     again.close(complete=True)
     assert Run.open(path).rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_loads_of_earlier_attempts_stay(path: Path) -> None:
-    for attempt in (1, 2, 3):
-        writer = resume(path)
-        writer.put_weight_loads([WeightLoad(module="", source="a.py:1 in f", is_restore=True, first_step=None)])
-        writer.close(complete=True)
-        assert [load.attempt for load in Run.open(path).weight_loads(0)] == list(range(1, attempt + 1))
-    writer = resume(path)
-    writer.put_weight_loads([WeightLoad(module="", source="b.py:1 in f", is_restore=False, first_step=3)])
-    writer.discard_attempt()
-    assert [load.attempt for load in Run.open(path).weight_loads(0)] == [1, 2, 3]
 
 
 def test_the_only_attempt_is_not_taken_back(tmp_path: Path) -> None:

@@ -3,10 +3,8 @@ from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.cause import judge as judge_facts
 from det_callbacks.compare.facts import Facts
-from det_callbacks.compare.loads import explain_loads
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import EnvironmentDifference
 
 SEED = EnvironmentDifference(name="settings.seed", reference=1, current=2, changes_bits=True, is_machine=False)
@@ -345,29 +343,3 @@ def test_how_much_of_the_initial_state_differs_is_said(current, part):
     verdict = judge(initial(a=1, b=2, c=3), initial(**current), step=0)
     assert verdict.cause == "initial_weights"
     assert part in verdict.explanation
-
-
-def load(source, *, first_step=None, segment=0, is_restore=False):
-    return WeightLoad(module="net", source=source, is_restore=is_restore, first_step=first_step, segment=segment)
-
-
-@pytest.mark.parametrize(
-    ("reference", "current", "clause"),
-    [
-        ((), (), ""),
-        ((load("a.py:1 in f"),), (load("a.py:1 in f"),), "; both runs loaded weights into net at a.py:1 in f before"),
-        ((), (load("a.py:1 in f", first_step=2),), "; the reference loaded none, and the current run weights into net"),
-        (
-            (load("a.py:1 in f"),),
-            (),
-            "; the reference loaded weights into net at a.py:1 in f before the first step, and",
-        ),
-        # expected, later, and of another fit
-        ((load("a.py:1 in f", is_restore=True),), (load("b.py:1 in f", first_step=8),), ""),
-        ((load("a.py:1 in f", segment=1),), (), ""),
-    ],
-)
-def test_loads_that_can_have_to_do_with_it_are_mentioned(reference, current, clause):
-    text = explain_loads(reference, current, segment=0, step=7)
-    assert text.startswith(clause)
-    assert bool(text) == bool(clause)

@@ -15,7 +15,6 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.deliveries import IN_FLIGHT
-from det_callbacks.trace.weight_loads import WeightLoad
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
 NAMES = ("refs/run1", "runs/today")
@@ -49,7 +48,6 @@ def machine(*ranks: int) -> EnvironmentDifference:
 
 
 def of_rank(builder: VerdictBuilder, rank: int, steps: list[int], whole: str | None, num_before: int) -> None:
-    builder.set_weight_loads((), (load(rank),), rank=rank)
     for step, change in enumerate(steps):
         reference = reducing_step(num_before=num_before).view(rank=rank, step=step)
         current = reducing_step(num_before=num_before, **CHANGES[change]).view(rank=rank, step=step)
@@ -58,10 +56,6 @@ def of_rank(builder: VerdictBuilder, rank: int, steps: list[int], whole: str | N
         add = builder.add_missing_step if whole == "missing" else builder.add_extra_step
         for step in range(2):
             add(rank, step + rank)
-
-
-def load(rank: int) -> WeightLoad:
-    return WeightLoad(module=f"net{rank}", source="train.py:3 in main", is_restore=False, first_step=None)
 
 
 def told(found: RankFindings) -> RankFindings:
