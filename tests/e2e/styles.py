@@ -147,6 +147,25 @@ class UndefinedGradients(Classifier):
         return penalty + Undefined.apply(self.stopped(inputs)).mean() + self.columns(self.first(inputs))[0].mean()
 
 
+class Hidden(nn.Module):
+    """Of ops whose bits are the same before and after TorchScript has optimised them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(inputs)))
+
+
+class Scripted(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.jit.script(Hidden())
+        self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
+
+
 class TensorHooks(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -296,6 +315,7 @@ STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "manual": (Manual, {}),
     "gradient_penalty": (GradientPenalty, {}),
     "undefined_gradients": (UndefinedGradients, {}),
+    "scripted": (Scripted, {}),
     "tensor_hooks": (TensorHooks, {}),
     "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
     "clipping": (Classifier, {"gradient_clip_val": 0.1}),

@@ -10,7 +10,10 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.trace.store import Run
 
-pytestmark = LIGHTNING_ADVICE
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),  # it still trains
+]
 
 
 def record(style: str, folder: Path, **options: object) -> Run:
@@ -57,7 +60,9 @@ def test_repeated_ops_and_their_backward_have_the_users_lines(style: str, tmp_pa
 
 
 @pytest.mark.parametrize("level", ["state", "module"])
-@pytest.mark.parametrize("style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch", "undefined_gradients"])
+@pytest.mark.parametrize(
+    "style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch", "undefined_gradients", "scripted"]
+)
 def test_lower_levels_match_too(style: str, level: str, tmp_path: Path) -> None:
     module, options = STYLES[style]
     plain, _, states = train(module, **options)
