@@ -122,12 +122,14 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
 @contextmanager
 def compiling_anew() -> Iterator[None]:
     """Forget what was compiled, before and after."""
-    WATCHERS.install()  # as a callback does when it is made
+    follower = object()
+    WATCHERS.follow(follower)  # as a callback does during a fit
     was_set = SET_BY_INDUCTOR in os.environ
     torch._dynamo.reset()
     counters.clear()
     NUDGE["twice"] = False
     yield
+    WATCHERS.unfollow(follower)
     NUDGE["twice"] = False
     torch._dynamo.reset()
     if not was_set:

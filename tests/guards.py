@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch._inductor.config  # first use of deterministic algorithms imports it, which sets a variable and a filter
+from torch._dynamo import eval_frame
+from torch._dynamo.output_graph import OutputGraph  # looked at in torch 2.13
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.overrides import _get_current_function_mode_stack  # looked at in torch 2.13
@@ -51,6 +53,11 @@ def watched_things(root: Path = ROOT) -> dict[str, Watched]:
     cudnn: Any = torch.backends.cudnn
     deterministic: Any = torch.utils.deterministic
     return {
+        "what compiles a graph": _attribute(OutputGraph, "call_user_compiler"),
+        "stance of the compiler": Watched(
+            read=lambda: eval_frame._stance,
+            put_back=lambda stance: eval_frame._set_stance(stance),
+        ),
         "dispatch modes": _modes(_get_current_dispatch_mode_stack),
         "function modes": _modes(_get_current_function_mode_stack),
         "module hooks": _dictionaries(module_hooks, _MODULE_HOOKS),

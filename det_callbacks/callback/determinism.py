@@ -28,6 +28,7 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report import left_out_line, no_batches_text
+from det_callbacks.trace.compiled import WATCHERS
 from det_callbacks.trace.eval_batches import FIT
 
 
@@ -129,6 +130,7 @@ class DeterminismCallback(CallbackOptions):
             )
         self._checkpointing.begin_stage(trainer)
         self._stage = None
+        WATCHERS.follow(self)  # now: a validation may compile the model before a step is traced
         if stage != TrainerFn.FITTING:
             self._set_up_stage(trainer, pl_module, STAGES_OF_TRAINER[TrainerFn(stage)])
             self._begin_alerts(self.settings, pl_module)
@@ -351,6 +353,7 @@ class DeterminismCallback(CallbackOptions):
         self._close_trace()
         self._metrics.close()
         self._end_alerts()
+        WATCHERS.unfollow(self)
         if was_fitting:
             assert self._run is not None
             self._run.stop(type(exception).__name__)
@@ -364,6 +367,7 @@ class DeterminismCallback(CallbackOptions):
         # only a fit that has nothing to train comes here without on_train_end
         self._end_fit(is_resumed=self._stage is None and trainer.ckpt_path is not None)
         self._end_alerts()
+        WATCHERS.unfollow(self)
         if self._checkpointing is not None:
             self._checkpointing.end_stage()
         self._replicas.close()

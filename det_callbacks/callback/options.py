@@ -26,7 +26,6 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.kept import KEEP_BUDGET_MIB, KeepChoice
 from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
 from det_callbacks.settings import DeterminismSettings
-from det_callbacks.trace.compiled import WATCHERS
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.verdict import Verdict
 
@@ -92,8 +91,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             compiled=compiled,
             only_steps=only_steps,  # type: ignore[arg-type]  # any sequence, which it makes a tuple
         )
-        if mode != "disabled" and level != "state":
-            WATCHERS.install()  # now: a validation, or another fit, may compile the model before a step is traced
         self.steps = steps
         if settings is not None and not isinstance(settings, DeterminismSettings):
             settings = DeterminismSettings.from_mapping(settings)

@@ -44,7 +44,6 @@ class LateSites:
 
     Attributes:
         is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
-        is_told: whether what is about to be written is told in another way, so that memory may be handed out.
         is_watching: whether it is told of memory that is handed out or freed.
         bits: position of a site -> what it will be.
     """
@@ -59,7 +58,6 @@ class LateSites:
         self._on_access = on_access
         self._is_aside = is_aside
         self.is_used = False
-        self.is_told = False
         self.is_watching = False
         self._is_in_op = False
         self._sees_writes = False
@@ -167,7 +165,7 @@ class LateSites:
 
     def before_access(self, storage: torch.UntypedStorage) -> None:
         """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
-        if self.is_told or self._is_aside():
+        if self._is_aside():
             return
         with self._lock:
             if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step
@@ -224,7 +222,7 @@ class LateSites:
     def begin(self) -> None:
         """Start a step, in the thread that runs it."""
         self.discard()
-        self._sees_writes = self.is_told = self._is_in_op = False
+        self._sees_writes = self._is_in_op = False
         self._thread = get_ident()
 
     def discard(self) -> None:

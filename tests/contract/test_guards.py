@@ -45,6 +45,8 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "process group": initialize_process_group,
     "environment variables": lambda: os.environ.__setitem__("LEAKED_BY_A_TEST", "1"),
     "warning filters": lambda: warnings.simplefilter("ignore", ResourceWarning),
+    "what compiles a graph": lambda: setattr(guards.OutputGraph, "call_user_compiler", print),
+    "stance of the compiler": lambda: torch.compiler.set_stance("force_eager"),
 }
 
 

@@ -1,16 +1,14 @@
 """Where a difference starts when parts of a step are compiled."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compiling import COMPILING, NUDGE, batch, difference, net, nudged, opaque_backend, origins, restored, train
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from tracing import step_of, traced
 
 from det_callbacks.errors import SelectionError
@@ -182,43 +180,3 @@ def test_eager_or_run() -> None:
     selection = Selection(compiled="eager")
     assert Selection.from_dict(selection.to_dict()) == selection
     assert "compiled" not in Selection().to_dict(), "runs from before there was a choice are equal to the default"
-
-
-def test_kernels_of_inductor_are_seen_by_name_and_put_back() -> None:
-    """No GPU is here: the launcher is a function in Python, called by inductor's own ``run``."""
-    launched = CachingAutotuner.run
-    factor = {"value": 2.0}
-
-    def kernel_for(name: str) -> Any:
-        def launch(source: Tensor, target: Tensor, size: int, *, stream: Any) -> None:
-            target.numpy()[...] = source.numpy() * factor["value"]
-
-        kernel = CachingAutotuner.__new__(CachingAutotuner)
-        kernel.triton_meta = {"signature": {"in_ptr0": "*fp32", "out_ptr0": "*fp32", "xnumel": "i32"}}
-        kernel.mutated_arg_names = []
-        kernel.fn = SimpleNamespace(__name__=name)
-        kernel._cached_launcher = launch
-        return kernel
-
-    kernels = [kernel_for("triton_poi_fused_mul_0"), kernel_for("triton_poi_fused_mul_1")]
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            first, second = torch.empty_like(args[0]), torch.empty_like(args[0])
-            kernels[0].run(args[0], first, 6, stream=None)
-            kernels[1].run(first, second, 6, stream=None)
-            return (second,)
-
-        return make_boxed_func(run)
-
-    compiled = torch.compile(lambda x: x * 4, backend=aot_autograd(fw_compiler=compiler))
-    with torch.no_grad():
-        reference = traced(lambda: compiled(torch.ones(2, 3)))
-        factor["value"] = 3.0
-        current = traced(lambda: compiled(torch.ones(2, 3)))
-    names = [site.op for site in reference.program.sites if site.op.startswith("triton.")]
-    assert names == ["triton.triton_poi_fused_mul_0", "triton.triton_poi_fused_mul_1"]
-    found = difference(reference, current)
-    assert (found.divergences[0].op, found.divergences[0].is_origin) == ("triton.triton_poi_fused_mul_0", None)
-    assert [op.rpartition(".")[2] for op, _ in origins(found)] == ["inside"]
-    assert CachingAutotuner.run is launched

@@ -2,6 +2,9 @@
 
 import itertools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from compiling import (
     restored,
     train,
 )
+from late_device import late_device
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -27,10 +31,22 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 from tracing import assert_same, step_of, traced
 
+from det_callbacks import DeterminismCallback
+from det_callbacks.digest import digest_tensor
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.hash_mode import HashMode
 
 pytestmark = COMPILING
+
+
+@contextmanager
+def nobody_follows() -> Iterator[None]:
+    followers = list(WATCHERS._followers)
+    for follower in followers:
+        WATCHERS.unfollow(follower)
+    yield
+    for follower in followers:
+        WATCHERS.follow(follower)
 
 
 def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -> None:
@@ -259,13 +275,8 @@ def test_the_same_step_in_two_modes_is_the_same() -> None:
 def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it() -> None:
     model = net()
     compiled = torch.compile(model)
-    followed = torch._dynamo.output_graph.OutputGraph.call_user_compiler
-    original = followed.__wrapped__
-    torch._dynamo.output_graph.OutputGraph.call_user_compiler = original
-    try:
+    with nobody_follows():
         train(compiled)()
-    finally:
-        torch._dynamo.output_graph.OutputGraph.call_user_compiler = followed
     state = {name: value.clone() for name, value in model.state_dict().items()}
     steps = [restored(model, state, lambda: traced(train(compiled), model)) for _ in range(2)]
     assert_same(*steps)
@@ -275,6 +286,51 @@ def test_a_graph_compiled_before_anybody_watched_is_met_where_inductor_runs_it()
     NUDGE["twice"] = True
     current = restored(model, state, lambda: traced(train(compiled), model))
     assert ("compiled.graph_compiled_earlier.inside", None) in origins(difference(steps[0], current))
+
+
+def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_path: Path) -> None:
+    owner = torch._dynamo.output_graph.OutputGraph
+    with nobody_follows():
+        original = owner.call_user_compiler
+        DeterminismCallback(tmp_path, mode="record")
+        assert owner.call_user_compiler is original
+        mode = HashMode()
+        WATCHERS.follow(self := object())
+        followed = owner.call_user_compiler
+        with mode:
+            assert owner.call_user_compiler is followed is not original
+        assert owner.call_user_compiler is followed
+        WATCHERS.unfollow(self)
+        assert owner.call_user_compiler is original
+        with pytest.raises(ZeroDivisionError), mode:
+            raise ZeroDivisionError
+        assert owner.call_user_compiler is original
+
+
+def test_what_was_compiled_while_somebody_followed_keeps_its_name() -> None:
+    model = net()
+    compiled = torch.compile(model, backend=opaque_backend())
+    train(compiled)()
+    with nobody_follows():
+        assert traced(train(compiled), model).program.opaque_regions == ("compiled.Net_forward",)
+
+
+def test_memory_that_a_region_uses_again_was_digested_before() -> None:
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            inner = args[0].exp()
+            inner.untyped_storage().fill_(0)  # no dispatch, as in a kernel of inductor's
+            return (inner,)
+
+        return make_boxed_func(run)
+
+    compiled = torch.compile(lambda x: x + 1, backend=aot_autograd(fw_compiler=compiler))
+    with torch.no_grad(), late_device():
+        trace = traced(lambda: compiled(torch.ones(3)))
+    sites = trace.program.sites
+    inner = next(at for at, site in enumerate(sites) if site.op == "aten.exp.default")
+    assert int(trace.digests[inner]) == digest_tensor(torch.ones(3).exp())
+    assert int(trace.digests[sites.index(ends(trace, "outputs")[0])]) == digest_tensor(torch.zeros(3))
 
 
 def test_a_module_inside_a_wrapped_one_is_selected_by_its_own_name() -> None:

@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import get_ident
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -254,17 +252,6 @@ def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: py
     assert len(set(freed)) == len(freed) == 2
 
 
-def test_who_told_of_a_launch_that_ctrl_c_ended_is_listened_to_in_the_next_step(device: LateDevice) -> None:
-    mode = HashMode()
-    mode.begin()
-    mode.recorder.late.is_told = True
-    mode.abandon()
-    with mode:
-        x = torch.ones(2).exp()
-        x.data_ptr()
-        assert device.num_launched == [2]
-
-
 def test_looking_at_a_step_under_way_does_not_end_the_watch(device: LateDevice) -> None:
     before = methods()
     mode = HashMode()
@@ -273,22 +260,6 @@ def test_looking_at_a_step_under_way_does_not_end_the_watch(device: LateDevice) 
         trace_so_far(mode.recorder)
         assert methods() != before
     assert methods() == before
-
-
-def test_a_kernel_of_inductors_within_a_capture_launches_nothing_and_makes_no_stream_wait(device: LateDevice) -> None:
-    mode = HashMode()
-    with mode:
-        x = torch.ones(2).exp()
-        recorder = mode.recorder
-        kernel = SimpleNamespace(triton_meta={"signature": {"in_out_ptr0": "*fp32"}}, mutated_arg_names=[])
-        recorder.passing.graphs.busy.add(get_ident())
-        recorder.compiled.before_kernel(kernel, (x,))
-        recorder.compiled.after_kernel()
-        assert device.num_launched == []
-        recorder.passing.graphs.busy.clear()
-        recorder.compiled.before_kernel(kernel, (x,))
-        recorder.compiled.after_kernel()
-        assert device.num_launched == [2]
 
 
 def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_copy_back(

@@ -1,14 +1,14 @@
 """Where Dynamo hands a graph to a compiler: there the compiled graph is put behind a function of ours.
 
-That function costs 0.1 microseconds where nobody watches. It stays for as long as the compiled code does, which
-outlives a fit; a graph that was compiled before is met by ``CompiledFxGraph``'s own call instead, where inductor made
-it. Private names of torch, looked at in 2.13: ``OutputGraph.call_user_compiler`` (called for each graph, its result is
-what the frame's new bytecode calls), ``OutputGraph.root_tx`` (the traced frame), ``CompiledFxGraph.__call__`` and
-``CachingAutotuner.run`` (which launches a Triton kernel).
+That function stays for as long as the compiled code does and costs 0.1 microseconds where nobody watches. A graph that
+inductor compiled before anybody followed is met where it is called. Two methods of torch are replaced while somebody
+follows, a fit or a step, and put back then. They are private; looked at in 2.13: ``OutputGraph.call_user_compiler``
+(called for each graph, its result is what the frame's new bytecode calls; ``root_tx`` is the traced frame) and
+``CompiledFxGraph.__call__``.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule  # looked at in torch 2
 
 from det_callbacks.trace.compiled.graphs import RegionNames, TracedGraph, describe_graph
 
-_INSTALLED = "_det_callbacks_follows"
 _EARLIER = "graph_compiled_earlier"
 
 
@@ -31,15 +30,6 @@ class Watcher(Protocol):
     def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
         """Run a graph of which nothing is known but its inputs; return what ``call()`` returns."""
 
-    def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Note that one of inductor's Triton kernels is about to be launched."""
-
-    def after_kernel(self) -> None:
-        """Note that its launch has returned, or raised."""
-
-    def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Note that one of inductor's Triton kernels was launched."""
-
 
 class Watchers:
     """Those who watch, outermost first, and what is running in which thread."""
@@ -49,28 +39,40 @@ class Watchers:
         self.inside: dict[int, int] = {}
         """Thread -> number of known graphs that run in it, one inside the other."""
         self._names = RegionNames()
+        self._followers: set[object] = set()
+        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """Class and name of a method -> what it was, and what stands there now."""
 
-    def install(self) -> None:
-        """Follow what is compiled from now on; imports Dynamo (which every optimizer does). More than once is fine."""
-        output_graph = torch._dynamo.output_graph.OutputGraph
-        if hasattr(output_graph.call_user_compiler, _INSTALLED):
-            return
-        compile_graph = output_graph.call_user_compiler
-        names = self._names
+    def follow(self, follower: object) -> None:
+        """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
+        self._followers.add(follower)  # first: so ``unfollow`` finds what Ctrl-C has left half done
+        self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
+        # not by an import: it takes seconds, and without it inductor has compiled nothing
+        inductor = sys.modules.get("torch._inductor.output_code")
+        if inductor is not None:
+            self._replace(inductor.CompiledFxGraph, "__call__", self._meeting)
 
-        @wraps(compile_graph)
-        def followed(output: Any, graph: Any, example_inputs: Any) -> Any:
-            frame, compiler = output.root_tx, output.compiler_fn
-            owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
-            backend = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
-            # before the compiler has it: its passes write into the graph
-            described = describe_graph(graph, name=names.of(frame.f_code, owner), backend=str(backend))
-            compiled = compile_graph(output, graph, example_inputs)
-            WATCHERS._meet_kernels()  # the first graph that has some brings the module
-            return WATCHERS.followed(described, compiled)
+    def unfollow(self, follower: object) -> None:
+        """Undo a ``follow``; may be called more than once."""
+        self._followers.discard(follower)
+        if not self._followers:
+            for (owner, name), (before, ours) in self._replaced.items():
+                if getattr(owner, name) is ours:  # else it is somebody else's, around ours
+                    setattr(owner, name, before)
+            self._replaced.clear()
 
-        setattr(followed, _INSTALLED, True)
-        output_graph.call_user_compiler = followed  # type: ignore[method-assign, assignment]  # the point of it
+    def watch(self, watcher: Watcher) -> None:
+        """Tell a watcher of the compiled graphs that run from now on."""
+        self.open.append(watcher)
+        self.follow(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell a watcher nothing any more; may be called more than once."""
+        if watcher in self.open:
+            self.open.remove(watcher)
+        if not self.open:
+            self.inside.clear()
+        self.unfollow(watcher)
 
     def followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a compiled graph, with those who watch around it."""
@@ -92,95 +94,48 @@ class Watchers:
             try:
                 return self.open[0].run(graph, call, args)
             finally:
-                self.leave(thread)
+                self._leave(thread)
 
         return run
 
-    def leave(self, thread: int) -> None:
-        """Note that a known graph has ended in a thread."""
+    def _leave(self, thread: int) -> None:
         depth = self.inside.get(thread, 0) - 1
         if depth > 0:
             self.inside[thread] = depth
         else:
             self.inside.pop(thread, None)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Tell a watcher of the compiled graphs that run from now on."""
-        self.open.append(watcher)  # first: so ``unwatch`` finds what Ctrl-C has left half done
-        self._meet_earlier()
-        self._meet_kernels()
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if (owner, name) not in self._replaced:
+            before = getattr(owner, name)
+            ours = make(before)
+            self._replaced[owner, name] = before, ours
+            setattr(owner, name, ours)
 
-    def unwatch(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing any more; may be called more than once."""
-        if watcher in self.open:
-            self.open.remove(watcher)
-        if not self.open:
-            self.inside.clear()
-            _take_back(_compiled_fx_graph(), "__call__")
-            _take_back(_autotuner(), "run")
+    def _compiling(self, compile_graph: Any) -> Any:
+        @wraps(compile_graph)
+        def call_user_compiler(output: Any, graph: Any, example_inputs: Any) -> Any:
+            frame, compiler = output.root_tx, output.compiler_fn
+            owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
+            backend = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
+            # before the compiler has it: its passes write into the graph
+            described = describe_graph(graph, name=self._names.of(frame.f_code, owner), backend=str(backend))
+            return self.followed(described, compile_graph(output, graph, example_inputs))
 
-    def _meet_earlier(self) -> None:
-        inductor = _compiled_fx_graph()
-        if inductor is None or hasattr(inductor.__call__, _INSTALLED):
-            return
-        call_graph = inductor.__call__
+        return call_user_compiler
 
+    def _meeting(self, call_graph: Any) -> Any:
         @wraps(call_graph)
-        def met(graph: Any, inputs: Any) -> Any:
+        def call(graph: Any, inputs: Any) -> Any:
             if not self.open or self.inside.get(get_ident()):
                 return call_graph(graph, inputs)
             return self.open[-1].run_unknown(_EARLIER, lambda: call_graph(graph, inputs), list(inputs))
 
-        setattr(met, _INSTALLED, call_graph)
-        inductor.__call__ = met
-
-    def _meet_kernels(self) -> None:
-        """Follow inductor's Triton kernels, whose launches no dispatch mode sees."""
-        autotuner = _autotuner()
-        if not self.open or autotuner is None or hasattr(autotuner.run, _INSTALLED):
-            return
-        run_kernel = autotuner.run
-
-        @wraps(run_kernel)
-        def launched(kernel: Any, *args: Any, **options: Any) -> Any:
-            for watcher in self.open:
-                watcher.before_kernel(kernel, args)
-            try:
-                result = run_kernel(kernel, *args, **options)
-            finally:
-                for watcher in self.open:
-                    watcher.after_kernel()
-            if not options.get("benchmark_run"):
-                for watcher in self.open:
-                    watcher.run_kernel(kernel, args)
-            return result
-
-        setattr(launched, _INSTALLED, run_kernel)
-        autotuner.run = launched
-
-
-def _take_back(owner: Any, name: str) -> None:
-    """Put back a method that was followed."""
-    original = None if owner is None else getattr(getattr(owner, name), _INSTALLED, None)
-    if original is not None:
-        setattr(owner, name, original)
+        return call
 
 
 def _around(watcher: Watcher, graph: TracedGraph, call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: watcher.run(graph, call, args)
-
-
-def _compiled_fx_graph() -> Any:
-    """Return inductor's class of compiled graphs, None as long as nothing was compiled by it."""
-    # not by an import: it takes seconds, and without it there is no such graph
-    module = sys.modules.get("torch._inductor.output_code")
-    return None if module is None else module.CompiledFxGraph
-
-
-def _autotuner() -> Any:
-    """Return the class of inductor's Triton kernels, None as long as it compiled none."""
-    module = sys.modules.get("torch._inductor.runtime.triton_heuristics")
-    return None if module is None else module.CachingAutotuner
 
 
 WATCHERS = Watchers()

@@ -1,4 +1,4 @@
-"""What is seen of an opaque region while it runs: extern kernels and custom ops, and on a GPU inductor's kernels.
+"""What is seen of an opaque region while it runs: what a dispatch mode sees, extern kernels and custom ops.
 
 What they wrote follows from the region's inputs and its row of role "graph": inductor reuses buffers, so that only the
 region can be told to be the origin.
@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from det_callbacks.digest import Bits
-from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.tree import Context, Event, module_of, scalar_bits
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-
-TRITON = "triton."
-"""Namespace of inductor's kernels: ``triton.triton_poi_fused_add_0``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,16 +76,4 @@ class Inside:
                 bits, tag = scalar_bits(output)
                 recorder.append_bits(bits, recorder.layouts.special(tag))
             self.digests.append(recorder.late.bits_of(recorder.num_sites - 1, recorder.digests))
-
-
-def written_by_kernel(kernel: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that a kernel of inductor's (``CachingAutotuner``, looked at in torch 2.13) writes."""
-    names = list(kernel.triton_meta.get("signature", {}))
-    mutated = frozenset(kernel.mutated_arg_names)
-    return [
-        value
-        for name, value in zip(names, args, strict=False)
-        if isinstance(value, Tensor)
-        and (name in mutated or name.startswith(("out_ptr", "in_out_ptr")))
-        and holds_data(value)
-    ]
+        recorder.late.flush()  # the region's kernels, which nobody sees, reuse this memory

@@ -11,7 +11,7 @@ from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.calls import in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
-from det_callbacks.trace.compiled.inside import TRITON, Inside, written_by_kernel
+from det_callbacks.trace.compiled.inside import Inside
 from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import breaks_graph
@@ -53,8 +53,6 @@ class CompiledRegions:
         self.inside: dict[int, Inside] = {}
         self.opaque: set[str] = set()
         self.num_digested = 0
-        if recorder.selection.level != "state":
-            WATCHERS.install()
 
     @property
     def is_open(self) -> bool:
@@ -180,28 +178,6 @@ class CompiledRegions:
         inside.record(recorder, func, plan.name, outputs)
         self.num_digested += 1
         return out
-
-    def before_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Have the device read what a kernel of inductor's is about to overwrite, and nothing else it is given."""
-        late = self._recorder.late
-        # in a capture nothing runs, nothing waits, and the stream must not be made to wait for another one
-        if self.step is not None and late.is_used and not self._graphs.is_aside():
-            late.before_write(written_by_kernel(kernel, args))
-            late.is_told = True
-
-    def after_kernel(self) -> None:
-        """Note that the launch is over."""
-        self._recorder.late.is_told = False
-
-    def run_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
-        """Record what a kernel of inductor's wrote, which has been launched."""
-        inside = self.inside.get(get_ident())
-        if inside is None or self.step is None or self._recorder.selection.level != "op" or self._graphs.is_aside():
-            return
-        written = written_by_kernel(kernel, args)
-        if written:
-            inside.record(self._recorder, kernel, f"{TRITON}{kernel.fn.__name__}", written)
-            self.num_digested += 1
 
     def _start(self, rows: RegionRows) -> None:
         """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
