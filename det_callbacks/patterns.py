@@ -1,10 +1,11 @@
 """The one grammar in which ops are chosen: ``[phase/][module:]op``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 
-from det_callbacks.errors import SettingsError
+from det_callbacks.errors import SelectionError, SettingsError
 
 PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 
@@ -61,3 +62,23 @@ class OpPattern:
     def matches(self, phase: str, module: str, op: str) -> bool:
         """Return whether an op at this place is meant."""
         return fnmatchcase(op, self.op) and fnmatchcase(module, self.module) and fnmatchcase(phase, self.phase)
+
+
+def as_patterns(argument: str, value: object) -> tuple[str, ...]:
+    """Return a list of op patterns as a tuple, each once.
+
+    Raises:
+        SelectionError: it is no list of strings, or one of them is no pattern; the argument is named.
+    """
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not is_list or not all(isinstance(item, str) for item in value):  # type: ignore[attr-defined]  # a list
+        raise SelectionError(
+            f'{argument} must be a list of patterns, such as ["forward/net.head:aten.addmm.default"]; got {value!r}.'
+        )
+    patterns = tuple(dict.fromkeys(value))  # type: ignore[call-overload]  # a list of strings
+    for pattern in patterns:
+        try:
+            OpPattern.parse(pattern)
+        except SettingsError as error:
+            raise SelectionError(f"{argument}: {error}") from error
+    return patterns

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.kept import KeepChoice
-from det_callbacks.replay import ReplayChoice
 from det_callbacks.trace.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
@@ -95,13 +93,13 @@ def check_keep(selection: Selection) -> None:
         )
 
 
-def check_audit(selection: Selection, replay: ReplayChoice, keep: KeepChoice) -> None:
+def check_audit(selection: Selection, replay: Sequence[str], keep: Sequence[str]) -> None:
     """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
-    if replace(selection, only_steps=None) != Selection() or replay.patterns or keep.patterns:
+    if replace(selection, only_steps=None) != Selection() or replay or keep:
         raise SelectionError(
             "An audit looks at every op of the steps in only_steps, and keeps nothing; leave level, modules, phases, "
             f"every_n_steps, replay and keep_tensors at their defaults. Got {selection.to_dict()}, "
-            f"replay={list(replay.patterns)} and keep_tensors={list(keep.patterns)}."
+            f"replay={list(replay)} and keep_tensors={list(keep)}."
         )
 
 

@@ -27,6 +27,7 @@ from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
+from det_callbacks.replay import require_room
 from det_callbacks.report import left_out_line, no_batches_text
 from det_callbacks.trace.compiled import WATCHERS
 from det_callbacks.trace.eval_batches import FIT
@@ -67,13 +68,11 @@ class DeterminismCallback(CallbackOptions):
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
             mode taken from the reference.
-        replay_budget_mib: record: MiB that a step may save; more is a ReplayError.
-        replay_total_mib: record: MiB that the run may save.
         keep_tensors: record: ops whose outputs, and what they read, are kept with each step, so that a verdict says by
             how much they differ: ``[phase/][module:]op`` patterns. Verify: taken from the reference; the same are kept
             of the steps that differ.
-        keep_budget_mib: record: MiB that a process may keep in all, and hold in memory for a step; what comes after
-            that is not kept, and said.
+        tensor_budget_mib: MiB that one step of a process may save for replay, and MiB that it may keep. What replay
+            cannot save is a ReplayError; what is not kept is said.
         require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
@@ -179,8 +178,8 @@ class DeterminismCallback(CallbackOptions):
             selection=self.selection,
             allow=() if self.settings is None else self.settings.allow,
             choices=self.choices,
-            replay=self.replay.patterns,
-            keep=self.keep,
+            replay=self.replay,
+            keep=self.keep_tensors,
             eval_batches=self._stages,
         )
         self._together.check_start(trainer, pl_module, manifest, with_weights=stage == FIT)
@@ -197,6 +196,9 @@ class DeterminismCallback(CallbackOptions):
         check_processes(self.mode, trainer.world_size)
         if self.settings is not None:
             self._inherited.require(self.settings, pl_module)
+        if self.mode == "record" and self.replay:
+            assert self.reference is not None, "checked"
+            require_room(self.reference, self.tensor_budget_mib)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 from det_callbacks.callback.choices import trainer_choices
 from det_callbacks.command_line import command_choice
 from det_callbacks.environment import capture_environment
-from det_callbacks.kept import KeepChoice
 from det_callbacks.settings import settings_in_force
 from det_callbacks.trace.selection import Selection
 
@@ -21,7 +20,7 @@ def manifest_of(
     allow: Sequence[str],
     choices: Mapping[str, Any],
     replay: Sequence[str],
-    keep: KeepChoice,
+    keep: Sequence[str],
     eval_batches: Sequence[str],
 ) -> dict[str, Any]:
     """Return selection, settings, environment and replay patterns of a fit.
@@ -33,7 +32,7 @@ def manifest_of(
         allow: ops that may be nondeterministic.
         choices: further ones.
         replay: patterns of ops whose outputs are saved or put back.
-        keep: whose tensors are kept.
+        keep: patterns of ops whose tensors are kept.
         eval_batches: the stages whose batches are recorded.
     """
     all_choices = {
@@ -47,7 +46,6 @@ def manifest_of(
         "settings": {**settings_in_force(), "allow": list(allow)},
         "environment": capture_environment(choices=all_choices).to_dict(),
         "replay": list(replay),
-        "keep_tensors": list(keep.patterns),
-        **({"keep_budget_mib": keep.budget_mib} if keep.patterns else {}),
+        "keep_tensors": list(keep),
         "eval_batches": list(eval_batches),
     }

@@ -23,8 +23,8 @@ from det_callbacks.callback.spawned import InheritedSettings
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.kept import KEEP_BUDGET_MIB, KeepChoice
-from det_callbacks.replay import BUDGET_MIB, TOTAL_MIB, ReplayChoice
+from det_callbacks.patterns import as_patterns
+from det_callbacks.replay import TENSOR_BUDGET_MIB, check_budget, replay_patterns
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.trace.selection import PHASES, Selection, as_names
 from det_callbacks.verdict import Verdict
@@ -51,10 +51,8 @@ class CallbackOptions(EvalHooks, AlertCallback):
         audit_replicas_every_n_steps: int = 0,
         overwrite: bool = False,
         replay: Sequence[str] | str | Path = (),
-        replay_budget_mib: float = BUDGET_MIB,
-        replay_total_mib: float = TOTAL_MIB,
         keep_tensors: Sequence[str] = (),
-        keep_budget_mib: float = KEEP_BUDGET_MIB,
+        tensor_budget_mib: float = TENSOR_BUDGET_MIB,
         require_digests: bool = False,
         resume: Literal["exact", "warn", "plain"] = "exact",
         validation_batches: bool = False,
@@ -98,14 +96,15 @@ class CallbackOptions(EvalHooks, AlertCallback):
         self.on_divergence = on_divergence
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
         self.overwrite = overwrite
-        self.replay = ReplayChoice.of(replay, budget_mib=replay_budget_mib, total_mib=replay_total_mib)
-        if self.replay.patterns and mode == "record":
+        self.replay = replay_patterns(replay)
+        if self.replay and mode == "record":
             check_replay(self.selection)
-        self.keep = KeepChoice.of(keep_tensors, budget_mib=keep_budget_mib)
-        if self.keep.patterns and mode == "record":
+        self.keep_tensors = as_patterns("keep_tensors", keep_tensors)
+        self.tensor_budget_mib = check_budget(tensor_budget_mib)
+        if self.keep_tensors and mode == "record":
             check_keep(self.selection)
         if mode == "audit":
-            check_audit(self.selection, self.replay, self.keep)
+            check_audit(self.selection, self.replay, self.keep_tensors)
             check_unused_in_audit(
                 validation_batches=validation_batches,
                 sanity_batches=sanity_batches,

@@ -20,8 +20,8 @@ from det_callbacks.errors import (
     NotComparableError,
     NothingComparedError,
 )
-from det_callbacks.kept import KeepChoice, Keeper, KeptCounts
-from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, ReplayChoice, SavedStep, SavedTensors
+from det_callbacks.kept import Keeper, KeptCounts
+from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, SavedStep, SavedTensors
 from det_callbacks.report import (
     count,
     disagreement_text,
@@ -49,8 +49,9 @@ class Recording:
     Args:
         path: folder of the reference.
         overwrite: replace a run that is there.
-        replay: whose outputs are saved.
-        keep: whose tensors are kept.
+        replay: patterns of ops whose outputs are saved.
+        keep: patterns of ops whose tensors are kept.
+        budget_mib: what one step may save, and keep.
         peers: the processes that record together.
 
     Attributes:
@@ -62,11 +63,19 @@ class Recording:
     """
 
     def __init__(
-        self, path: Path, *, overwrite: bool, replay: ReplayChoice, keep: KeepChoice, peers: Peers = ALONE
+        self,
+        path: Path,
+        *,
+        overwrite: bool,
+        replay: Sequence[str],
+        keep: Sequence[str],
+        budget_mib: float,
+        peers: Peers = ALONE,
     ) -> None:
         self.path = path
         self._replay = replay
         self._keep = keep
+        self._budget_mib = budget_mib
         self.saver: SavedTensors | None = None
         self.saved: SavedStep | None = None
         self.exchange: OpSaver | OpResaver | None = None
@@ -134,16 +143,16 @@ class Recording:
             run_id=self._writer.run_id,
             rank=self.peers.rank,
             segment=self._writer.segment,
-            budget_mib=self._replay.budget_mib,
-            total_budget_mib=self._replay.total_mib,
+            budget_mib=self._budget_mib,
         )
-        if patterns := self._replay.patterns:
-            ops = OpSaver(patterns, self._tensors)
-            self.exchange = OpResaver(ops, OpReplayer(patterns)) if self._agreement is not None else ops
-        if self._keep.patterns:
+        if self._replay:
+            ops = OpSaver(self._replay, self._tensors)
+            self.exchange = OpResaver(ops, OpReplayer(self._replay)) if self._agreement is not None else ops
+        if self._keep:
             self.keeper = Keeper(
                 self._keep,
                 self._writer.stream,
+                budget_mib=self._budget_mib,
                 run_id=self._writer.run_id,
                 rank=self.peers.rank,
                 segment=self._writer.segment,

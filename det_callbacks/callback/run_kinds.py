@@ -6,8 +6,6 @@ from typing import Literal, Protocol
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.kept import KeepChoice
-from det_callbacks.replay import ReplayChoice
 from det_callbacks.trace.peers import Peers
 from det_callbacks.trace.selection import Selection
 
@@ -21,8 +19,9 @@ class RunArguments(Protocol):
     steps: Literal["all", "common"]
     on_divergence: Literal["raise", "collect", "warn"]
     overwrite: bool
-    replay: ReplayChoice
-    keep: KeepChoice
+    replay: tuple[str, ...]
+    keep_tensors: tuple[str, ...]
+    tensor_budget_mib: float
     selection: Selection
 
 
@@ -38,7 +37,8 @@ def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Au
             peers=peers,
             overwrite=arguments.overwrite,
             replay=arguments.replay,
-            keep=arguments.keep,
+            keep=arguments.keep_tensors,
+            budget_mib=arguments.tensor_budget_mib,
         )
     return Verifying(
         arguments.reference,
@@ -46,6 +46,7 @@ def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Au
         peers=peers,
         steps=arguments.steps,
         on_divergence=arguments.on_divergence,
-        replay=arguments.replay.patterns,
-        keep=arguments.keep.patterns,
+        replay=arguments.replay,
+        keep=arguments.keep_tensors,
+        budget_mib=arguments.tensor_budget_mib,
     )

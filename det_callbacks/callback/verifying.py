@@ -22,8 +22,8 @@ from det_callbacks.errors import (
     RankError,
     SelectionError,
 )
-from det_callbacks.kept import KeepChoice, Keeper, kept_path
-from det_callbacks.replay import OpReplayer, SavedStep
+from det_callbacks.kept import Keeper, kept_path
+from det_callbacks.replay import TENSOR_BUDGET_MIB, OpReplayer, SavedStep
 from det_callbacks.report import (
     count,
     level_words,
@@ -53,6 +53,7 @@ class Verifying:
         on_divergence: "raise", "collect" or "warn".
         replay: patterns; none are those of the reference.
         keep: patterns; likewise.
+        budget_mib: what one step may keep.
         peers: the processes that verify together.
 
     Attributes:
@@ -72,9 +73,11 @@ class Verifying:
         on_divergence: Literal["raise", "collect", "warn"],
         replay: Sequence[str] = (),
         keep: Sequence[str] = (),
+        budget_mib: float = TENSOR_BUDGET_MIB,
         peers: Peers = ALONE,
     ) -> None:
         self._asked = {"replay": tuple(replay), "keep_tensors": tuple(keep)}
+        self._budget_mib = budget_mib
         self.saver = None
         self.saved: SavedStep | None = None
         self.exchange: OpReplayer | None = None
@@ -189,11 +192,11 @@ class Verifying:
         self._verification.batches.begin(self._segment, stage, is_resumed=is_resumed)
 
     def _begin_keeping(self, verification: Verification) -> None:
-        choice = KeepChoice.from_manifest(verification.reference.manifest)
-        if choice.patterns:
+        if patterns := self._patterns_of(verification.reference, "keep_tensors"):
             self.keeper = Keeper(
-                choice,
+                patterns,
                 stream_path(verification.current, verification.rank, 0, 0),
+                budget_mib=self._budget_mib,
                 run_id=verification.run_id,
                 rank=verification.rank,
                 segment=0,

@@ -12,8 +12,8 @@ from torch import Tensor
 from det_callbacks.compare.first_difference import FirstDifference
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
-from det_callbacks.kept import KeepChoice, KeptCall, KeptStep, KeptTensor, kept_path, read_shortage
-from det_callbacks.patterns import OpPattern
+from det_callbacks.kept import KeptCall, KeptStep, KeptTensor, kept_path, read_shortage
+from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.replay.files import StepPlace
 from det_callbacks.replay.parts import Part
 from det_callbacks.trace.compiled import REGION
@@ -79,12 +79,12 @@ class KeptNumbers:
     Args:
         reference: run that was recorded with ``keep_tensors``.
         current: the other one.
-        choice: what the reference was asked to keep.
+        patterns: what the reference was asked to keep.
     """
 
-    def __init__(self, reference: KeptRun, current: KeptRun, choice: KeepChoice) -> None:
+    def __init__(self, reference: KeptRun, current: KeptRun, patterns: Sequence[str]) -> None:
         self._sides = reference, current
-        self._patterns = choice.parsed()
+        self._patterns = [*map(OpPattern.parse, patterns)]
         self._steps: dict[tuple[str, int, int, int], KeptStep | str] = {}
 
     @classmethod
@@ -95,11 +95,11 @@ class KeptNumbers:
             ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
         """
         try:
-            choice = KeepChoice.from_manifest(reference.manifest)
+            patterns = as_patterns("keep_tensors", reference.manifest.get("keep_tensors", ()))
         except SelectionError as error:
             path = str(reference.path / "run.json")
             raise ReferenceFormatError(f"{path}: {error} Record the run again.", path) from error
-        return cls(KeptRun.of(reference, "the reference"), current, choice)
+        return cls(KeptRun.of(reference, "the reference"), current, patterns)
 
     def __call__(self, segment: int, divergence: Divergence) -> Numbers | None:
         """Return by how much a divergence differs; None where nothing was to be kept there, or one side has no tensor.

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from det_callbacks.digest import format_digest
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.kept.choice import KeepChoice
 from det_callbacks.kept.counts import KeptCounts, Shortage
-from det_callbacks.kept.files import KEPT, kept_folder, kept_path, write_shortage
+from det_callbacks.kept.files import kept_folder, kept_path, write_shortage
 from det_callbacks.replay.files import StepPlace, write_step
 from det_callbacks.replay.late import Copy, copy_in_order, settled
 from det_callbacks.replay.ops import OpSelection
@@ -56,24 +55,25 @@ class Keeper(OpSelection):
     on: no digest depends on it. One step is held in memory, at most the budget.
 
     Args:
-        choice: which ops, and how much of them.
+        patterns: which ops, ``[phase/][module:]op`` each.
         stream: the stream that the steps are appended to; their tensors go beside it.
+        budget_mib: what one step may keep, in MiB.
         run_id: of the run.
         rank: of this process.
         segment: fit of the run.
     """
 
-    def __init__(self, choice: KeepChoice, stream: Path, *, run_id: str, rank: int, segment: int) -> None:
-        super().__init__(choice.patterns)
-        self._budget_mib = choice.budget_mib
+    def __init__(
+        self, patterns: Sequence[str], stream: Path, *, budget_mib: float, run_id: str, rank: int, segment: int
+    ) -> None:
+        super().__init__(patterns)
+        self._budget_mib = budget_mib
         self._stream = stream
         self._place = StepPlace(run_id=run_id, rank=rank, segment=segment, step=-1)
         self._kept: list[_Call] = []
         self._is_wanted = True
         self._left_out: list[str] = []
         self._in_step = 0
-        kept = stream.parent / KEPT
-        self._total = sum(file.stat().st_size for file in kept.rglob("*.safetensors")) if kept.is_dir() else 0
         self._written = KeptCounts()
         self._shortages: dict[int, Shortage] = {}
 
@@ -138,8 +138,8 @@ class Keeper(OpSelection):
         """Return copies, None where they do not fit or cannot be made."""
         try:
             needed = sum(map(num_bytes, tensors))
-            if self._total + self._in_step + call.num_bytes + needed > self._budget_mib * MIB:
-                self._left_out.append(f"the budget of {self._budget_mib:g} MiB (keep_budget_mib) was used up")
+            if self._in_step + call.num_bytes + needed > self._budget_mib * MIB:
+                self._left_out.append(f"a step may keep {self._budget_mib:g} MiB (tensor_budget_mib)")
                 return None
             copies = [copy_in_order(tensor, call.late) for tensor in tensors]
         # memory that cannot be reached, or is not there; the training goes on
@@ -158,9 +158,7 @@ class Keeper(OpSelection):
         """
         calls, self._kept = self._kept, []
         path = kept_path(self._stream, step)
-        known = path.stat().st_size if path.exists() else 0
         path.unlink(missing_ok=True)  # of a step that was recorded before
-        self._total -= known
         tensors = dict(entry for call in calls for entry in _entries(call, trace))
         if tensors:
             self._write(path, step, tensors, num_calls=len(calls))
@@ -178,7 +176,6 @@ class Keeper(OpSelection):
         except (OSError, SafetensorError) as error:  # the run does not depend on it; it is said with the others
             self._left_out += [f"{path} could not be written ({error})"] * num_calls
             return
-        self._total += written
         self._written = replace(
             self._written,
             num_tensors=self._written.num_tensors + len(tensors),

@@ -20,7 +20,7 @@ from det_callbacks.errors import (
 )
 from det_callbacks.observe.observations import Observations
 from det_callbacks.observe.registry import activate, deactivate
-from det_callbacks.replay import SavedStep, SavedTensors
+from det_callbacks.replay import TENSOR_BUDGET_MIB, SavedStep, SavedTensors, check_budget
 from det_callbacks.settings import settings_in_force
 from det_callbacks.trace.peek import trace_so_far
 from det_callbacks.trace.recorder import Recorder
@@ -51,7 +51,7 @@ class ObserverContext:
         raise_on_mismatch: raise at the first observation that differs, at the latest at the end. Otherwise the block
             ends with a ``DivergenceWarning``.
         overwrite: recording: replace a run that is there. The folder of an earlier comparison is replaced anyway.
-        replay_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
+        tensor_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
 
     Attributes:
         verdict: the Verdict of a comparison; None before its end, and when recording.
@@ -85,7 +85,7 @@ class ObserverContext:
         raise_on_mismatch: bool = False,
         *,
         overwrite: bool = False,
-        replay_budget_mib: float = 256,
+        tensor_budget_mib: float = TENSOR_BUDGET_MIB,
     ) -> None:
         _check_folder_name(name)
         for argument, value in (("raise_on_mismatch", raise_on_mismatch), ("overwrite", overwrite)):
@@ -95,7 +95,7 @@ class ObserverContext:
         self.reference = None if reference is None else Path(reference)
         self.raise_on_mismatch = raise_on_mismatch
         self.overwrite = overwrite
-        self.replay_budget_mib = replay_budget_mib
+        self.tensor_budget_mib = check_budget(tensor_budget_mib)
         self.verdict: Verdict | None = None
         self._recorder = Recorder(Selection())
         self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
@@ -196,7 +196,7 @@ class ObserverContext:
         if self.reference is None:
             self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
             self._saver = SavedTensors(
-                self._writer.stream, run_id=self._writer.run_id, budget_mib=self.replay_budget_mib
+                self._writer.stream, run_id=self._writer.run_id, budget_mib=self.tensor_budget_mib
             )
             return
         self._verification = Verification(self._open_reference(), self.path, manifest=manifest)

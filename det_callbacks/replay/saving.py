@@ -1,5 +1,6 @@
 """Saving tensors while a run is recorded, within a budget."""
 
+import math
 import shutil
 from collections import Counter
 from functools import partial
@@ -8,14 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from det_callbacks.errors import ReplayError
+from det_callbacks.errors import ReplayError, SelectionError
 from det_callbacks.replay.counts import ReplayCounts
-from det_callbacks.replay.files import REPLAY, StepPlace, replay_folder, replay_path, write_step
+from det_callbacks.replay.files import StepPlace, replay_folder, replay_path, write_step
 from det_callbacks.replay.late import Copy, LateCopy, copy_in_order, settled
 from det_callbacks.replay.parts import num_bytes
 from det_callbacks.trace.late_sites import LateSites
 
 MIB = 2**20
+
+TENSOR_BUDGET_MIB = 1024.0
+"""What one step may save where nothing else is asked for."""
 
 RESERVED_BYTES = 64 * MIB
 """What is left free on the disk: the digests of the run still have to fit."""
@@ -34,11 +38,7 @@ class SavedTensors:
         run_id: of the run.
         rank: of this process.
         segment: fit of the run.
-        budget_mib: what one step may save, in MiB; 0 means that nothing may be saved.
-        total_budget_mib: what the whole run of this process may save, what is there already included.
-
-    Raises:
-        ValueError: a budget is negative or no number.
+        budget_mib: what one step may save, in MiB.
 
     Example:
         >>> saved = SavedTensors(writer.stream, run_id=writer.run_id)  # doctest: +SKIP
@@ -53,21 +53,14 @@ class SavedTensors:
         run_id: str,
         rank: int = 0,
         segment: int = 0,
-        budget_mib: float = 256,
-        total_budget_mib: float = 16384,
+        budget_mib: float = TENSOR_BUDGET_MIB,
     ) -> None:
-        for name, value in (("budget_mib", budget_mib), ("total_budget_mib", total_budget_mib)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"{name} must be a number of MiB from 0 on; got {value!r}.")
         self.budget_mib = budget_mib
-        self.total_budget_mib = total_budget_mib
         self._place: dict[str, Any] = {"run_id": run_id, "rank": rank, "segment": segment}
         self._stream = stream
         self._tensors: dict[str, Copy] = {}
         self._values: dict[str, Any] = {}
         self._by_op: Counter[str] = Counter()
-        replay = stream.parent / REPLAY
-        self._total = sum(file.stat().st_size for file in replay.rglob("*.safetensors")) if replay.is_dir() else 0
 
     @property
     def folder(self) -> Path:
@@ -105,7 +98,7 @@ class SavedTensors:
             counts: where it is counted, as the op; with a copy that is late, when the step is settled.
 
         Raises:
-            ReplayError: the budget of the step or of the run does not suffice; nothing was copied or written.
+            ReplayError: the budget of the step does not suffice; nothing was copied or written.
             ValueError: the step has a tensor of this key already.
             TypeError: it is no tensor with data.
         """
@@ -142,10 +135,8 @@ class SavedTensors:
         """
         tensors, values = self._tensors, self._values
         path = replay_path(self._stream, step)
-        known = path.stat().st_size if path.exists() else 0
         if not tensors and not values:
             path.unlink(missing_ok=True)  # a step that was recorded before, and saved something then
-            self._total -= known
             return 0
         whole = {key: settled(copy) for key, copy in tensors.items()}
         needed = self.num_bytes
@@ -157,7 +148,6 @@ class SavedTensors:
                 "steps before it are whole. Free some space, record elsewhere, or save fewer tensors."
             )
         written = write_step(path, StepPlace(**self._place, step=step), whole, values)
-        self._total += written - known
         self.clear()
         return written
 
@@ -175,25 +165,35 @@ class SavedTensors:
 
     def _check_budget(self, op: str, needed: int) -> None:
         in_step = self.num_bytes + needed
-        if in_step <= self.budget_mib * MIB and self._total + in_step <= self.total_budget_mib * MIB:
+        if in_step <= self.budget_mib * MIB:
             return
-        is_step = in_step > self.budget_mib * MIB
         shares = Counter(self._by_op)
         shares[op] += needed
         largest = ", ".join(f"{name} {_mib(size)}" for name, size in shares.most_common(5))
         more = f" and {len(shares) - 5} more" if len(shares) > 5 else ""
-        if is_step:
-            what = f"This step would save {_mib(in_step)}, and the budget is {self.budget_mib:g} MiB a step"
-            advice = "a higher budget"
-        else:
-            what = (
-                f"The run would save {_mib(self._total + in_step)}, and the budget is {self.total_budget_mib:g} MiB "
-                "in all"
-            )
-            advice = "a higher total budget, or record fewer steps"
         raise ReplayError(
-            f"{what}. So far in this step: {largest}{more}. Nothing of this step was written, the steps before it are "
-            f"whole. Save fewer tensors, or ask for {advice}."
+            f"This step would save {_mib(in_step)}, and tensor_budget_mib is {self.budget_mib:g}. So far in this step: "
+            f"{largest}{more}. Nothing of this step was written, the steps before it are whole. Save fewer tensors, or "
+            "give a larger tensor_budget_mib."
+        )
+
+
+def check_budget(value: object) -> float:
+    """Return an argument ``tensor_budget_mib``; raise ``SelectionError`` where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SelectionError(f"tensor_budget_mib must be a number of MiB above 0; got {value!r}.")
+    return value
+
+
+def require_room(path: Path, budget_mib: float) -> None:
+    """Raise ``ReplayError`` where the disk that a run goes to has less free than one of its steps may save."""
+    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < budget_mib * MIB + RESERVED_BYTES:
+        raise ReplayError(
+            f"One step may save {budget_mib:g} MiB for replay (tensor_budget_mib), and the disk of {path} has "
+            f"{_mib(free)} free ({_mib(RESERVED_BYTES)} are kept for the rest of the run). Nothing was recorded. Free "
+            "some space, record elsewhere, or give a smaller tensor_budget_mib."
         )
 
 

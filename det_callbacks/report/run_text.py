@@ -10,7 +10,7 @@ from rich.text import Text
 from det_callbacks.compare.eval_batches import count_recorded
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.digest import format_digest
-from det_callbacks.kept import KEEP_BUDGET_MIB, shortages
+from det_callbacks.kept import shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
 from det_callbacks.trace.alerts import NondeterministicOp
@@ -44,8 +44,7 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     if patterns := run.manifest.get("replay"):
         console.print(Text(f"saved for replay: {', '.join(patterns)}"), soft_wrap=True)
     if patterns := run.manifest.get("keep_tensors"):
-        budget = run.manifest.get("keep_budget_mib", KEEP_BUDGET_MIB)
-        console.print(Text(f"tensors kept, up to {budget:g} MiB: {', '.join(patterns)}"), soft_wrap=True)
+        console.print(Text(f"tensors kept: {', '.join(patterns)}"), soft_wrap=True)
         for stream, shortage in shortages(run, rank.rank):
             missing = f"{count(shortage.num_calls, 'call')} from step {shortage.first_step} on"
             console.print(Text(f"NOT kept in {stream.stem}: {missing}: {shortage.reason}"), soft_wrap=True)

@@ -107,7 +107,11 @@ def fit(
 def record(
     folder: Path, keep_tensors: Sequence[str], model: Callable[[], Any] = Small, *, budget: float = 64.0, **options: Any
 ) -> Path:
-    fit(DeterminismCallback(folder, mode="record", keep_tensors=keep_tensors, keep_budget_mib=budget), model, **options)
+    fit(
+        DeterminismCallback(folder, mode="record", keep_tensors=keep_tensors, tensor_budget_mib=budget),
+        model,
+        **options,
+    )
     return folder
 
 

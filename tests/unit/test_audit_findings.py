@@ -5,7 +5,7 @@ import yaml
 
 from det_callbacks.audit import AuditFinding, AuditReport, replay_list
 from det_callbacks.patterns import OpPattern
-from det_callbacks.replay import ReplayChoice
+from det_callbacks.replay import replay_patterns
 
 ODD = "net.[0].what?*"
 
@@ -41,9 +41,9 @@ def test_the_list_is_yaml_that_replay_takes(tmp_path):
     path = tmp_path / "replay.yaml"
     path.write_text(replay_list(patterns, ("found: by an audit", "- not an entry")))
     assert yaml.safe_load(path.read_text()) == list(patterns)
-    assert ReplayChoice.of(path).patterns == patterns
+    assert replay_patterns(path) == patterns
     path.write_text(replay_list(()))
-    assert ReplayChoice.of(str(path)).patterns == ()
+    assert replay_patterns(str(path)) == ()
 
 
 def test_the_report_is_plain_data():

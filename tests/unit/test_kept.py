@@ -13,7 +13,7 @@ from verdicts import DIVERGED, MATCH
 
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
-from det_callbacks.kept import KeepChoice, Keeper, KeptStep, kept_path, read_shortage
+from det_callbacks.kept import Keeper, KeptStep, kept_path, read_shortage
 from det_callbacks.replay.files import StepPlace
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.run_files import stream_path
@@ -45,8 +45,7 @@ ADD = Divergence(
 def keeper(folder: Path, *patterns: str, segment: int = 0, budget: float = 8.0) -> Keeper:
     stream = stream_path(folder, 0, 0, segment)
     stream.parent.mkdir(parents=True, exist_ok=True)
-    choice = KeepChoice(patterns=patterns, budget_mib=budget)
-    return Keeper(choice, stream, run_id=folder.name, rank=0, segment=segment)
+    return Keeper(patterns, stream, budget_mib=budget, run_id=folder.name, rank=0, segment=segment)
 
 
 def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
@@ -91,7 +90,7 @@ def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Nu
     folders = tmp_path / "ref", tmp_path / "cur"
     first, second = (trace(keeper(folder, op), body) for folder, body in zip(folders, bodies, strict=True))
     runs = (run_of(folder, name) for folder, name in zip(folders, ("the reference", "the current run"), strict=True))
-    numbers = KeptNumbers(*runs, KeepChoice(patterns=(op,)))
+    numbers = KeptNumbers(*runs, [op])
     return numbers(0, divergence(first, second, op, **place))
 
 
@@ -168,9 +167,9 @@ def test_what_is_overwritten_is_not_read(tmp_path: Path) -> None:
 
 def test_a_second_fit_says_what_it_did_not_keep(tmp_path: Path) -> None:
     """Each fit by itself, since steps may have the same numbers in both."""
-    keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.003)
-    for step in range(3):
-        trace(keeping, lambda: torch.ones(400), step)
+    keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.001)
+    for step, size in enumerate((100, 400, 400)):
+        trace(keeping, lambda size=size: torch.ones(size), step)
     early = read_shortage(stream_path(tmp_path / "run", 0, 0, 0))
     assert early is not None, "it is there before the fit ends, which a kill may prevent"
     assert (early.first_step, early.num_calls) == (1, 1)

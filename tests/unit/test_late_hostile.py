@@ -17,7 +17,6 @@ from tracing import position_of, reads_of, site_of, traced, verified, with_role
 from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
 from det_callbacks.errors import TraceError
-from det_callbacks.kept.choice import KeepChoice
 from det_callbacks.kept.keeper import Keeper
 from det_callbacks.trace import memory_watch, names, storages
 from det_callbacks.trace.deliveries import IN_FLIGHT
@@ -320,8 +319,7 @@ def test_a_copy_that_is_to_be_kept_and_has_no_memory_is_left_out(
     def running_out(*_: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    choice = KeepChoice(patterns=("*",), budget_mib=1)
-    keeper = Keeper(choice, tmp_path / "x.arrows", run_id="r", rank=0, segment=0)
+    keeper = Keeper(["*"], tmp_path / "x.arrows", budget_mib=1, run_id="r", rank=0, segment=0)
     keeper.begin()
     monkeypatch.setattr("det_callbacks.kept.keeper.copy_in_order", running_out)
     assert keeper.begin_call("aten.exp.default", [("self", None, torch.ones(2))]) is None

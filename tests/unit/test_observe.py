@@ -288,8 +288,8 @@ def test_what_was_saved_and_not_asked_for_is_reported(tmp_path: Path) -> None:
 
 def test_the_budget_ends_a_recording(tmp_path: Path) -> None:
     with (
-        pytest.raises(ReplayError, match="budget is 0 MiB"),
-        ObserverContext(tmp_path, "r", replay_budget_mib=0),
+        pytest.raises(ReplayError, match="tensor_budget_mib is 1e-06"),
+        ObserverContext(tmp_path, "r", tensor_budget_mib=1e-6),
     ):
         observe_non_deterministic("x", torch.ones(2))
     assert not Run.open(tmp_path / "r").is_complete
