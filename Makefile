@@ -8,6 +8,10 @@ TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests
 
+# Two tests at a time, each on one thread of torch: with a thread for each core they would mostly wait for one another.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: demo test test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
@@ -24,13 +28,13 @@ demo: $(INSTALLED)
 	fi; \
 	echo "demo: the planted fault was found (exit status 1); the runs are in $(DEMO)/"
 
-# The everyday tier: some 11 minutes on two cores.
+# The everyday tier: at most 5 minutes on two cores, with lint and types.
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-# Tests of several seconds or more.
+# Tests of several seconds or more, and the rest of grids: at most 12 minutes.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'slow and not soak'
+	$(PYTEST) -m 'slow and not soak'
 
 # Kill storms, soaks and the rest of large grids: before a release, and after changes to what is written to disk.
 test-soak: $(INSTALLED)

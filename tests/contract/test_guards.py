@@ -102,6 +102,7 @@ def test_seeds_are_the_same_in_each_test(turn: int) -> None:
     assert drawn == (random.random(), float(np.random.random()), float(torch.rand(()))), f"in turn {turn}"
 
 
+@pytest.mark.slow
 def test_the_fixture_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:
     for name in ("conftest.py", "guards.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())

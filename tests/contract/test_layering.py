@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ class Import:
     is_for_types: bool
 
 
+@cache
 def modules(folder: Path) -> dict[str, ast.Module]:
     """Return the modules of a package folder by dotted name; a package goes by its own name."""
     found = {}

@@ -53,21 +53,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def start(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "det_callbacks", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 # processes
 
 
 def test_a_process_exits_with_the_verdict_and_pipes_plain_text(runs: Path) -> None:
-    done = start("diff", runs / "reference", runs / "other")
+    words = [sys.executable, "-m", "det_callbacks", "diff", str(runs / "reference"), str(runs / "other")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stdout.startswith("DIVERGED\n")
     assert "the initial state first.weight differs" in done.stdout
@@ -75,14 +66,15 @@ def test_a_process_exits_with_the_verdict_and_pipes_plain_text(runs: Path) -> No
     assert ANSI not in done.stdout
 
 
-def test_a_process_says_what_it_could_not_do_on_standard_error(runs: Path) -> None:
-    done = start("show", runs / "nowhere", "--json")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("det-callbacks: There is no run at ")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize("words", ["show {run} --json", "ops --used-by {run} --json"])
+def test_what_could_not_be_done_is_said_on_standard_error(words: str, tmp_path: Path, command: Command) -> None:
+    status, out, err = command(*words.format(run=tmp_path / "nowhere").split())
+    assert (status, out) == (2, "")
+    assert err.startswith("det-callbacks: There is no run at ")
+    assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_whoever_reads_may_leave(runs: Path) -> None:
     script = f"{sys.executable} -m det_callbacks show {runs / 'longer'} --json | head -c 20; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=120)

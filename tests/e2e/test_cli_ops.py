@@ -1,8 +1,6 @@
 """The command ops: what torch says of its ops, and of those that a real recording holds."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -189,19 +187,6 @@ def test_torch_without_its_docstring_is_an_error(monkeypatch: pytest.MonkeyPatch
     status, out, err = command()
     assert (status, out) == (2, "")
     assert "has no list of ops for: alternate algorithm, error" in err
-
-
-def test_a_process_says_in_one_line_that_there_is_no_run(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "det_callbacks", "ops", "--used-by", str(tmp_path / "nowhere"), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("det-callbacks: There is no run at ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

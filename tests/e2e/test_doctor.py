@@ -129,6 +129,7 @@ def test_a_reference_that_is_none_is_an_error(tmp_path: Path, capsys: Capture, w
     assert str(path) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_in_a_new_process_and_piped():
     done = subprocess.run(
         [sys.executable, "-m", "det_callbacks", "doctor"],

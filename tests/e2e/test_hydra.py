@@ -310,7 +310,7 @@ def test_jobs_leave_no_exit_handlers(run_app: RunApp, monkeypatch: pytest.Monkey
     assert handlers == []
 
 
-@pytest.mark.parametrize(("fits", "status"), [(0, 2), (1, 0)])
+@pytest.mark.parametrize(("fits", "status"), [(0, 2), pytest.param(1, 0, marks=pytest.mark.slow)])
 def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(CONFIG)

@@ -66,7 +66,7 @@ def train(
     return observer, weight.grad
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_observations_are_ops_of_one_graph(tmp_path: Path, backend: str) -> None:
     compiled = torch.compile(noisy, fullgraph=True, backend=backend)
     _, gradient = train(tmp_path, "reference", compiled)

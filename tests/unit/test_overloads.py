@@ -79,6 +79,7 @@ def sweep() -> SweepMode:
 
 # of beta, deprecated and since changed ops, which are swept all the same
 @pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated
+@pytest.mark.slow
 class TestSweep:
     def test_it_is_broad(self, sweep):
         assert len(sweep.checked) >= 450
