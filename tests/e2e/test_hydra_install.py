@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFIG = """
 hydra:
   searchpath: ['pkg://det_callbacks.conf']
@@ -14,6 +16,7 @@ hydra:
 VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
 
 
+@pytest.mark.slow
 def test_the_presets_come_with_a_wheel(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"

@@ -5,6 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from det_callbacks.trace.store import Run
 
 CLI_APPLICATION = """
@@ -30,6 +32,7 @@ LightningCLI(Model, save_config_callback=None, trainer_defaults={
 """
 
 
+@pytest.mark.slow
 def test_lightning_cli_builds_it_from_arguments(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(CLI_APPLICATION))
 

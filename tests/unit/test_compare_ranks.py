@@ -95,7 +95,7 @@ def verdict_of_every_step(reference: Path, current: Path, *, is_common: bool):
     return builder.finish().to_dict()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     ours=RANKS, theirs=RANKS, is_same=st.booleans(), redone=st.integers(0, 2), is_common=st.booleans(), data=st.data()
 )
