@@ -17,6 +17,7 @@ from det_callbacks.callback.followed import follow
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
 from det_callbacks.resume import DataPosition, GeneratorStates
 from det_callbacks.resume.generators import Held
+from det_callbacks.trace.leaves import leaves
 
 MAX_RESTARTS = 1_000
 """Restarts of a shorter loader that are kept of an epoch, at 15 KiB each."""
@@ -176,23 +177,21 @@ class DataWatch:
 
 def _digest_batch(batch: Any) -> int:
     """Return a digest of the tensors, arrays and plain values of a batch; on other devices only of their shapes."""
-    if isinstance(batch, torch.Tensor):
-        if batch.device.type != "cpu":
-            return digest_bytes(f"{batch.device.type} {batch.dtype} {tuple(batch.shape)}".encode())
+    found = leaves(batch, "batch", is_whole=True)
+    return _join(*(part for name, leaf in found for part in (digest_bytes(name.encode()), _digest_leaf(leaf))))
+
+
+def _digest_leaf(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.device.type != "cpu":
+            return digest_bytes(f"{leaf.device.type} {leaf.dtype} {tuple(leaf.shape)}".encode())
         with unobserved():
-            return digest_tensor(batch)
-    if isinstance(batch, np.ndarray) and batch.dtype != object:
-        return digest_bytes(np.ascontiguousarray(batch).data)
-    if isinstance(batch, Mapping):
-        return _join(len(batch), *(_digest_batch(item) for pair in batch.items() for item in pair))
-    if isinstance(batch, list | tuple):
-        return _join(len(batch), *map(_digest_batch, batch))
-    if batch is None or isinstance(batch, bool | int | float | complex | str | bytes):
-        return digest_bytes(repr(batch).encode())
-    values = getattr(batch, "__dict__", None)  # dataclasses, custom batch objects
-    if isinstance(values, dict):
-        return _digest_batch(values)
-    return digest_bytes(type(batch).__qualname__.encode())
+            return digest_tensor(leaf)
+    if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        return digest_bytes(np.ascontiguousarray(leaf).data)
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
+        return digest_bytes(repr(leaf).encode())
+    return digest_bytes(type(leaf).__qualname__.encode())
 
 
 def _join(*digests: int) -> int:

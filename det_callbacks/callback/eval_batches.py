@@ -19,7 +19,7 @@ from det_callbacks.trace.batches import MAX_SAMPLES, samples_of
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.eval_batches import SAMPLES, Batch, point_of
 from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.named import flatten
+from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.tree import scalar_bits
 
 STAGES_OF_TRAINER = {
@@ -159,7 +159,7 @@ def rows_of_batch(batch: Any, point: str, step: int) -> Batch:
     """
     rows = []
     with unobserved():
-        for name, value in flatten(batch, "batch"):
+        for name, value in flatten(batch, "batch", is_whole=True):
             if not isinstance(value, Tensor):
                 rows.append(Row(step, point, name, scalar_bits(value)[0]))
             elif holds_data(value):

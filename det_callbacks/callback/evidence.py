@@ -16,8 +16,8 @@ from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.resume import find_generators
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.ledger import CONSTANTS, Ledger
-from det_callbacks.trace.named import flatten
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""
@@ -142,9 +142,9 @@ class Evidence:
 
     def _note_loaded(self, drawn: Drawn, batch: Any) -> None:
         """Note what left the loader, where the training step gets something else: moved to a device, or transformed."""
-        given = {id(value) for _, value in flatten(batch, "batch")}
+        given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
-            for name, value in flatten(drawn.batch, "batch"):
+            for name, value in flatten(drawn.batch, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
 

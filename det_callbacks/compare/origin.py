@@ -6,7 +6,7 @@ from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.changes import Changes
 from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
-from det_callbacks.trace.program import Program, Site, StepView
+from det_callbacks.trace.program import UNREAD, Program, Site, StepView
 
 SOURCE_ROLES = ("input", "generator", "samples")
 SOURCE_PHASES = ("data", "rng", "input")
@@ -39,6 +39,8 @@ class OriginFinder:
         self._changes = changes
         self._partners: dict[int, int] | None = None
         self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
+        self.unread = next((name for view in (reference, current) for name in _unread(view)), "")
+        """Type of something in the batch that could not be looked into, so that Python may read it unseen."""
         self._first_readable = next(filter(self._is_readable, np.flatnonzero(changes.differs).tolist()), len(alignment))
 
     def is_origin(self, row: int) -> bool | None:
@@ -101,6 +103,8 @@ class OriginFinder:
 
     def is_after_readable(self, row: int) -> bool:
         """Return whether something that Python could read differs before the call that a row belongs to."""
+        if self.unread and not self.is_leading(row):
+            return True
         first = self._first_readable
         if first == len(self._alignment) or self._call(row) == self._call(first):
             return False
@@ -176,6 +180,10 @@ class OriginFinder:
             if position >= 0 and any(differs[place] for place in view.program.sites[position].inputs):
                 return True
         return False
+
+
+def _unread(view: StepView) -> list[str]:
+    return [entry.dtype for entry in view.layout.entries if entry is not None and entry.detail == UNREAD]
 
 
 def num_leading_sites(program: Program) -> int:

@@ -36,6 +36,7 @@ class Finding:
         is_source: something entered the step here: it was not computed in it.
         is_rewired: the op reads other tensors than in the reference.
         is_passed_on: Python may have passed it on, from a shape or a number that differs before it.
+        unread: type of something in the batch that could not be looked into, which Python may have passed it on from.
         layouts: of the reference and of the current step, where the kind is structure.
         arguments: of an op whose arguments differ.
         is_leading: it lies before everything that the step computed.
@@ -50,6 +51,7 @@ class Finding:
     is_source: bool
     is_rewired: bool = False
     is_passed_on: bool = False
+    unread: str = ""
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
     arguments: ArgumentDifference | None = None
     is_leading: bool = False
@@ -298,6 +300,7 @@ class _Description:
             is_source=self._is_source(row),
             is_rewired=self._finder.is_rewired(row),
             is_passed_on=self._finder.may_be_passed_on(row),
+            unread=self._finder.unread,
             layouts=(ours, theirs) if left >= 0 and right >= 0 and ours != theirs else None,
             arguments=self._changes.arguments.get(row),
             is_leading=self._finder.is_leading(row),

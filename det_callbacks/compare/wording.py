@@ -32,6 +32,8 @@ def describe(finding: Finding) -> str:
         return f"{what}; the difference came in through what it reads"
     if finding.arguments is not None and not finding.arguments.is_known:
         reason = "the two runs kept digests of other arguments of it"
+    elif finding.is_passed_on and finding.unread:
+        reason = f"the batch holds a {finding.unread}, which cannot be looked into, and Python may have read it"
     elif finding.is_passed_on:
         reason = "a shape, or a number that Python could read, differs before it, and Python may have passed that on"
     elif finding.role == "delivered" and _is_in_flight(finding):

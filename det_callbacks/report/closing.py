@@ -27,6 +27,7 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
     regions = tuple(regions)
     num_regions = sum(region.startswith(REGION) for region in regions)
     num_graphs = sum(region.startswith(GRAPH) for region in regions)
+    unread = [region for region in regions if region.startswith("batch")]
     words = []
     if compiled == "eager":
         words.append("what is compiled ran as eager code, with other kernels than the compiled ones")
@@ -34,6 +35,8 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
         words.append(f"{count(num_regions, 'compiled region')} seen from outside")
     if num_graphs:
         words.append(f"{count(num_graphs, 'CUDA graph')} seen from outside")
+    if unread:
+        words.append(f"not looked into: {', '.join(sorted(unread))}")
     return f"{level} ({'; '.join(words)})" if words else level
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from det_callbacks.digest import Bits, Derived, digest_bytes, digest_rows
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.named import flatten, record_bits, record_group
+from det_callbacks.trace.leaves import is_constant, leaves
+from det_callbacks.trace.named import record_bits, record_group
+from det_callbacks.trace.program import UNREAD
 from det_callbacks.trace.recorder import Recorder
 
 MAX_SAMPLES = 1024
@@ -66,11 +68,18 @@ class Sketch:
 def record_batch(recorder: Recorder, batch: Any) -> Sketch:
     """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
 
+    What cannot be looked into is recorded by its type, once for each.
+
     Returns:
         The sketch of the samples.
     """
     sketch = Sketch()
-    for name, tensor in flatten(batch, "batch"):
+    unread: dict[str, str] = {}
+    for name, tensor in leaves(batch, "batch", is_whole=True):
+        if not isinstance(tensor, Tensor | int | float):
+            if not is_constant(tensor):
+                unread.setdefault(f"{type(tensor).__module__}.{type(tensor).__qualname__}", name)
+            continue
         record_group(recorder, "batch", "data", [(name, tensor)], owner="", is_source=True)
         if not isinstance(tensor, Tensor) or not holds_data(tensor) or tensor.is_nested or not tensor.dim():
             continue  # nested ones of torch's older layout have no sizes to ask for
@@ -85,6 +94,10 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
             bits = samples.digest
         if tensor.shape[0] > 1:
             record_bits(recorder, "samples", "data", name, bits, role="samples")
+    for kind, name in unread.items():
+        slot = recorder.layouts.special(kind, (), UNREAD)
+        record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
+        recorder.passing.opaque.add(f"{name} ({kind})")
     recorder.late.end_group()
     return sketch
 

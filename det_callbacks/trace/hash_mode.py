@@ -14,10 +14,10 @@ from det_callbacks.digest import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.trace.batches import Sketch, record_batch
 from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.named import (
     Entry,
     StateWalker,
-    flatten,
     gradients,
     optimizer_state,
     record_generators,

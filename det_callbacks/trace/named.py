@@ -1,7 +1,6 @@
 """Sites that are no ops: losses, gradients, parameters, buffers, optimizer state and generators."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from det_callbacks.trace.generators import (
     digest_python_generator,
 )
 from det_callbacks.trace.layouts import LayoutSlot
+from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.names import Place, address_of, has_place, place_of
 from det_callbacks.trace.program import Role, Site
 from det_callbacks.trace.recorder import Recorder
@@ -167,10 +167,12 @@ def record_output(recorder: Recorder, phase: str, module: str, name: str, tensor
         recorder.late.end_group()
 
 
-def record_bits(recorder: Recorder, label: str, phase: str, name: str, bits: Bits, *, role: Role) -> None:
+def record_bits(
+    recorder: Recorder, label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
+) -> None:
     """Record 64 bits that are no tensor's, such as the digest of a generator."""
     _enter(recorder, label, phase, "", [], [name], role)
-    recorder.append_bits(recorder.late.later(recorder.num_sites, bits), recorder.layouts.none)
+    recorder.append_bits(recorder.late.later(recorder.num_sites, bits), slot or recorder.layouts.none)
 
 
 def _enter(
@@ -228,34 +230,6 @@ def _writers_of(recorder: Recorder, value: object) -> list[int]:
     if not has_parts(value):
         return recorder.ledger.writers_of(value)
     return sorted({writer for part in parts_of(value) for writer in recorder.ledger.writers_of(part)})
-
-
-def flatten(tree: Any, name: str, depth: int = 0) -> Iterator[Entry]:
-    """Yield the tensors and numbers in a nested structure with their paths: ("batch['image'][0]", tensor).
-
-    Mappings, lists, tuples, named tuples, dataclasses and objects with public tensor attributes are entered, at most
-    20 levels deep; other values are left out.
-    """
-    if isinstance(tree, Tensor | bool | int | float):
-        yield name, tree
-    elif depth == 20 or tree is None or isinstance(tree, str | bytes):
-        return
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from flatten(value, f"{name}[{key!r}]", depth + 1)
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        for field, value in zip(tree._fields, tree, strict=True):
-            yield from flatten(value, f"{name}.{field}", depth + 1)
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            yield from flatten(value, f"{name}[{index}]", depth + 1)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for entry in dataclasses.fields(tree):
-            yield from flatten(getattr(tree, entry.name, None), f"{name}.{entry.name}", depth + 1)
-    elif hasattr(tree, "__dict__") and not isinstance(tree, type):
-        for field, value in vars(tree).items():
-            if not field.startswith("_"):
-                yield from flatten(value, f"{name}.{field}", depth + 1)
 
 
 class StateWalker:

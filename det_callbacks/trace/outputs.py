@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.components import has_parts, unwrapped
-from det_callbacks.trace.named import flatten, record_output
+from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.named import record_output
 from det_callbacks.trace.recorder import Recorder
 
 

@@ -52,6 +52,9 @@ launch: 0; a CUDA graph is about to be replayed.
 left: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 
+UNREAD = "not looked into"
+"""Layout detail of the sites that say, by the dtype, what type of object a batch holds that cannot be looked into."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:

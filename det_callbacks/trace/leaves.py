@@ -1,0 +1,112 @@
+"""What a nested structure holds, by paths: ``batch['image'][0]``, ``batch.edge_index``."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_DEPTH = 20
+
+_CONSTANTS = (str, bytes, type, Enum, torch.dtype, torch.device)
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that Python made, whose instances hold nothing but attributes (Py_TPFLAGS_HEAPTYPE)."""
+
+
+def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor | int | float | bool]]:
+    """Yield the tensors and numbers in a nested structure with their paths, see ``leaves``."""
+    return (entry for entry in leaves(tree, name, is_whole=is_whole) if isinstance(entry[1], Tensor | int | float))
+
+
+def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield everything in a nested structure that is no structure itself, with its path.
+
+    Mappings, lists, tuples, named tuples and the attributes of other objects are entered, at most 20 levels deep, and
+    an object once; no code of an object's class runs but that of a mapping. What a class with ``__getattr__`` keeps in
+    one private mapping counts as its attributes, as they do in a graph of torch_geometric.
+
+    Args:
+        tree: the structure.
+        name: of it.
+        is_whole: private attributes are entered, too.
+    """
+    return _Walk(is_whole).leaves(tree, name, 0)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Return whether a leaf is None, text or a name of something else: a value that is not compared."""
+    return leaf is None or isinstance(leaf, _CONSTANTS)
+
+
+class _Walk:
+    def __init__(self, is_whole: bool) -> None:
+        self._is_whole = is_whole
+        self._entered: dict[int, Any] = {}
+        """Objects so far, and the mappings and sequences around; kept, so that their ids are not used again."""
+
+    def leaves(self, tree: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+        if isinstance(tree, Tensor | int | float) or is_constant(tree):
+            yield name, tree
+            return
+        if id(tree) in self._entered:
+            return
+        children = self._children(tree, name) if depth < MAX_DEPTH else None
+        if children is None:
+            yield name, tree
+            return
+        self._entered[id(tree)] = tree
+        for child_name, child in children:
+            yield from self.leaves(child, child_name, depth + 1)
+        if isinstance(tree, Mapping | list | tuple):
+            del self._entered[id(tree)]
+
+    def _children(self, tree: Any, name: str) -> Iterable[tuple[str, Any]] | None:
+        """Return what a structure consists of; None where that cannot be told."""
+        if isinstance(tree, Mapping):
+            return [(f"{name}[{key!r}]", value) for key, value in tree.items()]
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return [(f"{name}.{field}", value) for field, value in zip(tree._fields, tree, strict=True)]
+        if isinstance(tree, list | tuple):
+            return [(f"{name}[{index}]", value) for index, value in enumerate(tree)]
+        attributes = _attributes(tree)
+        if attributes is None:
+            return None
+        fields = {field.name for field in dataclasses.fields(tree)} if dataclasses.is_dataclass(tree) else ()
+        private = [key for key, value in attributes.items() if key.startswith("_") and isinstance(value, Mapping)]
+        shown = private if len(private) == 1 and hasattr(type(tree), "__getattr__") else []
+        found: list[tuple[str, Any]] = []
+        for key, value in attributes.items():
+            if key in shown:
+                found += [(_member(name, inner, attributes), item) for inner, item in value.items()]
+            elif self._is_whole or key in fields or not key.startswith("_"):
+                found.append((f"{name}.{key}", value))
+        return found
+
+
+def _member(name: str, key: Any, attributes: Mapping[str, Any]) -> str:
+    is_attribute = isinstance(key, str) and key.isidentifier() and key not in attributes
+    return f"{name}.{key}" if is_attribute else f"{name}[{key!r}]"
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the instance's attributes; None where its class, written in C, keeps something else, too."""
+    found: dict[str, Any] = {}
+    has_any = False
+    for base in type(value).__mro__[:-1]:
+        if not base.__flags__ & _HEAP_TYPE:
+            return None
+        members = vars(base)
+        has_any |= "__slots__" in members
+        for key, member in members.items():
+            if key == "__dict__" and isinstance(member, GetSetDescriptorType):
+                found.update(member.__get__(value))
+                has_any = True
+            elif isinstance(member, MemberDescriptorType):
+                try:
+                    found[key] = member.__get__(value)
+                except AttributeError:
+                    continue  # a slot that was not set
+    return found if has_any else None

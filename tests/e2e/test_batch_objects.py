@@ -1,0 +1,131 @@
+"""Batches that are no pytrees: their tensors are named, and what cannot be looked into is no secret."""
+
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from styles import Classifier, train
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import DeterminismCallback, DivergenceError, Verdict
+
+pytestmark = LIGHTNING_ADVICE
+
+
+class Graph:
+    """Keeps its tensors in a storage that it shows as attributes, as torch_geometric's batches do."""
+
+    def __init__(self, **tensors: Any) -> None:
+        self.__dict__["_store"] = UserDict(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._store[name]
+
+    def keys(self) -> list[str]:
+        return list(self._store)
+
+
+class Slotted:
+    __slots__ = ("_owner", "x", "y")
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y, self._owner = x, y, self
+
+
+@dataclass
+class Sample:
+    x: Any
+    y: Any
+    unread: Any = None
+
+
+class Encoding(UserDict[str, Any]):
+    """Shows its keys as attributes, as a BatchEncoding does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class OfObjects(Classifier):
+    """Its batches are objects with ``x`` and ``y``; a test changes an element, or what the step computes with."""
+
+    make: Callable[..., Any] = Sample
+    is_changed = False
+    factor = 1.0
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        if self.is_changed:
+            x[3, 4] += 1
+        return type(self).make(x=x, y=y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self(batch.x) * self.factor, batch.y)
+
+
+def model(make: Callable[..., Any], **changes: Any) -> type[OfObjects]:
+    return type("Model", (OfObjects,), {"make": staticmethod(make), **changes})
+
+
+def verify(folder: Path, reference: type[OfObjects], current: type[OfObjects]) -> Verdict:
+    """Record one training, verify another."""
+    train(reference, DeterminismCallback(folder / "reference", mode="record"))
+    callback = DeterminismCallback(folder / "reference", current=folder / "current", on_divergence="collect")
+    with suppress(DivergenceError):
+        train(current, callback)
+    assert callback.verdict is not None
+    return callback.verdict
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(Graph, "batch.x"), (Slotted, "batch.x"), (Sample, "batch.x"), (Encoding, "batch['x']")],
+)
+def test_a_changed_sample_is_named_by_its_attribute(make: Callable[..., Any], name: str, tmp_path: Path) -> None:
+    same = verify(tmp_path / "same", model(make), model(make))
+    assert same.verdict == "match"
+    assert same.coverage.opaque_regions == ()
+    other = verify(tmp_path / "other", model(make), model(make, is_changed=True))
+    assert (other.verdict, other.cause) == ("diverged", "data_content")
+    assert other.first_divergence is not None
+    assert (other.first_divergence.phase, other.first_divergence.name) == ("data", name)
+    assert other.first_divergence.shape == (8, 12)
+    plain = train(model(make))[0]
+    watched = train(model(make), DeterminismCallback(tmp_path / "run", mode="record"))[0]
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+
+
+def unread(x: Any, y: Any) -> Sample:
+    return Sample(x, y, unread={1, 2})
+
+
+def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = verify(tmp_path / "known", model(Sample), model(Sample, factor=2.0))
+    assert [origin.op for origin in known.origins][:1] == ["aten.mul.Tensor"]
+    found = verify(tmp_path / "found", model(unread), model(unread, factor=2.0))
+    assert found.coverage.opaque_regions == ("batch.unread (builtins.set)",)
+    assert found.first_divergence is not None
+    assert (found.first_divergence.op, found.first_divergence.kind) == ("aten.mul.Tensor", "argument")
+    assert found.first_divergence.is_origin is None
+    assert not found.origins
+    assert "the batch holds a builtins.set, which cannot be looked into" in found.explanation
+    assert "not looked into: batch.unread (builtins.set)" in capsys.readouterr().out
+
+
+def test_another_type_is_another_structure_of_the_batch(tmp_path: Path) -> None:
+    found = verify(tmp_path, model(unread), model(lambda x, y: Sample(x, y, unread=frozenset([1]))))
+    assert found.first_divergence is not None
+    assert (found.first_divergence.name, found.first_divergence.kind) == ("batch.unread", "structure")
