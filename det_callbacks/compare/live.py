@@ -23,7 +23,7 @@ from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments, digested_on
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.eval_batches import FIT
-from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.evidence import UNSEEN_WRITE, Row
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
@@ -334,6 +334,9 @@ class Verification:
         self._writer.put_program(trace.program)
         self._writer.put_layout(trace.layout)
         self._writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
+        if trace.unseen_writes:
+            self._writer.put_evidence([Row(step, UNSEEN_WRITE, "site", at) for at in sorted(trace.unseen_writes)])
+            self._writer.flush_evidence()
 
 
 def free_folder(root: Path, *, kind: str = "verify") -> Path:

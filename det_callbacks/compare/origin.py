@@ -1,5 +1,7 @@
 """Who is an origin: a difference with nothing it read differing starts here, every other one came in from elsewhere."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
@@ -29,8 +31,7 @@ class OriginFinder:
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment, changes: Changes) -> None:
-        self._reference = reference
-        self._current = current
+        self._views = (reference, current)
         self._differs = (
             _by_position(len(reference.program), alignment.reference, changes.differs),
             _by_position(len(current.program), alignment.current, changes.differs),
@@ -41,6 +42,12 @@ class OriginFinder:
         self._num_leading = (num_leading_sites(reference.program), num_leading_sites(current.program))
         self.unread = next((name for view in (reference, current) for name in _unread(view)), "")
         """Type of something in the batch that could not be looked into, so that Python may read it unseen."""
+        self._changed: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        """On either side: a writer -> the first named tensor that shows its memory to be changed unseen since."""
+        for row in changes.kinds:
+            if self.is_written_unseen(row):
+                for view, changed, position in zip(self._views, self._changed, self._places(row), strict=True):
+                    changed.update((place, position) for place in view.program.sites[position].inputs)
         self._first_readable = next(filter(self._is_readable, np.flatnonzero(changes.differs).tolist()), len(alignment))
 
     def is_origin(self, row: int) -> bool | None:
@@ -54,20 +61,20 @@ class OriginFinder:
             it goes into a compiled region, or was seen inside one; or Python may have passed it on
             (see ``may_be_passed_on``).
         """
-        left, right = self._places(row)
         site = self.site(row)
-        if self.is_source(row) or self.has_differing_input(left, right):
+        if self.is_source(row) or self.has_differing_input(row):
             return False
         # Bits of a named tensor are those that its writers left: if they agree, something unseen wrote it, and without
         # recorded writers nothing is known.
         known = self._changes.arguments.get(row)
-        if not site.op or (known is not None and not known.is_known) or right in self._current.unseen_writes:
+        is_comparable = known is None or known.is_known
+        if not site.op or not is_comparable or self._places(row)[1] in self._views[1].unseen_writes:
             return None
-        if site.role in ("delivered", "left") or self._reads_in_flight(left, right):
+        if site.role in ("delivered", "left") or self._reads_in_flight(row):
             return None
-        if site.role == "entering" or self.is_inside_region(left, right):
+        if site.role == "entering" or self.is_inside_region(row):
             return None
-        if site.op.startswith(REGION) and self._misses_parameters(site, 1 if right >= 0 else 0):
+        if site.op.startswith(REGION) and self._misses_parameters(row):
             return None
         if site.role == "sent" and self._changes.kinds[row] in ("content", "structure"):
             return None  # nothing computed it: what wrote it agrees, so something unseen did
@@ -76,7 +83,7 @@ class OriginFinder:
     def site(self, row: int) -> Site:
         """Return the site at a row: the current step's, else the reference's."""
         left, right = self._places(row)
-        return self._current.program.sites[right] if right >= 0 else self._reference.program.sites[left]
+        return self._views[1].program.sites[right] if right >= 0 else self._views[0].program.sites[left]
 
     def is_leading(self, row: int) -> bool:
         """Return whether a row lies before everything that the step computed."""
@@ -119,8 +126,8 @@ class OriginFinder:
         if self._partners is None:
             pairs = zip(self._alignment.current.tolist(), self._alignment.reference.tolist(), strict=True)
             self._partners = {current: reference for current, reference in pairs if current >= 0}
-        inputs = [self._partners.get(place, -1) for place in self._current.program.sites[right].inputs]
-        return sorted(inputs) != sorted(self._reference.program.sites[left].inputs)
+        inputs = [self._partners.get(place, -1) for place in self._views[1].program.sites[right].inputs]
+        return sorted(inputs) != sorted(self._views[0].program.sites[left].inputs)
 
     def _is_readable(self, row: int) -> bool:
         """Return whether Python may know of the difference at a row: another structure, or a number that it reads."""
@@ -130,7 +137,7 @@ class OriginFinder:
             return True
         if left < 0 or right < 0:
             return site.phase == "data"
-        ours, theirs = self._reference.layout.entries[left], self._current.layout.entries[right]
+        ours, theirs = self._views[0].layout.entries[left], self._views[1].layout.entries[right]
         return ours != theirs or (theirs is not None and theirs.dtype in _READ_UNSEEN)
 
     def _places(self, row: int) -> tuple[int, int]:
@@ -141,45 +148,51 @@ class OriginFinder:
         left, right = self._places(row)
         return right >= 0, (right if right >= 0 else left) - self.site(row).output
 
-    def is_behind_graph(self, reference: int, current: int) -> bool:
+    def is_behind_graph(self, row: int) -> bool:
         """Return whether a site holds memory that a CUDA graph may have written, and nobody recorded since."""
-        sites = self._current.program.sites if current >= 0 else self._reference.program.sites
-        site = sites[current if current >= 0 else reference]
-        return site.role == "left" or any(sites[place].role == "launch" for place in site.inputs)
+        return self.site(row).role == "left" or any(site.role == "launch" for site in self._sites_read(row))
 
-    def is_inside_region(self, reference: int, current: int) -> bool:
+    def is_inside_region(self, row: int) -> bool:
         """Return whether a site is of an op seen inside a compiled region: only the region can be told an origin."""
-        sites = self._current.program.sites if current >= 0 else self._reference.program.sites
-        site = sites[current if current >= 0 else reference]
-        return (
-            bool(site.op)
-            and not site.op.startswith(REGION)
-            and any(sites[place].role == "graph" for place in site.inputs)
-        )
+        op = self.site(row).op
+        return bool(op) and not op.startswith(REGION) and any(site.role == "graph" for site in self._sites_read(row))
 
-    def _misses_parameters(self, site: Site, side: int) -> bool:
+    def is_written_unseen(self, row: int) -> bool:
+        """Return whether a named tensor has other bits although what the step recorded as its writers agrees."""
+        site = self.site(row)
+        is_read = site.role == "named" and bool(site.inputs) and self._changes.kinds[row] == "content"
+        return is_read and not self.has_differing_input(row)
+
+    def has_differing_input(self, row: int) -> bool:
+        """Return whether something that was read at a row differs, on either side.
+
+        That is another writer, or one whose memory a named tensor has shown to be changed since.
+        """
+        for side, position in enumerate(self._places(row)):
+            differs, changed = self._differs[side], self._changed[side]
+            if position >= 0 and any(
+                differs[place] or changed.get(place, position) < position
+                for place in self._views[side].program.sites[position].inputs
+            ):
+                return True
+        return False
+
+    def _misses_parameters(self, row: int) -> bool:
         """Return whether a compiled region reads parameters that are no sites: below level op."""
-        sites = (self._reference, self._current)[side].program.sites
-        return any(
-            sites[place].role == "graph" and MISSES_PARAMETERS in sites[place].arguments for place in site.inputs
-        )
+        return any(site.role == "graph" and MISSES_PARAMETERS in site.arguments for site in self._sites_read(row))
 
-    def _reads_in_flight(self, reference: int, current: int) -> bool:
-        """Return whether something that was read at two aligned sites had not arrived from a collective yet."""
-        for position, view in ((reference, self._reference), (current, self._current)):
+    def _reads_in_flight(self, row: int) -> bool:
+        """Return whether something that was read at a row had not arrived from a collective yet."""
+        for position, view in zip(self._places(row), self._views, strict=True):
             places = view.program.sites[position].inputs if position >= 0 else ()
             if any((entry := view.layout.entries[place]) is not None and entry.detail == IN_FLIGHT for place in places):
                 return True
         return False
 
-    def has_differing_input(self, reference: int, current: int) -> bool:
-        """Return whether something that was read at two aligned sites differs, on either side."""
-        for position, view, differs in zip(
-            (reference, current), (self._reference, self._current), self._differs, strict=True
-        ):
-            if position >= 0 and any(differs[place] for place in view.program.sites[position].inputs):
-                return True
-        return False
+    def _sites_read(self, row: int) -> Iterator[Site]:
+        """Yield what a row reads in the current step, else in the reference."""
+        sites = self._views[self._places(row)[1] >= 0].program.sites
+        return (sites[place] for place in self.site(row).inputs)
 
 
 def _unread(view: StepView) -> list[str]:

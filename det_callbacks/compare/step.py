@@ -43,6 +43,7 @@ class Finding:
         has_equal_samples: of a batch tensor: its samples are the reference's, in another order.
         is_inside_region: an op that was seen inside a compiled region.
         is_behind_graph: memory that a CUDA graph may have written.
+        is_written_unseen: a named tensor whose recorded writers agree.
     """
 
     divergence: Divergence
@@ -58,6 +59,7 @@ class Finding:
     has_equal_samples: bool = False
     is_inside_region: bool = False
     is_behind_graph: bool = False
+    is_written_unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ class _Description:
         for row in self._changes.kinds:
             left, right = self._places(row)
             site = self._finder.site(row)
-            if self._finder.has_differing_input(left, right):
+            if self._finder.has_differing_input(row):
                 continue
             if site.role != "delivered" or is_in_flight(self._reference, self._current, left, right):
                 # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
@@ -255,18 +257,17 @@ class _Description:
 
     def _is_state_found(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
-        left, right = self._places(row)
         site = self._finder.site(row)
         if site.op or site.name is None or site.role not in ("named", "input"):
             return False
         is_found = site.role == "input" or (site.phase == "state" and self._finder.is_leading(row))
-        return is_found and not self._finder.has_differing_input(left, right)
+        return is_found and not self._finder.has_differing_input(row)
 
     def _places(self, row: int) -> tuple[int, int]:
         return int(self._alignment.reference[row]), int(self._alignment.current[row])
 
     def _is_source(self, row: int) -> bool:
-        return self._finder.is_source(row) and not self._finder.has_differing_input(*self._places(row))
+        return self._finder.is_source(row) and not self._finder.has_differing_input(row)
 
     def _finding(self, row: int, is_origin: bool | None) -> Finding:
         left, right = self._places(row)
@@ -305,8 +306,9 @@ class _Description:
             arguments=self._changes.arguments.get(row),
             is_leading=self._finder.is_leading(row),
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
-            is_inside_region=self._finder.is_inside_region(left, right),
-            is_behind_graph=self._finder.is_behind_graph(left, right),
+            is_inside_region=self._finder.is_inside_region(row),
+            is_behind_graph=self._finder.is_behind_graph(row),
+            is_written_unseen=self._finder.is_written_unseen(row),
         )
 
     def _has_equal_samples(self, row: int) -> bool:

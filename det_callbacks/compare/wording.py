@@ -50,6 +50,11 @@ def describe(finding: Finding) -> str:
         return f"{what}; it ran inside a compiled region, of which only the whole can be told to be the origin"
     elif divergence.op:
         reason = "something that the trace did not see wrote what it reads"
+    elif finding.is_written_unseen:
+        reason = (
+            "what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed it since"
+        )
+        return f"{what}; {reason}"
     else:
         reason = "what wrote it was not recorded"
     return f"{what}; {reason}, so where it starts cannot be proven"

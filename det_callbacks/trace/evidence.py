@@ -14,8 +14,10 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from det_callbacks.digest import digest_bytes, format_digest
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.run_files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -27,6 +29,9 @@ EVIDENCE_SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+
+UNSEEN_WRITE = "unseen write"
+"""Point of the rows that a verification adds to a step that it keeps: their values are ``StepView.unseen_writes``."""
 
 STEPS_PER_BATCH = 64
 MAX_ROWS = 10_000
@@ -100,6 +105,18 @@ class EvidenceWriter:
         if stream is not None and file is not None:
             stream.close()
             file.close()
+
+
+def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:
+    """Return the sites of a step that read what something unseen had changed; all where that cannot be read."""
+
+    def are_of_step(batch: pa.RecordBatch) -> pa.Array:
+        return pc.and_(pc.equal(batch.column("step"), step), pc.equal(batch.column("point"), UNSEEN_WRITE))
+
+    try:
+        return frozenset(row.value for row in read_evidence(evidence_path(stream), run_id=run_id, keep=are_of_step))
+    except ReferenceFormatError:
+        return frozenset(range(num_sites))
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:

@@ -219,7 +219,7 @@ class StepView:
     """One step opened for comparison: its record with program and layout resolved.
 
     ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see; only a
-    live verify can know it, so it is empty for steps read from disk. No such site is called an origin.
+    verification can know it, and keeps it with the steps that differ. No such site is called an origin.
     """
 
     rank: int

@@ -23,6 +23,7 @@ import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.trace.eval_batches import are_stages
+from det_callbacks.trace.evidence import read_unseen_writes
 from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 from det_callbacks.trace.run_files import (
     MANIFEST,
@@ -322,7 +323,10 @@ class Run:
                 f"it has {len(program)} sites, its layout {layout_path(self.path, record.layout_id).name} has "
                 f"{len(layout)}, and step {step} has {len(record.digests)} digests",
             )
-        return StepView(rank=rank, record=record, program=program, layout=layout)
+        unseen: frozenset[int] = frozenset()
+        if self.keeps != "all":
+            unseen = read_unseen_writes(self.rank(rank).stream_of(segment, step), self.run_id, step, len(program))
+        return StepView(rank=rank, record=record, program=program, layout=layout, unseen_writes=unseen)
 
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []

@@ -12,7 +12,7 @@ from finding import first_of, verify
 from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import DeterminismCallback, DivergenceError
+from det_callbacks import DeterminismCallback, DivergenceError, compare_runs
 from det_callbacks.trace.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -100,14 +100,16 @@ UNSHIFTED = partial(Deep, middle=partial(ThroughNumpy, 0.0))
 
 @pytest.mark.parametrize("shift", [1e-3, 10.0])
 def test_an_unseen_writer_makes_no_origin(shift: float, tmp_path: Path, references: Callable[..., Path]) -> None:
-    verdict = verify(
-        references(UNSHIFTED), Training(model=partial(Deep, middle=partial(ThroughNumpy, shift))), tmp_path / "current"
-    )
+    reference = references(UNSHIFTED)
+    training = Training(model=partial(Deep, middle=partial(ThroughNumpy, shift)))
+    verdict = verify(reference, training, tmp_path / "current")
     first = first_of(verdict)
     assert (first.module, first.op, first.kind, first.is_origin) == ("middle", "aten.tanh.default", "content", None)
     assert verdict.origins == ()
     assert "something that the trace did not see wrote what it reads" in verdict.explanation
     assert "cannot be proven" in verdict.explanation
+    kept = compare_runs(reference, tmp_path / "current")
+    assert (kept.first_divergence, kept.origins) == (first, ())
 
 
 def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:

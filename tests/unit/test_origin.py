@@ -305,3 +305,35 @@ def test_many_sites_are_aligned(num_sites):
     assert [item.kind for item in difference.divergences].count("extra") == 1
     assert difference.num_differing == num_sites - 5 + num_sites // 2_000
     assert [item.op for item in difference.origins] == ["aten.sin.default"]
+
+
+def named_after(*, written_unseen, named_differs=True, noise=None, in_place=False):
+    """A gradient, what it is named as later, and an op of the optimizer that reads it."""
+    step = StepBuilder()
+    written = step.op("aten.mm.default", "?x", phase="backward")
+    if in_place:
+        step.op("aten.add_.Tensor", written, phase="optimizer", noise=written_unseen)
+    bits = step.digests[written] ^ (written_unseen and named_differs)
+    step.named("grad of net.weight", bits, phase="gradient", inputs=(written,))
+    step.op("aten.mul_.Tensor", written, phase="optimizer", noise=written_unseen or noise)
+    return step
+
+
+def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver():
+    difference = compare(named_after(written_unseen=False), named_after(written_unseen=True))
+    assert [(item.op, item.is_origin) for item in difference.divergences] == [("", None), ("aten.mul_.Tensor", False)]
+    assert difference.findings[0].is_written_unseen
+
+
+@pytest.mark.parametrize("options", [{"named_differs": False}, {"in_place": True}])
+def test_who_reads_memory_that_is_not_shown_to_be_changed_yet_may_be_an_origin(options):
+    reference, current = (named_after(written_unseen=changed, **options) for changed in (False, True))
+    first = compare(reference, current).divergences[0]
+    assert (first.op != "", first.is_origin) == (True, True)
+
+
+def test_a_named_tensor_that_only_one_side_has_shows_nothing():
+    reference, current = named_after(written_unseen=False), StepBuilder()
+    written = current.op("aten.mm.default", "?x", phase="backward")
+    current.op("aten.mul_.Tensor", written, phase="optimizer", noise=True)
+    assert [item.is_origin for item in compare(reference, current).divergences] == [None, True]
