@@ -12,6 +12,7 @@ from det_callbacks.compare.facts import (
     advise_consumed,
     advise_few_weights,
     advise_generator,
+    advise_lost_value,
     advise_other_seed,
     advise_sampler,
     advise_unseeded,
@@ -225,7 +226,12 @@ RULES: tuple[Rule, ...] = (
         # one that was seeded anew was not consumed
         advice=lambda facts: advise_consumed(facts) if generator_consumed(facts) else advise_generator(facts),
     ),
-    Rule(name="input from outside", cause=cause_of_input, applies=lambda facts: bool(facts.sources)),
+    Rule(
+        name="input from outside",
+        cause=cause_of_input,
+        applies=lambda facts: bool(facts.sources),
+        advice=advise_lost_value,
+    ),
     Rule(
         name="another compiled graph",
         cause="structure",
@@ -242,13 +248,19 @@ RULES: tuple[Rule, ...] = (
         name="structure",
         cause="structure",
         applies=lambda facts: not facts.difference.kinds & {"content", "argument"},
+        advice=advise_lost_value,
     ),
     Rule(
         name="done by the loop",
         cause="settings",
         applies=is_outside_passes,
     ),
-    Rule(name="origin", cause=cause_of_origin, applies=lambda facts: facts.origin is not None),
+    Rule(
+        name="origin",
+        cause=cause_of_origin,
+        applies=lambda facts: facts.origin is not None,
+        advice=advise_lost_value,
+    ),
     Rule(
         name="determinism setting",
         cause="settings",

@@ -258,12 +258,12 @@ def _is_model_state(divergence: Divergence) -> bool:
 def cause_of_origin(facts: Facts) -> Cause:
     """Return the cause that the first origin leads to."""
     assert facts.origin is not None, "the rule applies"
-    return _cause_of_phase(facts.origin.divergence)
+    return _cause_of(facts.origin)
 
 
 def cause_of_first(facts: Facts) -> Cause:
     """Return the cause that the first difference leads to."""
-    return _cause_of_phase(facts.difference.findings[0].divergence)
+    return _cause_of(facts.difference.findings[0])
 
 
 def is_outside_passes(facts: Facts) -> bool:
@@ -272,13 +272,34 @@ def is_outside_passes(facts: Facts) -> bool:
     choices = [entry.name for entry in facts.environment if not entry.is_machine and entry.changes_bits]
     # accumulation divides the loss between the passes, by an op that is recorded at level op only
     is_scaled = "trainer.accumulate_grad_batches" in choices and first.name == "loss"
-    return bool(choices) and (first.phase == "other" or is_scaled)
+    is_other = first.phase == "other" and not facts.difference.findings[0].starts_backward
+    return bool(choices) and (is_other or is_scaled)
 
 
-def _cause_of_phase(divergence: Divergence) -> Cause:
-    if divergence.op.startswith(_COLLECTIVES):
+def _cause_of(finding: Finding) -> Cause:
+    if finding.divergence.op.startswith(_COLLECTIVES):
         return "collective"
-    return _PHASE_CAUSES.get(divergence.phase, "unknown")
+    return "backward" if finding.starts_backward else _PHASE_CAUSES.get(finding.divergence.phase, "unknown")
+
+
+def advise_lost_value(facts: Facts) -> str:
+    """Say what a resume may have lost where all that a checkpoint restores agrees; "" where another choice explains it.
+
+    The rule of restored state comes before all others, so that what is asked here knows of none.
+    """
+    if not facts.is_resumed or any(not entry.is_machine and entry.changes_bits for entry in facts.environment):
+        return ""
+    first = facts.origin or facts.difference.findings[0]
+    is_outside = bool(facts.sources) and all(
+        found.role == "input" and found.divergence.name is None for found in facts.sources
+    )
+    if not is_outside and (facts.sources or first.divergence.kind not in ("argument", "missing", "extra")):
+        return ""
+    return (
+        "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
+        "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
+        "on_load_checkpoint, or in a buffer"
+    )
 
 
 def is_drawn_within(facts: Facts) -> bool:

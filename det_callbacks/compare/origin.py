@@ -163,6 +163,13 @@ class OriginFinder:
         is_read = site.role == "named" and bool(site.inputs) and self._changes.kinds[row] == "content"
         return is_read and not self.has_differing_input(row)
 
+    def is_first_read_by_backward(self, row: int) -> bool:
+        """Return whether the first op that reads what a row wrote is one of a backward pass."""
+        left, right = self._places(row)
+        place, sites = (right, self._views[1].program.sites) if right >= 0 else (left, self._views[0].program.sites)
+        reader = next((site for site in sites[place + 1 :] if place in site.inputs and site.op), None)
+        return reader is not None and reader.phase == "backward"
+
     def has_differing_input(self, row: int) -> bool:
         """Return whether something that was read at a row differs, on either side.
 

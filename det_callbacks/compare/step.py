@@ -21,6 +21,9 @@ from det_callbacks.compare.origin import OriginFinder
 from det_callbacks.trace.program import Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
+STARTS_BACKWARD = "aten.ones_like.default"
+"""The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
+
 MAX_SOURCES = 10_000
 """Differing sources of one step that are looked at; a step reads them before anything else."""
 
@@ -44,6 +47,7 @@ class Finding:
         is_inside_region: an op that was seen inside a compiled region.
         is_behind_graph: memory that a CUDA graph may have written.
         is_written_unseen: a named tensor whose recorded writers agree.
+        starts_backward: the gradient that a backward pass starts with.
     """
 
     divergence: Divergence
@@ -60,6 +64,7 @@ class Finding:
     is_inside_region: bool = False
     is_behind_graph: bool = False
     is_written_unseen: bool = False
+    starts_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +314,7 @@ class _Description:
             is_inside_region=self._finder.is_inside_region(row),
             is_behind_graph=self._finder.is_behind_graph(row),
             is_written_unseen=self._finder.is_written_unseen(row),
+            starts_backward=site.op == STARTS_BACKWARD and self._finder.is_first_read_by_backward(row),
         )
 
     def _has_equal_samples(self, row: int) -> bool:

@@ -64,6 +64,10 @@ other_batch = partial(no_op, phase="data", module="", name="batch[0]")
 other_start = partial(no_op, step=0, phase="state", cause="initial_weights")
 
 FAULTS: dict[str, tuple[Training, Culprit]] = {
+    "one ULP in the gradient that starts the backward pass": (
+        Training(around=below(op="aten.ones_like", step=1)),
+        gave_other_bits(step=1, phase="other", module="", op="aten.ones_like.default", cause="backward"),
+    ),
     "one ULP in the forward pass": (
         Training(around=below(op="aten.addmm", step=2, module="net.5.up")),
         gave_other_bits(

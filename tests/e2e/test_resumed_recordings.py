@@ -341,3 +341,28 @@ def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, 
     fit(DeterminismCallback(run, mode="record"), ckpt_path=recorded / "4.ckpt", **options)
     assert Run.open(run).is_complete
     assert compare_runs(recorded / "run", run, steps="common").verdict == "match"
+
+
+class Annealed(Steady):
+    """Keeps a number that no checkpoint of Lightning's has."""
+
+    factor = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.factor
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.factor *= 0.9
+
+
+def test_a_number_that_a_resume_lost_is_said_to_be_looked_for(tmp_path: Path) -> None:
+    fit(DeterminismCallback(tmp_path / "run", mode="record"), Checkpoints(tmp_path), model=Annealed)
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+    with pytest.raises(DivergenceError):
+        fit(callback, model=Annealed, ckpt_path=tmp_path / f"{BATCHES}.ckpt")
+    for verdict in (callback.verdict, compare_runs(tmp_path / "run", tmp_path / "current")):
+        assert verdict is not None
+        first = verdict.first_divergence
+        assert first is not None
+        assert (first.step, first.kind, first.is_origin, verdict.cause) == (BATCHES, "argument", True, "forward")
+        assert "a Python value that the checkpoint does not hold" in verdict.explanation

@@ -311,6 +311,52 @@ def test_after_a_resume_the_state_came_from_the_checkpoint(change, cause, parts)
         assert part in verdict.explanation
 
 
+LOST = "look for a Python value that the checkpoint does not hold"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_resumed", "environment", "expected"),
+    [
+        ({"factor": 3.0}, True, (), True),
+        ({"factor": 3.0}, False, (), False),
+        ({"factor": 3.0}, True, (SEED,), False),
+        ({"noise_at": 5}, True, (), False),
+        ({"factor": 3.0, "rows": (2, 1, 3, 4)}, True, (), False),
+        ({"factor": 3.0, "weight": 3}, True, (), False),
+    ],
+)
+def test_arguments_after_a_resume_in_which_all_that_is_restored_agrees(change, is_resumed, environment, expected):
+    builder = VerdictBuilder("refs/run1", "runs/today")
+    builder.set_environment(environment)
+    steps = training_step(insert_at=3), training_step(**{"insert_at": 3, **change})
+    builder.add_step(*(step.view(step=7) for step in steps), is_resumed=is_resumed)
+    assert (LOST in builder.finish().explanation) == expected
+
+
+def test_a_tensor_made_of_a_lost_number_is_one():
+    reference, current = StepBuilder(), StepBuilder()
+    for step, number in ((reference, 1), (current, 2)):
+        step.op("aten.mul.Tensor", "?number", weights={"?number": number})
+    builder = VerdictBuilder("refs/run1", "runs/today")
+    builder.add_step(reference.view(step=7), current.view(step=7), is_resumed=True)
+    assert LOST in builder.finish().explanation
+
+
+@pytest.mark.parametrize("phase", ["other", "forward"])
+@pytest.mark.parametrize(("reader", "cause"), [("backward", "backward"), ("forward", None)])
+def test_the_gradient_that_starts_a_backward_pass_is_of_it(phase, reader, cause):
+    def step(noise):
+        made = StepBuilder()
+        loss = made.op("aten.mean.default", "?x")
+        start = made.op("aten.ones_like.default", loss, phase=phase, module="", noise=noise)
+        made.op("aten.mul.Tensor", start, phase=reader)
+        return made
+
+    verdict = judge(step(False), step(True))
+    assert [origin.op for origin in verdict.origins] == ["aten.ones_like.default"]
+    assert verdict.cause == (cause or {"other": "unknown"}.get(phase, phase))
+
+
 def test_only_the_step_after_a_resume_accuses_the_checkpoint():
     builder = VerdictBuilder("refs/run1", "runs/today")
     builder.set_unrestored(("exp_avg of net.weight",))
