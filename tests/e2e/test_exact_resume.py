@@ -20,6 +20,7 @@ from random_trainings import (
     loader,
 )
 from resumes import RESUMING, RaiseAt, environment_again, failing, record, resume
+from tiers import rest_slow
 from torch.utils.data import DataLoader
 
 from det_callbacks import (
@@ -55,7 +56,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", rest_slow(TRAININGS, every=2))
 def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     options = dict(TRAININGS[name])
     others = options.pop("others", list)

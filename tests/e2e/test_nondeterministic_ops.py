@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from faults import OnGradient
+from tiers import rest_slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
@@ -169,7 +170,7 @@ def test_what_is_allowed_is_let_through_and_listed(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", rest_slow(PLACES, every=4))
 @pytest.mark.parametrize("pattern", ["encoder:{op}", "{other}/{op}", "decoder.linear:{op}", "aten.put.default"])
 def test_a_pattern_of_another_place_does_not_let_it_through(
     pattern: str, place: str, level: str, tmp_path: Path

@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 from readme_commands import commands_of, pattern_of, run_readme
 
 
+@pytest.mark.slow
 def test_the_readme_tells_the_truth(tmp_path: Path) -> None:
     assert run_readme("digits", tmp_path) == 10
 

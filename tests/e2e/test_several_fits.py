@@ -137,6 +137,7 @@ def test_a_difference_in_the_first_fit_is_not_waited_with(two_fits: Path, tmp_pa
     assert take_unfinished() is None
 
 
+@pytest.mark.slow
 def test_the_status_of_a_process_with_one_fit_of_two(two_fits: Path, tmp_path: Path) -> None:
     script = tmp_path / "verify.py"
     script.write_text(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from styles import STYLES, Classifier, train
+from tiers import rest_slow
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
@@ -61,7 +62,8 @@ def test_repeated_ops_and_their_backward_have_the_users_lines(style: str, tmp_pa
 
 @pytest.mark.parametrize("level", ["state", "module"])
 @pytest.mark.parametrize(
-    "style", ["plain", "manual", "lbfgs", "checkpoint", "nested_batch", "undefined_gradients", "scripted"]
+    "style",
+    rest_slow(["plain", "manual", "lbfgs", "checkpoint", "nested_batch", "undefined_gradients", "scripted"], every=3),
 )
 def test_lower_levels_match_too(style: str, level: str, tmp_path: Path) -> None:
     module, options = STYLES[style]

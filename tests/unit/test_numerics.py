@@ -9,6 +9,7 @@ import pytest
 import torch
 from numerics_calls import compared, names, only
 from numerics_models import MODELS, WRONG, Transformer, mlp
+from tiers import rest_slow
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
@@ -36,7 +37,7 @@ def test_a_copy_is_equal(name: str) -> None:
     assert bool(names(report, "buffer")) == (name == "convolutions")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_slow(range(3), every=3))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_transformation_is_named_first(wrong: Callable[[Any, int], tuple[str, str]], seed: int) -> None:
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 from op_calls import CALLS, INDEX, Call, reduced, vector
+from tiers import rest_slow
 from tracing import traced
 
 from det_callbacks.errors import OpFactsError
@@ -207,7 +208,7 @@ def test_there_is_a_call_for_every_documented_op() -> None:
     assert set(CALLS) == {fact.name for fact in DOCUMENTED}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", rest_slow(CALLS, every=6))
 def test_the_ops_are_those_that_run(name: str) -> None:
     found = [applying(call) for call in CALLS[name]]
     if name in WITHOUT_SITES:
