@@ -1,5 +1,6 @@
 """Small LightningModules, one for each style of training, and a function that trains one."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -162,8 +163,10 @@ class Hidden(nn.Module):
 class Scripted(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.jit.script(Hidden())
-        self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch says this of TorchScript as a whole
+            self.first = torch.jit.script(Hidden())
+            self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
 
 
 class TensorHooks(Classifier):

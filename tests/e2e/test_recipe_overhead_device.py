@@ -62,6 +62,7 @@ def test_the_networks_have_the_sizes_that_the_readme_says(recipe: SimpleNamespac
     assert [sum(parameter.numel() for parameter in model.parameters()) for model in models] == [124_439_808, 25_557_032]
 
 
+@pytest.mark.slow
 def test_the_networks_of_a_gpu_are_measured_in_a_small_size_on_the_cpu(
     recipe: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

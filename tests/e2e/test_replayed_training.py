@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from styles import STYLES, Classifier, train
+from tiers import rest_slow
 from torch import Tensor, library
 
 from det_callbacks import (
@@ -138,7 +139,7 @@ def test_what_is_saved_is_shown_and_readable_by_others(tmp_path: Path, capsys: p
     }
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", rest_slow(STYLES, every=4))
 def test_every_style_replays_all_that_can_be(style: str, tmp_path: Path) -> None:
     """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops, backward and optimizer."""
     module, options = STYLES[style]

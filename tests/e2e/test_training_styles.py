@@ -13,7 +13,6 @@ from det_callbacks.trace.store import Run
 
 pytestmark = [
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning"),  # it still trains
 ]
 
 
