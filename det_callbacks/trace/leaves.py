@@ -11,14 +11,16 @@ from torch import Tensor
 
 MAX_DEPTH = 20
 
-_CONSTANTS = (str, bytes, type, Enum, torch.dtype, torch.device)
+_VALUES = (Tensor, float, int)
+_CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
+_LEAVES = (*_VALUES, *_CONSTANTS)
 _HEAP_TYPE = 1 << 9
 """Flag of classes that Python made, whose instances hold nothing but attributes (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor | int | float | bool]]:
     """Yield the tensors and numbers in a nested structure with their paths, see ``leaves``."""
-    return (entry for entry in leaves(tree, name, is_whole=is_whole) if isinstance(entry[1], Tensor | int | float))
+    return (entry for entry in leaves(tree, name, is_whole=is_whole) if isinstance(entry[1], _VALUES))
 
 
 def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
@@ -38,7 +40,7 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
 
 def is_constant(leaf: Any) -> bool:
     """Return whether a leaf is None, text or a name of something else: a value that is not compared."""
-    return leaf is None or isinstance(leaf, _CONSTANTS)
+    return isinstance(leaf, _CONSTANTS)
 
 
 class _Walk:
@@ -48,7 +50,7 @@ class _Walk:
         """Objects so far, and the mappings and sequences around; kept, so that their ids are not used again."""
 
     def leaves(self, tree: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-        if isinstance(tree, Tensor | int | float) or is_constant(tree):
+        if isinstance(tree, _LEAVES):
             yield name, tree
             return
         if id(tree) in self._entered:
@@ -59,13 +61,16 @@ class _Walk:
             return
         self._entered[id(tree)] = tree
         for child_name, child in children:
-            yield from self.leaves(child, child_name, depth + 1)
-        if isinstance(tree, Mapping | list | tuple):
+            if isinstance(child, _LEAVES):
+                yield child_name, child
+            else:
+                yield from self.leaves(child, child_name, depth + 1)
+        if isinstance(tree, (list, tuple, Mapping)):
             del self._entered[id(tree)]
 
     def _children(self, tree: Any, name: str) -> Iterable[tuple[str, Any]] | None:
         """Return what a structure consists of; None where that cannot be told."""
-        if isinstance(tree, Mapping):
+        if tree.__class__ is not list and tree.__class__ is not tuple and isinstance(tree, Mapping):
             return [(f"{name}[{key!r}]", value) for key, value in tree.items()]
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return [(f"{name}.{field}", value) for field, value in zip(tree._fields, tree, strict=True)]
