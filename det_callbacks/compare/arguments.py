@@ -10,7 +10,7 @@ from det_callbacks.trace.program import StepView
 from det_callbacks.trace.tree import argument_bits, plain_value
 
 _UNKNOWN = "a value that was kept as a digest only"
-_ABSENT = "not given"
+_ABSENT = "a tensor or nothing"
 _NAN = 0x7FF8_0000_0000_0000
 
 

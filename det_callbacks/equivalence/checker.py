@@ -23,8 +23,9 @@ from det_callbacks.equivalence.generators import GeneratorStates
 from det_callbacks.equivalence.mismatch import Mismatches, OpMismatch, error_of
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.trace.building import source_of
-from det_callbacks.trace.calls import in_flight, written_arguments, written_by_call
+from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.overloads import HIDDEN_STATES, OPAQUE_WRITES, OpKind, OpPlan, make_plan
 from det_callbacks.trace.places import Places
 from det_callbacks.trace.tree import Context, module_of
@@ -62,7 +63,8 @@ def make_check_plan(func: Any) -> CheckPlan:
     """Return how calls of an op are checked."""
     plan = make_plan(func)
     namespace = plan.base.partition(".")[0]
-    left_out = "" if plan.kind is OpKind.DIGEST else plan.kind.value
+    kind = (plan.whole or plan).kind
+    left_out = "" if kind is OpKind.DIGEST else kind.value
     if not left_out and isinstance(func, OpOverload):
         schema = func._schema
         if not schema.returns and not plan.writes:
@@ -115,8 +117,10 @@ class Checker:
         check = self._plans.get(id(func))
         if check is None:
             check = self._plans[id(func)] = make_check_plan(func)
-        self.num_ops += 1
         plan = check.plan
+        if comes_apart(plan, args, kwargs):
+            return TAKE_APART
+        self.num_ops += 1
         if plan.kind is OpKind.OPAQUE:
             self.skipped[check.left_out] += 1
             self._places.backward.note_unseen()

@@ -10,7 +10,7 @@ from torch import nn
 from det_callbacks.equivalence.checker import Checker
 from det_callbacks.equivalence.mismatch import OpMismatch
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.trace.dispatch import DispatchMode
+from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.places import Places
 
@@ -27,7 +27,8 @@ class _Interceptor(DispatchMode):
     ) -> Any:
         if self.checker is None:
             return func(*args, **(kwargs or {}))
-        return self.checker.op(func, types, args, kwargs or {})
+        out = self.checker.op(func, types, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 class BitwiseEquivalenceMode:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.calls import comes_apart
 from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
+from det_callbacks.trace.overloads import OpPlan, make_plan
 from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.tree import module_of
 
@@ -58,7 +60,7 @@ class _AlertMode(DispatchMode):
         self.is_off = False
         self._alerts = alerts
         self._modules = modules
-        self._calls: dict[int, tuple[Any, Callable[..., Any]]] = {}
+        self._calls: dict[int, tuple[OpPlan, Callable[..., Any]]] = {}
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(
@@ -69,8 +71,11 @@ class _AlertMode(DispatchMode):
             return func(*args, **kwargs)
         known = self._calls.get(id(func))
         if known is None:
-            base = str(func).rpartition(".")[0]
-            known = self._calls[id(func)] = (func, self._alerts.trap(func) if self._alerts.may_warn(base) else func)
+            plan = make_plan(func)
+            call = self._alerts.trap(func) if self._alerts.may_warn(plan.base) else func
+            known = self._calls[id(func)] = (plan, call)
+        if comes_apart(known[0], args, kwargs):
+            return self.take_apart(func, args, kwargs)
         # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
         # thread counts nodes of its own, which only a pass that makes a graph adds to.
         if torch.is_grad_enabled() or _graph_task_id() == -1:

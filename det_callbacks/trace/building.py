@@ -90,7 +90,9 @@ def build_op_event(
             )
         )
     every = tuple(sorted(set(event.reads)))
-    arguments = arguments_json(names, consts)
+    given = {*plan.argument_names[: len(args)], *kwargs}
+    left_out = {name: value for name, value in plan.defaults.items() if name not in given}
+    arguments = arguments_json([*names, *left_out], [*consts, *left_out.values()])
     rows.extend(
         Site(
             phase=event.phase,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan
 
 
@@ -73,6 +74,20 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a mode has to take an op apart, because it is composite and nobody did so before.
+
+    Otherwise autograd does, and what still comes is called inside some kernel. Nested tensors, for instance, have
+    kernels of their own for it.
+    """
+    if plan.whole is None:
+        return False
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    if any(has_parts(tensor) or tensor.is_nested or tensor.is_quantized for tensor in tensors):
+        return False
+    return torch.is_inference_mode_enabled() or (bool(tensors) and all(tensor.is_inference() for tensor in tensors))
 
 
 def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

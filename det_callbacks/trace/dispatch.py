@@ -1,13 +1,17 @@
 """What every dispatch mode of this package has in common."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import torch
+from torch._C import DispatchKey, _DisableAutocast  # looked at in torch 2.13
 from torch._C._dynamo.eval_frame import (  # looked at in torch 2.13
     _FrameAction,
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import (  # looked at in torch 2.13
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -15,6 +19,8 @@ from torch.utils._python_dispatch import (  # looked at in torch 2.13
     _pop_mode,
     _push_mode,
 )
+
+from det_callbacks.trace.calls import tensors_in
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -24,6 +30,10 @@ _FLAGS = (
     "old_non_infra_dispatch_mode_flags",
     "old_without_ignore_compile_internals_dispatch_mode_flags",
 )
+
+
+TAKE_APART = object()
+"""What handling a composite op gives: the mode takes it apart, and gets the ops that it comes down to."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -47,6 +57,25 @@ class DispatchMode(TorchDispatchMode):
         # The wrapper that torch would put around __torch_dispatch__ costs 3 microseconds per op. What it does, keeping
         # Dynamo out of this code when it runs between the parts of a compiled function, __init__ does once.
         return False
+
+    def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a composite op so that this mode sees the ops that it comes down to, as it does outside inference mode.
+
+        A handler runs without autocast, but the ops inside must have it as they would without this mode, or they give
+        other bits: where it was on when the op was called, and the op has no rule of its own, which ends it.
+        """
+        devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
+        has_rule = any(
+            torch._C._is_autocast_available(device)
+            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), f"Autocast{device.upper()}")
+            for device in devices
+        )
+        _push_mode(self)
+        try:
+            with enable_reentrant_dispatch(), _DisableAutocast() if has_rule else nullcontext():
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            _pop_mode()
 
     @property
     def is_on_top(self) -> bool:

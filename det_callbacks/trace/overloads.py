@@ -5,7 +5,7 @@ replay and equivalence share them; ``tests/unit/test_overloads.py`` checks each 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -117,6 +117,7 @@ OVERWRITES = frozenset(
 RELAYOUTS = frozenset(f"aten.{name}" for name in ("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"))
 """Ops that exchange a tensor's storage or its extent; what is known of the storage is dropped."""
 
+_OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
 _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
@@ -146,6 +147,7 @@ class OpKind(Enum):
     UNINITIALISED = "uninitialised"
     RELAYOUT = "relayout"
     COLLECTIVE = "collective"
+    COMPOSITE = "composite"
     OPAQUE = "opaque"
     IGNORED = "no_tensors"
 
@@ -170,6 +172,7 @@ class OpPlan:
         call: runs the op; past ``OpOverload.__call__``, which only adds a frame (torch 2.13).
         argument_names: names in the order of the schema.
         number_arguments: those that take any Python number, so that 1, 1.0 and True are not the same.
+        defaults: arguments with a default value, which a call need not name.
         is_functional: it writes no argument and returns fresh tensors only; the common case, with the shortest path.
         writes: arguments written, declared or hidden, in the order of the schema.
         sole_write: position of the one tensor argument that the op writes, when that is all it does; else -1.
@@ -182,6 +185,7 @@ class OpPlan:
         opaque_outputs: indices of returned tensors that are not digested.
         draws_random: it reads and advances a random generator.
         may_be_in_flight: with ``non_blocking`` its output may be incomplete until the device is synchronised.
+        whole: of a composite op, the plan for a call that is not taken apart; else None.
         is_reducing: DDP's reducer calls it for unused parameters, in no certain order.
         declared_only: argument of ``writes`` that is written only when ``grad_scale`` is given; "" if none.
     """
@@ -192,6 +196,7 @@ class OpPlan:
     kind: OpKind
     call: Callable[..., Any]
     argument_names: tuple[str, ...]
+    defaults: Mapping[str, Any]
     number_arguments: frozenset[str]
     is_functional: bool
     writes: tuple[ArgumentWrite, ...]
@@ -206,6 +211,7 @@ class OpPlan:
     may_be_in_flight: bool
     declared_only: str
     is_reducing: bool = False
+    whole: "OpPlan | None" = None
 
 
 def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
@@ -227,13 +233,16 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     )
     may_be_in_flight = any(argument.name == "non_blocking" for argument in schema.arguments)
     returns_fresh = all(returned.alias_info is None for returned in schema.returns)
-    return OpPlan(
+    plan = OpPlan(
         overload=func,
         name=f"{base}.{func._overloadname}",
         base=base,
         kind=_kind_of(func, base, is_view=is_view or base in UNDECLARED_VIEWS),
         call=func._op if type(func) is OpOverload else func,
         argument_names=tuple(argument.name for argument in schema.arguments),
+        defaults={
+            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+        },
         number_arguments=frozenset(
             argument.name
             for argument in schema.arguments
@@ -253,6 +262,8 @@ def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
         declared_only=DECLARED_ONLY.get(base, ""),
         is_reducing=base in REDUCING,
     )
+    is_taken_apart = plan.kind in (OpKind.DIGEST, OpKind.VIEW) and _is_composite(func.name())
+    return replace(plan, kind=OpKind.COMPOSITE, whole=plan) if is_taken_apart else plan
 
 
 REDUCING = frozenset({"aten.zero_", "aten._local_scalar_dense"})
@@ -277,6 +288,7 @@ def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
         kind=OpKind.OPAQUE,
         call=call,
         argument_names=(),
+        defaults={},
         number_arguments=frozenset(),
         is_functional=False,
         writes=(),
@@ -291,6 +303,17 @@ def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
         may_be_in_flight=False,
         declared_only="",
     )
+
+
+def _is_composite(name: str) -> bool:
+    """Return whether an op has no kernels but one that calls other ops.
+
+    Autograd takes such an op apart before a mode sees it; in inference mode, and of inference tensors, nobody does.
+    """
+    if not torch._C._dispatch_has_kernel(name):
+        return False  # TorchScript's own, on numbers
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, key) for key in _OWN_KERNELS)
 
 
 def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:

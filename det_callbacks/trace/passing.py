@@ -11,10 +11,11 @@ from torch import Tensor
 
 from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.building import light_event
-from det_callbacks.trace.calls import written_arguments, written_by_call
+from det_callbacks.trace.calls import comes_apart, written_arguments, written_by_call
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.cuda_graphs import CudaGraphs
+from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.exchange import exchange_outputs
 from det_callbacks.trace.overloads import OpKind, OpPlan
 from det_callbacks.trace.tree import Attribution, Context
@@ -135,6 +136,9 @@ class Passing:
         """Pass on an op that a CUDA graph is being made of: it gives nothing yet, and nothing may be done beside it."""
         recorder = self._recorder
         plan = recorder.plan_of(func)
+        if comes_apart(plan, args, kwargs):
+            return TAKE_APART
+        plan = plan.whole or plan
         if plan.kind is OpKind.VIEW:
             return self.pass_through(plan, func, args, kwargs)
         self.skipped["captured"] += 1

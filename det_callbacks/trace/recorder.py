@@ -18,9 +18,10 @@ from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.appending import append_special
 from det_callbacks.trace.building import build_op_event
-from det_callbacks.trace.calls import in_flight, written_arguments, written_by_call
+from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
 from det_callbacks.trace.compiled import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data
+from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.exchange import OutputExchange, TensorKeeper, begin_kept_call, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.late_sites import LateSites
@@ -165,7 +166,12 @@ class Recorder:
         """Run an op and record it."""
         plan = self._plans.get(id(func)) or self.plan_of(func)
         if plan.kind is not _DIGEST:
-            return self.passing.pass_through(plan, func, args, kwargs)
+            if plan.whole is not None:
+                if comes_apart(plan, args, kwargs):
+                    return TAKE_APART
+                plan = plan.whole
+            if plan.kind is not _DIGEST:
+                return self.passing.pass_through(plan, func, args, kwargs)
         if _graph_task_id() == -1:
             phase = self._phase
             context: Context = self.modules.current
@@ -389,5 +395,7 @@ class Recorder:
             plan = replace(plan, call=self.alerts.trap(plan.call))
         if not plan.base.startswith("aten.") or plan.base in PYTHON_KERNELS:
             plan = replace(plan, call=self.late.knows_of(plan.call))
+        if plan.whole is not None:
+            plan = replace(plan, whole=replace(plan.whole, call=plan.call))
         self._plans[id(func)] = plan
         return plan

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.trace.dispatch import DispatchMode, open_modes
+from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode, open_modes
 from det_callbacks.trace.optimizers import OptimizerPhases
 from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
@@ -41,10 +41,12 @@ class Interceptor(DispatchMode):
             return func(*args, **(kwargs or {}))
         with self._lock:
             if self._busy and recorder.passing.graphs.is_aside():
-                return recorder.passing.captured(func, args, kwargs or {})
-            if recorder.compiled.inside:
-                return recorder.compiled.dispatch(func, args, kwargs or {})
-            return recorder.op(func, args, kwargs or {})
+                out = recorder.passing.captured(func, args, kwargs or {})
+            elif recorder.compiled.inside:
+                out = recorder.compiled.dispatch(func, args, kwargs or {})
+            else:
+                out = recorder.op(func, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 class OpRegion:

@@ -250,6 +250,19 @@ class Cast(nn.Module):
         return inputs.to(self.dtype).tanh().float()
 
 
+class Frozen(nn.Module):
+    """Adds what a norm gives in inference mode."""
+
+    def __init__(self, norm: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH, **options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.inference_mode():
+            normed = self.norm(inputs.detach())
+        return inputs + normed.clone()
+
+
 class TypedLinear(nn.Linear):
     """A linear layer that takes inputs of any dtype."""
 

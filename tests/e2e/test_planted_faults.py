@@ -12,6 +12,7 @@ from faults import (
     FACTORS,
     Cast,
     Deep,
+    Frozen,
     Training,
     TwiceByProduct,
     TwiceBySum,
@@ -33,6 +34,7 @@ pytestmark = LIGHTNING_ADVICE
 
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01)
 HALF = partial(Deep, middle=partial(Cast, torch.float16))
+FROZEN = partial(Deep, middle=partial(Frozen, torch.nn.BatchNorm1d))
 TWICE = partial(Deep, middle=TwiceByProduct)
 
 
@@ -161,6 +163,15 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
             module="net.4.norm",
             op="aten.native_layer_norm.default",
             says=("called with other arguments (eps: 1e-05 -> 0.0001)",),
+        ),
+    ),
+    "eps of a batch norm in inference mode": (
+        Training(model=partial(Deep, middle=partial(Frozen, torch.nn.BatchNorm1d, eps=2e-5))),
+        forward_argument(
+            module="middle.norm",
+            op="aten.native_batch_norm.default",
+            says=("called with other arguments (eps: 1e-05 -> 2e-05)",),
+            model=FROZEN,
         ),
     ),
     "p of a dropout": (

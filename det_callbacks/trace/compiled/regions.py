@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from det_callbacks.trace.allowed import call_if_allowed
-from det_callbacks.trace.calls import in_flight, tensors_in, written_arguments, written_by_call
+from det_callbacks.trace.calls import comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.compiled.inside import Inside
 from det_callbacks.trace.compiled.rows import RegionRows, parts_with_memory, version_of
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.dispatch import breaks_graph
+from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
 from det_callbacks.trace.exchange import begin_kept_call, exchange_outputs
 from det_callbacks.trace.nodes import COMPILED
 from det_callbacks.trace.overloads import OpKind
@@ -148,6 +148,9 @@ class CompiledRegions:
         if inside is None:
             return recorder.op(func, args, kwargs)
         plan = recorder.plan_of(func)
+        if comes_apart(plan, args, kwargs):
+            return TAKE_APART
+        plan = plan.whole or plan
         if plan.kind is not OpKind.DIGEST:
             recorder.passing.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)

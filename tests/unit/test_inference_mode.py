@@ -1,0 +1,134 @@
+"""Composite ops that no autograd took apart: of inference mode, and of tensors made in it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, leaky_relu, scaled_dot_product_attention
+from tracing import reads_of, traced
+
+from det_callbacks import BitwiseEquivalenceMode, HashMode
+from det_callbacks.compare import compare_steps
+from det_callbacks.trace.alert_watch import AlertWatch
+from det_callbacks.trace.alerts import Alerts
+
+DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)
+SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)
+
+
+class Everything(nn.Module):
+    """Layers that autograd takes apart into several ops, some of which write or draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = inputs.transpose(0, 1).reshape(6, 4, 3)
+        for norm in self.norms:
+            values = norm(values)
+        values = values.transpose(1, 2).contiguous()
+        values, _ = self.attention(values, values, values)
+        return dropout(self.head(dropout(values, 0.5)).double(), 0.5, training=False).float()
+
+
+def sites_of(model: nn.Module, body: Callable[[], object]) -> list[tuple[Any, ...]]:
+    torch.manual_seed(4)
+    trace = traced(body, model)
+    return [
+        (site.module, site.op, site.role, site.name, site.arguments, site.inputs, int(bits))
+        for site, bits in zip(trace.program.sites, trace.digests, strict=True)
+    ]
+
+
+def test_a_step_in_inference_mode_has_the_sites_of_one_without_gradients():
+    models = Everything(), Everything()
+    inside, outside = (
+        sites_of(model, guard(lambda model=model: model(DATA)))
+        for model, guard in zip(models, (torch.inference_mode(), torch.no_grad()), strict=True)
+    )
+    assert inside == outside
+    assert {"aten.native_batch_norm.default", "aten.bernoulli_.float"} <= {site[1] for site in inside}
+
+
+def test_tensors_made_in_it_are_followed_outside_of_it():
+    with torch.inference_mode():
+        made = DATA.clone()
+
+    def body() -> None:
+        made.sin().transpose(0, 1).reshape(3, 24).cos()
+
+    trace = traced(body)
+    assert reads_of(trace, "cos.default") == ["clone.default"]
+    assert reads_of(trace, "clone.default") == ["sin.default"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # says that they are a prototype
+def test_a_nested_tensor_has_kernels_of_its_own():
+    def body() -> None:
+        nested = torch.nested.nested_tensor([SQUARE, SQUARE[:2]])
+        torch.nn.functional.linear(nested, SQUARE)
+
+    ops = [site.op for site in traced(torch.inference_mode()(body)).program.sites]
+    assert "aten.linear.default" in ops
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("layer", [partial(nn.BatchNorm1d, 3), partial(nn.LayerNorm, 4)], ids=["batch", "layer"])
+def test_another_eps_is_the_origin(layer: Callable[..., nn.Module], is_training: bool):
+    views = []
+    for eps in (1e-5, 2e-5):
+        model = nn.Sequential(nn.Linear(4, 4), layer(eps=eps), nn.Linear(4, 4)).train(is_training)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        views.append(traced(torch.inference_mode()(partial(model, DATA)), model).view())
+    found = [entry for entry in compare_steps(*views).divergences if entry.is_origin]
+    assert {(entry.module, entry.kind) for entry in found} == {("1", "argument")}
+
+
+def test_an_argument_that_a_call_leaves_out_is_its_default():
+    one, other = (traced(partial(leaky_relu, DATA, slope)).view() for slope in (0.01, 0.2))
+    finding = compare_steps(one, other).findings[0]
+    assert finding.arguments is not None
+    assert finding.arguments.values == {"negative_slope": ("0.01", "0.2")}
+
+
+AUTOCAST: dict[str, Callable[[], Tensor]] = {
+    "no rule of its own": lambda: torch.einsum("abc,abd->cd", DATA, DATA),
+    "ops inside ops": lambda: torch.linalg.multi_dot([SQUARE, SQUARE, SQUARE]),
+    "a rule for bfloat16": lambda: scaled_dot_product_attention(DATA, DATA, DATA),
+    "a rule for float32": lambda: torch.cdist(DATA.repeat(1, 20, 1), DATA.repeat(1, 20, 1)),
+    "a recurrent layer": lambda: nn.GRU(4, 4)(DATA)[0],
+}
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    watch = AlertWatch(Alerts(), nn.Identity())
+    watch.open()
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("mode", [HashMode, BitwiseEquivalenceMode, watched])
+@pytest.mark.parametrize("case", AUTOCAST)
+def test_autocast_goes_on_inside_composite_ops(case: str, mode: Callable[[], AbstractContextManager[Any]]):
+    def computed() -> Tensor:
+        torch.manual_seed(5)
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            return AUTOCAST[case]()
+
+    without = computed()
+    with mode():
+        found = computed()
+    assert found.dtype == without.dtype
+    assert torch.equal(found, without)
