@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attribution_models import MODELS
+from capabilities import require_bfloat16_lstm
 from nondeterministic_ops import drawing, noisy
 from test_digest_unobserved import CountingDispatch, CountingFunction
 from torch import Tensor, library, nn
@@ -64,18 +65,23 @@ class Mixed(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(12, 8, sparse=True)
         self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=0.3)
+        self.is_recurrent_in_half = False
         self.norm, self.dropout, self.head = nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.recurrent(self.embedding(ids))[0].mean(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_recurrent_in_half):
+            x = self.recurrent(self.embedding(ids))[0].mean(0)
         x = drawing(self.dropout(self.norm(x)))
         x[:, 1:3].mul_(0.5)
         return self.head(x.relu_())
 
 
-def mixed(kind: str, **options: Any) -> Callable[[], tuple[nn.Module, Callable[[], None]]]:
+def mixed(
+    kind: str, *, is_recurrent_in_half: bool = False, **options: Any
+) -> Callable[[], tuple[nn.Module, Callable[[], None]]]:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         model = Mixed()
+        model.is_recurrent_in_half = is_recurrent_in_half
         sparse = torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)
         dense = getattr(torch.optim, kind)(
             [value for name, value in model.named_parameters() if "embedding" not in name], lr=0.1, **options
@@ -106,9 +112,12 @@ def mixed(kind: str, **options: Any) -> Callable[[], tuple[nn.Module, Callable[[
         ("SGD", {"foreach": True, "momentum": 0.9, "nesterov": True}),
         ("Adagrad", {"fused": True}),
         ("RMSprop", {"foreach": True}),
+        ("AdamW", {"is_recurrent_in_half": True}),
     ],
 )
 def test_optimizers_of_all_kinds(kind, options):
+    if "is_recurrent_in_half" in options:
+        require_bfloat16_lstm()
     mode = BitwiseEquivalenceMode()
     plain = trained(mixed(kind, **options), nullcontext(), 3)
     assert trained(mixed(kind, **options), mode, 3) == plain
