@@ -30,7 +30,6 @@ def check_arguments(
     on_divergence: object,
     audit_replicas_every_n_steps: object,
     overwrite: object,
-    require_digests: object,
     resume: object,
     validation_batches: object,
     sanity_batches: object,
@@ -54,8 +53,6 @@ def check_arguments(
         )
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
-    if not isinstance(require_digests, bool):
-        raise SelectionError(f"require_digests must be True or False; got {require_digests!r}.")
     flags = {
         "validation_batches": validation_batches,
         "sanity_batches": sanity_batches,

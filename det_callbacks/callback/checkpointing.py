@@ -28,16 +28,14 @@ class Checkpointing:
     """What is written beside the checkpoints of one callback's Trainer, and read again when one is loaded.
 
     Args:
-        require_digests: loading a checkpoint without digests beside it is an error.
         resume: "exact", "warn" or "plain", see ``Restoring``.
         peers: the processes of the Trainer.
     """
 
-    def __init__(self, *, require_digests: bool, resume: Resume, peers: Peers = ALONE) -> None:
+    def __init__(self, *, resume: Resume, peers: Peers = ALONE) -> None:
         self._peers = peers
         self._secret: str | None = None
         self._num_batches, self._num_saves = -1, Counter[str]()
-        self._require_digests = require_digests
         self._watch = CheckpointWatch(self)
         self._watch.on_loaded = self._loaded
         self.resuming = Resuming(resume, self._watch.amend)
@@ -50,7 +48,7 @@ class Checkpointing:
         """Stand in the Trainer's ways of saving and loading; the run of an earlier stage is over."""
         self._trainer = trainer
         self._run = self._identity = self._environment = self._secret = None
-        self._watch.attach(trainer, require_digests=self._require_digests)
+        self._watch.attach(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.resuming.attach(trainer)
 
@@ -77,10 +75,6 @@ class Checkpointing:
     def end_fit(self) -> None:
         """Leave loops, loaders and ModelCheckpoints; checkpoints are still followed, since some are saved later."""
         self.resuming.detach()
-
-    def end_stage(self) -> None:
-        """Finish what is being written."""
-        self._watch.end_fit()
 
     def context(self, path: str) -> SaveContext:
         """Return the moment of a save."""
@@ -118,8 +112,9 @@ class Checkpointing:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             read(0)  # what is damaged is said in any case
             return
-        saved = () if sidecar is None or sidecar.resume is None else tuple(sidecar.resume.files)
-        self.resuming.restoring.loaded(path, read, saved=saved, rank=trainer.global_rank, world_size=trainer.world_size)
+        is_saved = sidecar is not None and sidecar.num_ranks > 0
+        ranks = {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        self.resuming.restoring.loaded(path, read, is_saved=is_saved, **ranks)
 
 
 def _num_batches(trainer: pl.Trainer) -> int:

@@ -1,6 +1,5 @@
-"""Where Lightning saves, links, loads and removes checkpoints: ours stands in each of these ways."""
+"""Where Lightning saves, loads and removes checkpoints: ours stands in each of these ways."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -8,18 +7,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from det_callbacks.callback.loading import Loader, OnLoaded
 from det_callbacks.callback.saving import MAX_SAVES, MOMENT, DigestingIO, Moment, Saves
-from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.files import Place
-from det_callbacks.checkpoint.folders import save_folder
-from det_callbacks.checkpoint.parts import copy_parts, put_part, remove_part
-from det_callbacks.checkpoint.saving import link_beside, new_id, remove_beside, step_aside
+from det_callbacks.checkpoint.files import SIDECAR, beside, is_remote
+from det_callbacks.checkpoint.parts import put_part, remove_part
+from det_callbacks.checkpoint.saving import begin_save, end_save, new_id
 from det_callbacks.checkpoint.sidecar import SaveContext
 from det_callbacks.digest import unobserved
 
@@ -38,8 +34,7 @@ class CheckpointWatch:
     """Gives every checkpoint of a Trainer its sidecar, and compares the ones it loads.
 
     It stays with the Trainer after a fit: ``trainer.save_checkpoint`` is called then, too, and callbacks save and
-    remove checkpoints on exceptions and in their ``teardown`` after every hook of ours. What it puts into
-    ModelCheckpoints, which may be pickled afterwards, is taken out at the end of a fit.
+    remove checkpoints on exceptions and in their ``teardown`` after every hook of ours.
 
     Args:
         source: knows the moment of a save.
@@ -54,9 +49,7 @@ class CheckpointWatch:
         self._loader = Loader()
         self._saves = Saves()
         self._trainer: pl.Trainer | None = None
-        self._io: DigestingIO | None = None
         self._undo: list[Callable[[], object]] = []
-        self._links: list[ModelCheckpoint] = []
         self._moment: Moment | None = None
         self._common_path: str | None = None
         self._common_paths: dict[str, str] = {}
@@ -85,17 +78,15 @@ class CheckpointWatch:
         """
         self._saves.amend(str(path), files)
 
-    def attach(self, trainer: pl.Trainer, *, require_digests: bool = False) -> None:
+    def attach(self, trainer: pl.Trainer) -> None:
         """Stand in the Trainer's ways of saving and loading; in those of another Trainer no more.
 
         Args:
             trainer: whose strategy is set up.
-            require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
         """
         self.detach()
         self._trainer = trainer
         self._saves.rank = trainer.global_rank
-        self._loader.require_digests = require_digests
         strategy = trainer.strategy
         outermost: Any = strategy.checkpoint_io
         outer: Any = None
@@ -104,13 +95,13 @@ class CheckpointWatch:
             outer, innermost = innermost, innermost.checkpoint_io
         if isinstance(innermost, DigestingIO):  # of a callback that this Trainer had before
             innermost = innermost.base
-        self._io = DigestingIO(innermost, capture=self._capture, loader=self._loader, saves=self._saves)
+        io = DigestingIO(innermost, capture=self._capture, loader=self._loader, saves=self._saves)
         if outer is None:
-            strategy.checkpoint_io = self._io
+            strategy.checkpoint_io = io
             self._undo.append(partial(setattr, strategy, "checkpoint_io", innermost))
         else:
             # the setter takes no wrapper, and nothing in place of what is there (Lightning 2.6.6)
-            outer._checkpoint_io = self._io
+            outer._checkpoint_io = io
             self._undo.append(partial(setattr, outer, "_checkpoint_io", innermost))
             self._wrap(outermost, "save_checkpoint", partial(self._stamp, type(outermost).save_checkpoint, outermost))
         # strategies that save and load in their own way do not come through the IO
@@ -124,29 +115,13 @@ class CheckpointWatch:
             self._wrap(strategy, "remove_checkpoint", self._remove_part)
         if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
             self._wrap(strategy, "load_checkpoint", partial(self._load_in_strategy, strategy))
-        for callback in vars(trainer)["callbacks"]:
-            if isinstance(callback, ModelCheckpoint):
-                # a link is made past the IO (Lightning 2.6.6)
-                vars(callback)["_link_checkpoint"] = partial(self._link, type(callback)._link_checkpoint)
-                self._links.append(callback)
-
-    def end_fit(self) -> None:
-        """Finish what others have written, and leave the ModelCheckpoints."""
-        if self._io is not None:
-            self._io.finish()
-        links, self._links = self._links, []
-        for callback in links:
-            vars(callback).pop("_link_checkpoint", None)
 
     def detach(self) -> None:
         """Leave the Trainer as it was."""
-        self.end_fit()
-        if self._io is not None:
-            self._io.finish(is_last=True)
         undo, self._undo = self._undo, []
         for function in reversed(undo):
             function()
-        self._trainer = self._io = None
+        self._trainer = None
 
     def _wrap(self, owner: object, name: str, function: Callable[..., Any]) -> None:
         vars(owner)[name] = function
@@ -177,22 +152,15 @@ class CheckpointWatch:
         self, strategy: Strategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         path = self._common_path or str(filepath)
-        place = Place.of(path)
-        held = dict(checkpoint)  # the strategy takes out what it saves apart
-        if strategy.is_global_zero and place.is_folder():
-            step_aside(place)
+        place = Path(path)
+        if strategy.is_global_zero and place.is_dir():
+            beside(place, SIDECAR).unlink(missing_ok=True)
         moment = self._save_by_rank(strategy, checkpoint, filepath, storage_options)
-        if not place.is_folder():
-            return
-        save_folder(
-            place,
-            id=moment.id,
-            rank=int(getattr(strategy, "global_rank", 0)),
-            num_ranks=int(getattr(strategy, "world_size", 1)),
-            entries=entries_of(held),
-            context=moment.context,
-        )
-        self._saves.end(path, moment.id)
+        if strategy.is_global_zero and place.is_dir() and not is_remote(path):
+            # the strategy's own collective is over, so that no rank writes into the folder any more
+            begin_save(place, id=moment.id, context=moment.context)
+            end_save(place, id=moment.id, entries={}, context=moment.context)
+            self._saves.end(path, moment.id)
 
     def _save_together(self, trainer: pl.Trainer, filepath: Any, *rest: Any, **options: Any) -> None:
         """Let all ranks save under the path of rank 0, which a metric in a file's name may make different on each."""
@@ -220,9 +188,8 @@ class CheckpointWatch:
         finally:
             self._moment = None
         context, rank = moment.context, self._saves.rank
-        if rank and context.attachments and context.num_ranks > 1:
-            attachments = context.attachments
-            put_part(Place.of(path), id=moment.id, rank=rank, num_ranks=context.num_ranks, attachments=attachments)
+        if rank and context.attachments and context.num_ranks > 1 and not is_remote(path):
+            put_part(Path(path), id=moment.id, rank=rank, num_ranks=context.num_ranks, files=context.attachments)
             self._saves.end(path, moment.id)
         return moment
 
@@ -230,24 +197,12 @@ class CheckpointWatch:
         """Remove what this rank keeps; rank 0 removes all that it sees, which may not be this node's."""
         path = self._common_paths.pop(str(filepath), str(filepath))
         self._saves.forget(path)
-        remove_part(Place.of(path), rank=self._saves.rank)
+        if not is_remote(path):
+            remove_part(Path(path), rank=self._saves.rank)
 
     def _load_in_strategy(self, strategy: Any, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
         load = partial(type(strategy).load_checkpoint, strategy, checkpoint_path, *rest, **options)
         return self._loader.load_elsewhere(str(checkpoint_path), load)
-
-    def _link(self, link_checkpoint: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        """Make a link, and one to the sidecar; in between, a reader follows the checkpoint's own link."""
-        is_ours = trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath)
-        link = Place.of(linkpath)
-        if is_ours:
-            if link.target() is not None:
-                remove_beside(link)
-            else:
-                step_aside(link)
-        link_checkpoint(trainer, filepath, linkpath)
-        if is_ours and (copied := link_beside(Place.of(filepath), link)) is not None:
-            copy_parts(copied, link)
 
 
 def _parameter_names(trainer: pl.Trainer) -> Mapping[tuple[int, int], str]:

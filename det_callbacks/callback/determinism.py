@@ -73,7 +73,6 @@ class DeterminismCallback(CallbackOptions):
             of the steps that differ.
         tensor_budget_mib: MiB that one step of a process may save for replay, and MiB that it may keep. What replay
             cannot save is a ReplayError; what is not kept is said.
-        require_digests: loading a checkpoint without digests beside it is an error, instead of a line.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
             leaves all that to Lightning.
@@ -124,9 +123,7 @@ class DeterminismCallback(CallbackOptions):
         if self.mode == "disabled":
             return
         if self._checkpointing is None:
-            self._checkpointing = Checkpointing(
-                require_digests=self.require_digests, resume=self.resume, peers=self._together
-            )
+            self._checkpointing = Checkpointing(resume=self.resume, peers=self._together)
         self._checkpointing.begin_stage(trainer)
         self._stage = None
         WATCHERS.follow(self)  # now: a validation may compile the model before a step is traced
@@ -370,8 +367,6 @@ class DeterminismCallback(CallbackOptions):
         self._end_fit(is_resumed=self._stage is None and trainer.ckpt_path is not None)
         self._end_alerts()
         WATCHERS.unfollow(self)
-        if self._checkpointing is not None:
-            self._checkpointing.end_stage()
         self._replicas.close()
         self._together.end()
         is_empty, self._stage = self._stage is not None, None

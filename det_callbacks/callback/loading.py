@@ -1,20 +1,21 @@
 """Checkpoints on their way in: compared with the digests beside them before anything is restored."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from det_callbacks.checkpoint.check import (
     CheckpointReport,
+    Found,
     check_checkpoint,
     compare_loaded,
+    find_sidecar,
     load_plainly,
-    no_digests,
     unreadable,
 )
 from det_callbacks.checkpoint.difference import EntryDifference
-from det_callbacks.checkpoint.files import Place
-from det_callbacks.checkpoint.parts import read_kept
-from det_callbacks.checkpoint.reading import Found, find_sidecar
+from det_callbacks.checkpoint.files import digest_path, is_remote, resolved
+from det_callbacks.checkpoint.parts import read_parts
 from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.errors import CheckpointMismatchError
 from det_callbacks.report import mismatch_text, missing_files_line, missing_sidecar_line, print_closing_line
@@ -31,13 +32,11 @@ class Loader:
     The file is read once more than without it, and the digest of every tensor is taken.
 
     Attributes:
-        require_digests: a checkpoint without digests beside it is an error, instead of a line.
         on_loaded: called with the path, the sidecar and what reads the files kept beside the checkpoint, once all
             of the checkpoint agreed; with None and a reader of nothing where no digests stand beside it.
     """
 
     def __init__(self) -> None:
-        self.require_digests = False
         self.on_loaded: OnLoaded | None = None
         self._is_checked = False
 
@@ -51,39 +50,41 @@ class Loader:
         Raises:
             CheckpointMismatchError: it differs from what was saved.
             CheckpointFormatError: it, or its sidecar, cannot be read.
-            CheckpointNotFoundError: it has no digests beside it, and they are required.
         """
         if self._is_checked:
             return load()
-        place = Place.of(path)
+        if is_remote(path):
+            return self._load_unchecked(path, load)
+        place = resolved(path)
         if not place.exists():
             return load()  # which says so
-        if place.is_folder():
+        if place.is_dir():
             return self.load_elsewhere(path, load)
-        content = place.digest()
+        content = digest_path(place)
         found = find_sidecar(place, content)
         if found is None:
-            return self._load_unchecked(place, load)
+            return self._load_unchecked(path, load)
         self._require_content(place, found, content)
         checkpoint = load()
         _require_equal(compare_loaded(place, found, content, checkpoint))
-        self._hand_over(place, found)
+        self._hand_over(path, found)
         return checkpoint
 
     def load_elsewhere(self, path: str, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Load a checkpoint that a strategy reads by itself: files and folders are compared before.
 
         Raises:
-            CheckpointMismatchError, CheckpointFormatError, CheckpointNotFoundError: as ``load`` does.
+            CheckpointMismatchError, CheckpointFormatError: as ``load`` does.
         """
-        place = Place.of(path)
+        if is_remote(path):
+            return self._load_unchecked(path, load)
+        place = resolved(path)
         if not place.exists():
             return load()
-        is_folder = place.is_folder()
-        content = None if is_folder else place.digest()
+        content = None if place.is_dir() else digest_path(place)
         found = find_sidecar(place, content)
         if found is None:
-            return self._load_unchecked(place, load)
+            return self._load_unchecked(path, load)
         if content is None:
             _require_equal(check_checkpoint(path), but_files=True)
         else:
@@ -94,10 +95,10 @@ class Loader:
             checkpoint = load()
         finally:
             self._is_checked = False
-        self._hand_over(place, found)
+        self._hand_over(path, found)
         return checkpoint
 
-    def _require_content(self, place: Place, found: Found, content: FileDigest) -> None:
+    def _require_content(self, place: Path, found: Found, content: FileDigest) -> None:
         """Raise for a file whose bytes are not those that were saved: whatever it holds, it is not opened otherwise."""
         if found.fits:
             return
@@ -107,31 +108,29 @@ class Loader:
             raise unreadable(place, content, found, error) from error
         _require_equal(compare_loaded(place, found, content, checkpoint if isinstance(checkpoint, dict) else {}))
 
-    def _load_unchecked(self, place: Place, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if self.require_digests:
-            raise no_digests(place)
+    def _load_unchecked(self, path: str, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         checkpoint = load()
-        print_closing_line(missing_sidecar_line(place.shown))
+        print_closing_line(missing_sidecar_line(path))
         if self.on_loaded is not None:
-            self.on_loaded(place.shown, None, lambda rank: {})
+            self.on_loaded(path, None, lambda rank: {})
         return checkpoint
 
-    def _hand_over(self, place: Place, found: Found) -> None:
+    def _hand_over(self, path: str, found: Found) -> None:
         if self.on_loaded is not None:
-            self.on_loaded(place.shown, found.sidecar, lambda rank: self._read_beside(place, found, rank))
+            self.on_loaded(path, found.sidecar, lambda rank: self._read_beside(path, found, rank))
 
-    def _read_beside(self, place: Place, found: Found, rank: int) -> Mapping[str, bytes]:
-        contents, missing, damaged = read_kept(found, (rank,))
+    def _read_beside(self, path: str, found: Found, rank: int) -> Mapping[str, bytes]:
+        contents, missing, damaged = read_parts(found.path, found.sidecar, {0, rank})
         if damaged:
             names = tuple(f"resume: {name}" for name in damaged)
             raise CheckpointMismatchError(
-                f"What is kept beside {place.shown} is not what was saved: {', '.join(names)} differs. The checkpoint "
+                f"What is kept beside {path} is not what was saved: {', '.join(names)} differs. The checkpoint "
                 "itself is. Restore the folder beside it from a copy, or use another checkpoint.",
-                place.shown,
+                path,
                 names,
             )
         if missing:
-            print_closing_line(missing_files_line(place.shown, missing))
+            print_closing_line(missing_files_line(path, missing))
         return contents
 
 

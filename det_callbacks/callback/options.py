@@ -53,7 +53,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         replay: Sequence[str] | str | Path = (),
         keep_tensors: Sequence[str] = (),
         tensor_budget_mib: float = TENSOR_BUDGET_MIB,
-        require_digests: bool = False,
         resume: Literal["exact", "warn", "plain"] = "exact",
         validation_batches: bool = False,
         sanity_batches: bool = False,
@@ -70,7 +69,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             on_divergence=on_divergence,
             audit_replicas_every_n_steps=audit_replicas_every_n_steps,
             overwrite=overwrite,
-            require_digests=require_digests,
             resume=resume,
             validation_batches=validation_batches,
             sanity_batches=sanity_batches,
@@ -111,7 +109,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
                 test_batches=test_batches,
                 predict_batches=predict_batches,
             )
-        self.require_digests = require_digests
         self.resume = resume
         self.validation_batches = validation_batches
         self.sanity_batches = sanity_batches

@@ -75,13 +75,13 @@ class Restoring:
             self._put_buffers()
             self._restore_generators(state)
 
-    def loaded(self, path: str, read: Read, *, saved: Collection[str], rank: int, world_size: int) -> None:
+    def loaded(self, path: str, read: Read, *, is_saved: bool, rank: int, world_size: int) -> None:
         """Take over what stands beside a checkpoint that was loaded for a fit; all ranks do, or none.
 
         Args:
             path: of the checkpoint.
             read: returns the files of rank 0 and of a rank, by name.
-            saved: names of the files that rank 0 saved with it.
+            is_saved: whether files were saved with it.
             rank: of this process.
             world_size: of this run.
 
@@ -99,7 +99,7 @@ class Restoring:
 
         def take() -> dict[str, Any]:
             files = read(rank)
-            why = self._take(files, saved, rank, world_size)
+            why = self._take(files, is_saved, rank, world_size)
             return {**row_of(self._pending, why=why), "has_files": bool(files)}
 
         rows = self._peers.agree(take, task="reading what stands beside it")
@@ -116,12 +116,12 @@ class Restoring:
             self._ranks.buckets.wanted = self._pending.reduction
             self._sampler_seeds = self._pending.sampler_seeds
 
-    def _take(self, files: Mapping[str, bytes], saved: Collection[str], rank: int, world_size: int) -> str | None:
+    def _take(self, files: Mapping[str, bytes], is_saved: bool, rank: int, world_size: int) -> str | None:
         """Read the state of this rank; return why there is none, where it was saved."""
         name = state_file(rank)
         content = files.get(name)
         if content is None:
-            return f"{name}, which was saved beside it, is missing" if name in saved and not files else None
+            return f"{name}, which was saved beside it, is missing" if is_saved and not files else None
         self._pending = ResumeState.from_bytes(content, f"{self._path}.resume/{name}")
         if self._pending.num_gradients and self._pending.world_size == world_size:
             name = gradients_file(rank)

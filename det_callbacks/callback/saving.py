@@ -1,24 +1,25 @@
 """Checkpoints on their way out and in: the digests beside them are written, removed and compared."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # looked at in Lightning 2.6.6
 from typing_extensions import override
 
 from det_callbacks.callback.loading import Loader
-from det_callbacks.checkpoint.entries import Entries, entries_of
-from det_callbacks.checkpoint.files import Place
-from det_callbacks.checkpoint.folders import save_folder
+from det_callbacks.checkpoint.entries import entries_of
+from det_callbacks.checkpoint.files import is_remote
 from det_callbacks.checkpoint.parts import amend_part
-from det_callbacks.checkpoint.saving import amend, put_sidecar, remove_beside, save_file, settle, step_aside
-from det_callbacks.checkpoint.sidecar import SaveContext, Sidecar
-from det_callbacks.report import print_closing_line, unfinished_save_line
+from det_callbacks.checkpoint.saving import begin_save, end_save, remove_beside
+from det_callbacks.checkpoint.sidecar import SaveContext
+from det_callbacks.report import print_closing_line, remote_save_line, unfinished_save_line
 
 MOMENT = "det_callbacks.moment"
 """Key under which a moment travels through the IOs around ours; ours takes it out again."""
@@ -54,25 +55,6 @@ class _Save:
     id: str
     is_done: bool = False
     waiting: dict[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Foreign:
-    """A checkpoint that somebody else writes, perhaps later.
-
-    Attributes:
-        place: where to.
-        moment: of the save.
-        entries: of the checkpoint as it was handed over.
-        before: state of the file before the save.
-        digested: state of the file when its digest was taken.
-    """
-
-    place: Place
-    moment: Moment
-    entries: Entries
-    before: object
-    digested: object = None
 
 
 class Saves:
@@ -123,18 +105,15 @@ class Saves:
 
     def _flush(self, path: str, save: _Save) -> None:
         waiting, save.waiting = save.waiting, {}
-        if waiting and self.rank:
-            amend_part(Place.of(path), id=save.id, rank=self.rank, files=waiting)
-        elif waiting:
-            amend(Place.of(path), id=save.id, files=waiting)
+        if waiting:
+            amend_part(Path(path), id=save.id, rank=self.rank, files=waiting)
 
 
 class DigestingIO(_WrappingCheckpointIO):
     """Stands directly around the IO that writes, inside asynchronous ones, so that it digests what they cloned.
 
-    A plain ``TorchCheckpointIO`` is replaced: the same bytes are written, and digested on their way. What any other IO
-    wrote is read back. An IO that writes after its save has returned is waited for at the next save, before a removal
-    and at its end.
+    What the IO wrote is read back. An IO that has not written when its save returns, and a remote path, get no digests,
+    and a line says so.
 
     Args:
         checkpoint_io: the one that writes.
@@ -155,7 +134,7 @@ class DigestingIO(_WrappingCheckpointIO):
         self._capture = capture
         self._loader = loader
         self._saves = saves
-        self._foreign: dict[str, _Foreign] = {}
+        self._is_remote_reported = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy of the strategy have the IO that writes: the Trainer of ours is not copied with it."""
@@ -169,50 +148,27 @@ class DigestingIO(_WrappingCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        self.finish()
-        name = str(path)
-        if Path(name).name == _HAND_OVER:
-            self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
         moment = checkpoint.get(MOMENT)
-        if moment is None:
-            moment = self._capture(name)
-        else:
+        if moment is not None:
             checkpoint = {key: value for key, value in checkpoint.items() if key != MOMENT}
-        # other arguments than a path are Lightning's to refuse
-        if type(self.base) is TorchCheckpointIO and storage_options is None:
-            entries = entries_of(checkpoint, parameters=moment.parameters)
-            save_file(checkpoint, Place.of(name), id=moment.id, entries=entries, context=moment.context)
-            self._saves.end(name, moment.id)
+        save = partial(self.base.save_checkpoint, checkpoint, path, storage_options=storage_options)
+        name = str(path)
+        if Path(name).name == _HAND_OVER or is_remote(name):
+            save()
+            if is_remote(name) and not self._is_remote_reported:
+                self._is_remote_reported = True
+                print_closing_line(remote_save_line(name))
             return
-        self._save_elsewhere(checkpoint, name, storage_options, moment)
-
-    def _save_elsewhere(self, checkpoint: dict[str, Any], path: str, storage_options: Any, moment: Moment) -> None:
-        place = Place.of(path)
-        settle(place)
-        entries = entries_of(checkpoint, parameters=moment.parameters)
-        foreign = _Foreign(place=place, moment=moment, entries=entries, before=_state(place))
-        step_aside(place)
-        self.base.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        self._foreign[path] = foreign
-        self.finish()
-
-    def finish(self, *, is_last: bool = False) -> None:
-        """Digest what others have written since the last look.
-
-        Args:
-            is_last: nothing more will be written; what is not there is said.
-        """
-        for path, foreign in list(self._foreign.items()):
-            state = _state(foreign.place)
-            if state is not None and state not in (foreign.before, foreign.digested):
-                foreign.digested = state
-                _digest_what_is_there(foreign)
-                self._saves.end(path, foreign.moment.id)
-            elif is_last and foreign.digested is None:
-                print_closing_line(unfinished_save_line(foreign.place.shown))
-        if is_last:
-            self._foreign.clear()
+        moment = moment or self._capture(name)
+        place, id, context = Path(name), moment.id, moment.context
+        before, entries = _state(place), entries_of(checkpoint, parameters=moment.parameters)
+        begin_save(place, id=id, context=context)
+        save()
+        if _state(place) in (None, before):
+            print_closing_line(unfinished_save_line(name))
+            return
+        end_save(place, id=id, entries=entries, context=context)
+        self._saves.end(name, id)
 
     @override
     def load_checkpoint(
@@ -226,33 +182,25 @@ class DigestingIO(_WrappingCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        self.finish()
-        self._foreign.pop(str(path), None)
         self._saves.forget(str(path))
         self.base.remove_checkpoint(path)
-        remove_beside(Place.of(path))
+        if not is_remote(path):
+            remove_beside(Path(path))
 
     @override
     def teardown(self) -> None:
         self.base.teardown()
-        self.finish(is_last=True)
 
 
 def _same(checkpoint_io: CheckpointIO) -> CheckpointIO:
     return checkpoint_io
 
 
-def _state(place: Place) -> object:
+def _state(path: Path) -> object:
     """Return what changes when a file or folder is written; None where there is none."""
-    if not place.exists():
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
         return None
-    return place.fs.checksum(place.path) if not place.is_folder() else tuple(place.files())
-
-
-def _digest_what_is_there(foreign: _Foreign) -> None:
-    place, moment = foreign.place, foreign.moment
-    if place.is_folder():
-        save_folder(place, id=moment.id, rank=0, num_ranks=1, entries=foreign.entries, context=moment.context)
-        return
-    sidecar = Sidecar(id=moment.id, file=place.digest(), entries=foreign.entries, context=moment.context)
-    put_sidecar(place, sidecar, moment.context.attachments)
+    inside = sorted(path.rglob("*")) if path.is_dir() else ()
+    return found.st_mtime_ns, found.st_ino, found.st_size, [os.stat(one).st_mtime_ns for one in inside]

@@ -11,13 +11,53 @@ from torch import Tensor
 
 from det_callbacks.checkpoint.difference import EntryDifference, counted, differences
 from det_callbacks.checkpoint.entries import Entries, entries_of, walk
-from det_callbacks.checkpoint.files import SIDECAR, Place
-from det_callbacks.checkpoint.folders import check_folder
-from det_callbacks.checkpoint.parts import read_kept
-from det_callbacks.checkpoint.reading import Found, find_sidecar
+from det_callbacks.checkpoint.files import (
+    RESUME,
+    SIDECAR,
+    beside,
+    digest_folder,
+    digest_path,
+    is_remote,
+    read_bytes,
+    resolved,
+)
+from det_callbacks.checkpoint.parts import read_parts
 from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.digest import format_digest
-from det_callbacks.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointNotFoundError
+from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint's sidecar.
+
+    Attributes:
+        path: of the checkpoint.
+        sidecar: as it was read.
+        fits: whether the checkpoint's bytes are the ones it is of; of a folder that is known when its files were read.
+    """
+
+    path: Path
+    sidecar: Sidecar
+    fits: bool
+
+
+def find_sidecar(path: Path, content: FileDigest | None) -> Found | None:
+    """Return the sidecar of a checkpoint; None where none stands beside it.
+
+    Args:
+        path: of the file or folder.
+        content: of the file; None for a folder.
+
+    Raises:
+        CheckpointFormatError: it is damaged.
+    """
+    place = beside(path, SIDECAR)
+    raw = read_bytes(place)
+    if raw is None:
+        return None
+    sidecar = Sidecar.from_bytes(raw, str(place))
+    return Found(path=path, sidecar=sidecar, fits=sidecar.file == content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +129,15 @@ class CheckpointReport:
         }
 
 
-def check_checkpoint(
-    path: str | Path, other: str | Path | None = None, *, require_digests: bool = False
-) -> CheckpointReport:
+def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
     """Compare a checkpoint with the digests that stand beside it, or with another checkpoint.
 
     Nothing in the files is executed: they are loaded with ``weights_only=True``. Reads the file twice and takes the
     digest of every tensor; holds one checkpoint in memory, or two.
 
     Args:
-        path: a checkpoint, local or remote; a folder, where it is compared with its digests.
+        path: a checkpoint on a disk; a folder, where it is compared with its digests.
         other: another one, compared with the first, which is the reference. Neither needs digests.
-        require_digests: of two, each has to be what was saved; of one that is what is asked anyway.
 
     Returns:
         What differs; ``.equal`` says whether nothing does.
@@ -108,7 +145,6 @@ def check_checkpoint(
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
         CheckpointFormatError: a checkpoint or its sidecar cannot be read.
-        CheckpointMismatchError: one of two is not what was saved (``require_digests``).
 
     Example:
         >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
@@ -117,15 +153,11 @@ def check_checkpoint(
     place = _existing(path)
     if other is None:
         return _check_one(place)
-    current = _existing(other)
-    if require_digests:
-        for one in (place, current):
-            _require_saved(one)
-    return _check_two(place, current)
+    return _check_two(place, _existing(other))
 
 
 def compare_loaded(
-    place: Place, found: Found, content: FileDigest, checkpoint: Mapping[Any, Any] | None
+    place: Path, found: Found, content: FileDigest, checkpoint: Mapping[Any, Any] | None
 ) -> CheckpointReport:
     """Compare what was loaded from a file with its sidecar.
 
@@ -138,7 +170,7 @@ def compare_loaded(
     entries: Entries = found.sidecar.entries
     found_differences = [] if checkpoint is None else differences(entries, entries_of(checkpoint))
     return CheckpointReport(
-        path=place.shown,
+        path=str(place),
         has_same_bytes=found.fits,
         is_opened=checkpoint is not None,
         entries=tuple(found_differences),
@@ -149,22 +181,22 @@ def compare_loaded(
     )
 
 
-def load_plainly(place: Place) -> Any:
+def load_plainly(place: Path) -> Any:
     """Load a file with ``weights_only=True`` to the host; raises whatever torch does."""
-    with place.open() as file:
+    with place.open("rb") as file:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def unreadable(place: Place, content: FileDigest, found: Found | None, error: BaseException) -> CheckpointFormatError:
+def unreadable(place: Path, content: FileDigest, found: Found | None, error: BaseException) -> CheckpointFormatError:
     """Return the error of a file that cannot be loaded."""
     first_line = str(error).partition("\n")[0]
     reason = f"({type(error).__name__}: {first_line})"
     if found is None or found.fits:
         digests = "no digests stand beside it" if found is None else "its bytes are the ones that were saved"
         return CheckpointFormatError(
-            f"{place.shown} cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what "
+            f"{place} cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what "
             "saved it, or use another checkpoint.",
-            place.shown,
+            str(place),
         )
     saved = found.sidecar.file
     what = "its bytes changed"
@@ -172,41 +204,28 @@ def unreadable(place: Place, content: FileDigest, found: Found | None, error: Ba
         cut = ", so it is truncated" if content.size < saved.size else ""
         what = f"it has {content.size:,} bytes, and {saved.size:,} were saved{cut}"
     return CheckpointFormatError(
-        f"{place.shown} cannot be read: {what} {reason}. The digests beside it are whole. Nothing was loaded; use "
+        f"{place} cannot be read: {what} {reason}. The digests beside it are whole. Nothing was loaded; use "
         "another checkpoint, or restore this one from a copy.",
-        place.shown,
+        str(place),
     )
 
 
-def no_digests(place: Place) -> CheckpointNotFoundError:
+def no_digests(place: Path) -> CheckpointNotFoundError:
     """Return the error of a checkpoint without a sidecar where one is needed."""
     return CheckpointNotFoundError(
-        f"There is nothing to compare {place.shown} with: no {place.name}{SIDECAR} stands beside it. The checkpoint "
+        f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. The checkpoint "
         "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
-        place.shown,
+        str(place),
     )
 
 
-def _check_one(place: Place) -> CheckpointReport:
-    if place.is_folder():
+def _check_one(place: Path) -> CheckpointReport:
+    if place.is_dir():
         found = find_sidecar(place, None)
         if found is None:
             raise no_digests(place)
-        checked = check_folder(place, found)
-        return _with_attachments(
-            CheckpointReport(
-                path=place.shown,
-                has_same_bytes=not checked.differences,
-                is_opened=False,
-                entries=tuple(checked.differences),
-                sections={"files": checked.num_files},
-                num_tensors=_num_tensors(found.sidecar.entries),
-                num_bytes=checked.num_bytes,
-                sidecar=found.sidecar,
-            ),
-            found,
-        )
-    content = place.digest()
+        return _with_attachments(_check_folder(place, found.sidecar), found)
+    content = digest_path(place)
     found = find_sidecar(place, content)
     if found is None:
         raise no_digests(place)
@@ -223,21 +242,36 @@ def _check_one(place: Place) -> CheckpointReport:
     return _with_attachments(compare_loaded(place, found, content, checkpoint), found)
 
 
-def _require_saved(place: Place) -> None:
-    content = place.digest()
-    found = find_sidecar(place, content)
-    if found is None:
-        raise no_digests(place)
-    if not found.fits:
-        raise CheckpointMismatchError(
-            f"{place.shown} is not what was saved: its bytes are not those of the digests beside it. Nothing was "
-            "compared; check it by itself to see which entries differ.",
-            place.shown,
-        )
+def _check_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
+    """Compare the files of a folder with its sidecar; reads them all once."""
+    present = digest_folder(folder)
+    names = [*sidecar.files, *(name for name in present if name not in sidecar.files)]
+    entries = [_difference(name, sidecar.files.get(name), present.get(name)) for name in names]
+    differing = tuple(entry for entry in entries if entry is not None)
+    if sidecar.file is not None:  # it was a file when it was saved
+        differing = (EntryDifference(section="files", path="", kind="structure"), *differing)
+    return CheckpointReport(
+        path=str(folder),
+        has_same_bytes=not differing,
+        is_opened=False,
+        entries=differing,
+        sections={"files": len(sidecar.files)},
+        num_tensors=0,
+        num_bytes=sum(digest.size for digest in present.values()),
+        sidecar=sidecar,
+    )
+
+
+def _difference(name: str, reference: FileDigest | None, current: FileDigest | None) -> EntryDifference | None:
+    if reference == current:
+        return None
+    before, now = (None if one is None else format_digest(one.digest) for one in (reference, current))
+    kind = "missing" if current is None else "extra" if reference is None else "content"
+    return EntryDifference(section="files", path=name, kind=kind, reference=before, current=now)
 
 
 def _with_attachments(report: CheckpointReport, found: Found) -> CheckpointReport:
-    _, missing, damaged = read_kept(found)
+    _, missing, damaged = read_parts(found.path, found.sidecar)
     return CheckpointReport(
         path=report.path,
         has_same_bytes=report.has_same_bytes,
@@ -251,29 +285,29 @@ def _with_attachments(report: CheckpointReport, found: Found) -> CheckpointRepor
     )
 
 
-def _check_two(reference: Place, current: Place) -> CheckpointReport:
+def _check_two(reference: Path, current: Path) -> CheckpointReport:
     loaded = []
     for place in (reference, current):
-        if place.is_folder():
+        if place.is_dir():
             raise CheckpointFormatError(
-                f"{place.shown} is a folder, and only files can be compared with one another. Compare each with the "
+                f"{place} is a folder, and only files can be compared with one another. Compare each with the "
                 "digests beside it, or consolidate it into a file first.",
-                place.shown,
+                str(place),
             )
         try:
             checkpoint = load_plainly(place)
         except Exception as error:  # a damaged file makes torch's readers raise anything
-            content = place.digest()
+            content = digest_path(place)
             raise unreadable(place, content, find_sidecar(place, content), error) from error
         if not isinstance(checkpoint, dict):
             raise _no_dictionary(place, checkpoint)
         loaded.append(checkpoint)
     entries = [entries_of(checkpoint) for checkpoint in loaded]
     values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    contents = [place.digest() for place in (reference, current)]
+    contents = [digest_path(place) for place in (reference, current)]
     return CheckpointReport(
-        path=reference.shown,
-        other=current.shown,
+        path=str(reference),
+        other=str(current),
         has_same_bytes=contents[0] == contents[1],
         is_opened=True,
         entries=tuple(counted(differences(*entries), *values)),
@@ -283,22 +317,28 @@ def _check_two(reference: Place, current: Place) -> CheckpointReport:
     )
 
 
-def _existing(path: str | Path) -> Place:
-    place = Place.of(path)
+def _existing(path: str | Path) -> Path:
+    if is_remote(path):
+        raise CheckpointFormatError(
+            f"{path} is remote, and checkpoints are compared on a disk: copy it there together with what stands beside "
+            f"it (X.ckpt{SIDECAR}, X.ckpt{RESUME}/).",
+            str(path),
+        )
+    place = resolved(path)
     if not place.exists():
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {place.shown}. Nothing was compared; look at the name, or at whether it was "
+            f"There is no checkpoint {place}. Nothing was compared; look at the name, or at whether it was "
             "deleted because better ones came.",
-            place.shown,
+            str(place),
         )
     return place
 
 
-def _no_dictionary(place: Place, checkpoint: object) -> CheckpointFormatError:
+def _no_dictionary(place: Path, checkpoint: object) -> CheckpointFormatError:
     return CheckpointFormatError(
-        f"{place.shown} holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary. It could be loaded; "
+        f"{place} holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary. It could be loaded; "
         "to compare tensors by themselves use det_callbacks.digest_tensor.",
-        place.shown,
+        str(place),
     )
 
 

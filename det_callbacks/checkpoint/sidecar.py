@@ -56,7 +56,7 @@ class SaveContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """A file kept beside a checkpoint: its name in the resume folder, and what is in it."""
+    """A file kept beside a checkpoint: its name in its rank's folder, and what is in it."""
 
     file: str
     content: FileDigest
@@ -67,21 +67,6 @@ class Attachment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """The files kept beside a checkpoint.
-
-    Attributes:
-        folder: name of the folder beside the sidecar; a link to the sidecar so leads to it as well.
-        files: name -> file; those of rank 0, where several ranks keep some.
-        num_ranks: that keep some.
-    """
-
-    folder: str
-    files: Mapping[str, Attachment]
-    num_ranks: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
     """Digests of one save of a checkpoint.
 
@@ -89,20 +74,18 @@ class Sidecar:
         id: random identity of the save, hexadecimal.
         file: the checkpoint's bytes; None where it is a folder.
         files: of a folder: name relative to it -> what is in the file.
-        num_ranks: of a folder: how many processes wrote it, each with a sidecar of its own.
         entries: section (a key of the checkpoint) -> path in it -> entry.
-        context: when it was saved; without the attachments' content.
-        resume: the attachments.
+        context: when it was saved; without the attachments.
+        num_ranks: processes that keep something beside it for an exact resume; 0 where nothing is kept.
         det_callbacks_version: which wrote it.
     """
 
     id: str
     file: FileDigest | None
     files: Mapping[str, FileDigest] = field(default_factory=dict)
-    num_ranks: int = 1
     entries: Mapping[str, Mapping[str, Entry]]
     context: SaveContext
-    resume: Resume | None = None
+    num_ranks: int = 0
     det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
 
     def to_bytes(self) -> bytes:
@@ -113,7 +96,7 @@ class Sidecar:
             "digest_version": DIGEST_VERSION,
             "det_callbacks_version": self.det_callbacks_version,
             "id": self.id,
-            "file": {"files": {name: file.to_dict() for name, file in self.files.items()}, "num_ranks": self.num_ranks}
+            "file": {"files": {name: file.to_dict() for name, file in self.files.items()}}
             if self.file is None
             else self.file.to_dict(),
             "entries": {
@@ -126,14 +109,7 @@ class Sidecar:
             "chain": None if context.chain is None else format_digest(context.chain),
             "program": None if context.program is None else format_digest(context.program),
             "environment": dict(context.environment),
-            "resume": None
-            if self.resume is None
-            else {
-                "folder": self.resume.folder,
-                "files": {name: attachment.to_dict() for name, attachment in self.resume.files.items()},
-                # not of one process: its files have the bytes that they always had
-                **({"num_ranks": self.resume.num_ranks} if self.resume.num_ranks > 1 else {}),
-            },
+            "resume": {"num_ranks": self.num_ranks} if self.num_ranks else None,
         }
         return seal(content)
 
@@ -171,7 +147,6 @@ class Sidecar:
             id=safe_name(content["id"]),
             file=None if is_folder else _file_digest(file),
             files={str(name): _file_digest(value) for name, value in file["files"].items()} if is_folder else {},
-            num_ranks=int(file["num_ranks"]) if is_folder else 1,
             entries={
                 section: {path: Entry.from_dict(entry) for path, entry in entries.items()}
                 for section, entries in content["entries"].items()
@@ -184,13 +159,7 @@ class Sidecar:
                 program=None if content["program"] is None else _digest(content["program"]),
                 environment=content["environment"],
             ),
-            resume=None
-            if resume is None
-            else Resume(
-                folder=_folder_name(resume["folder"]),
-                files=attachments_of(resume["files"]),
-                num_ranks=int(resume.get("num_ranks", 1)),
-            ),
+            num_ranks=0 if resume is None else int(resume["num_ranks"]),
             det_callbacks_version=content["det_callbacks_version"],
         )
 
@@ -203,13 +172,6 @@ def safe_name(name: Any) -> str:
     """
     if not isinstance(name, str) or not _SAFE_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no plain file name: letters, digits and . _ - only, not beginning with . or -")
-    return name
-
-
-def _folder_name(name: Any) -> str:
-    """Return the name of a folder beside a file: a checkpoint's name may hold anything but a separator."""
-    if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
-        raise ValueError(f"{name!r} is not the name of a folder beside the checkpoint")
     return name
 
 

@@ -161,7 +161,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(options: argparse.Namespace) -> int:
-    report = check_checkpoint(options.checkpoint, options.other, require_digests=options.require_digests)
+    report = check_checkpoint(options.checkpoint, options.other)
     if options.json:
         print_json(report.to_dict())
     else:
@@ -256,15 +256,12 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check-checkpoint",
         help="whether a checkpoint is what was saved",
-        description="Compare a checkpoint with the digests that stand beside it, or with another checkpoint. Paths may "
-        "be remote. Exit 1 when something differs, 2 when it cannot be told.",
+        description="Compare a checkpoint with the digests that stand beside it, or with another checkpoint. "
+        "Exit 1 when something differs, 2 when it cannot be told.",
     )
     check.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
     check.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
     check.add_argument("--json", action="store_true", help="JSON on standard output")
-    check.add_argument(
-        "--require-digests", action="store_true", help="with OTHER: each must be what its digests say, too"
-    )
     check.set_defaults(run=_check_checkpoint)
     return parser
 

@@ -70,10 +70,7 @@ def entry_text(entry: EntryDifference) -> str:
 
 def missing_sidecar_line(path: str) -> str:
     """Return the line of a checkpoint that was loaded without anything to compare it with."""
-    return (
-        f"det_callbacks: {path} was loaded unchecked: no digests stand beside it (require_digests=True makes that an "
-        "error)"
-    )
+    return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
 
 
 def unrestored_line(path: str) -> str:
@@ -89,9 +86,14 @@ def missing_files_line(path: str, names: Sequence[str]) -> str:
     return f"det_callbacks: {path} is what was saved, but what was kept beside it is missing: {', '.join(names)}"
 
 
+def remote_save_line(path: str) -> str:
+    """Return the line of a checkpoint that is saved to where nothing is written beside it."""
+    return f"det_callbacks: checkpoints on remote paths, such as {path}, get no digests: save to a disk and copy both"
+
+
 def unfinished_save_line(path: str) -> str:
-    """Return the line of a checkpoint that was to be written by now, and is not there."""
-    return f"det_callbacks: the checkpoint IO has not written {path}, which it was given: there are no digests of it"
+    """Return the line of a checkpoint that was not written when its save returned."""
+    return f"det_callbacks: the checkpoint IO had not written {path} when its save returned: it gets no digests"
 
 
 def _entries(number: int) -> str:

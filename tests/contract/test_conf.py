@@ -138,7 +138,6 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "replay": ["backward/net.*:aten.index_add_.*"],
         "keep_tensors": ["backward/*:aten.mm.default"],
         "tensor_budget_mib": 64,
-        "require_digests": False,
         "resume": "exact",
         "validation_batches": False,
         "sanity_batches": False,

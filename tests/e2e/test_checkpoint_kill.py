@@ -1,16 +1,17 @@
-"""Whatever moment a kill comes at, every checkpoint that is there agrees with its digests."""
+"""Whatever moment a kill comes at, every checkpoint that is there agrees with its digests, or has none."""
 
 import os
 import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from det_callbacks import check_checkpoint
+from det_callbacks import CheckpointNotFoundError, check_checkpoint
 
 HERE = Path(__file__).parent
 TRAIN = f"""
@@ -51,10 +52,11 @@ def assert_all_agree(folder: Path) -> int:
     checkpoints = [path for path in folder.glob("*.ckpt") if path.exists()]  # a link to what is removed is none
     for path in checkpoints:
         torch.load(path, weights_only=True)
-        assert check_checkpoint(path).equal, sorted(os.listdir(folder))
+        with suppress(CheckpointNotFoundError):  # killed between the checkpoint and its digests
+            assert check_checkpoint(path).equal, sorted(os.listdir(folder))
     others = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("*.ckpt")}
     endings = {name.partition(".ckpt")[2] for name in others}
-    assert endings <= {".digests.json", ".digests.json.next", ".digests.json.old", ".partial", ".resume"}
+    assert endings <= {"", ".digests.json", ".digests.json.tmp", ".resume"}  # "": what Lightning had begun
     return len(checkpoints)
 
 

@@ -179,7 +179,7 @@ def test_a_kill_between_two_ranks_leaves_the_checkpoint_before_or_one_that_is_re
             step = trainer.fit_loop.epoch_loop.total_batch_idx
             if step == 4 and trainer.global_rank == killed:
                 # rank 0 has not put its file in place yet, and rank 1 its part
-                monkeypatch.setattr("det_callbacks.checkpoint.saving.step_aside", lambda place: os._exit(9))
+                monkeypatch.setattr("det_callbacks.callback.saving.begin_save", lambda *_, **__: os._exit(9))
                 monkeypatch.setattr("det_callbacks.callback.checkpoints.put_part", lambda *_, **__: os._exit(9))
             if step in (2, 4):
                 trainer.save_checkpoint(tmp_path / "last.ckpt")

@@ -15,8 +15,8 @@ from ranks_resumes import record, resume
 from torch.utils.data import DataLoader
 
 from det_callbacks import check_checkpoint
+from det_callbacks.checkpoint.files import digest_path
 from det_callbacks.checkpoint.parts import Part
-from det_callbacks.checkpoint.reading import digest_of
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.trace.store import Run
 
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "2.ckpt.resume" / "rank-00001", part["foreign"])
     next(part["damaged"].glob("rank-00001.json.*")).write_bytes(b"{}")
     next(part["list"].glob("*.part.json")).write_bytes(b"{}")
-    next((folder / "first.ckpt.resume").glob("rank-00000.json.*")).unlink()
+    next((folder / "first.ckpt.resume").rglob("rank-00000.json.*")).unlink()
     change(part["apart"], "common", {"state of scheduler 0": "0"})
     change(part["step"], "step", 4)
     return folder
@@ -58,8 +58,8 @@ def change(folder: Path, key: str, value: Any) -> None:
     path.write_bytes(json.dumps({**json.loads(raw), key: value}).encode())
     part = Part.from_bytes(parts.read_bytes(), "")
     file = part.files["rank-00001.json"]
-    changed = {**part.files, "rank-00001.json": type(file)(file=file.file, content=digest_of(path.read_bytes()))}
-    parts.write_bytes(type(part)(id=part.id, rank=1, num_ranks=2, number=1, files=changed).to_bytes())
+    changed = {**part.files, "rank-00001.json": type(file)(file=file.file, content=digest_path(path))}
+    parts.write_bytes(type(part)(id=part.id, rank=1, num_ranks=2, files=changed).to_bytes())
 
 
 def outcomes(folder: Path, attempts: dict[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, list[Any]]:

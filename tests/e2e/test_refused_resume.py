@@ -213,13 +213,13 @@ def test_what_a_hook_changes_after_the_save_is_noticed(tmp_path: Path) -> None:
 
 def test_missing_state_is_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, SaveAfter(tmp_path, 4), accumulate_grad_batches=3)
-    gradients = next((tmp_path / "4.ckpt.resume").glob("*.safetensors.*"))
+    gradients = next((tmp_path / "4.ckpt.resume").rglob("*.safetensors.*"))
     content = gradients.read_bytes()
     gradients.unlink()
     with pytest.raises(CheckpointFormatError, match="the gradients accumulated so far, is missing"):
         resume(tmp_path, "4.ckpt", accumulate_grad_batches=3)
     gradients.write_bytes(content)
-    next((tmp_path / "4.ckpt.resume").glob("*.json.*")).unlink()
+    next((tmp_path / "4.ckpt.resume").rglob("*.json.*")).unlink()
     (problem,) = refused(tmp_path, "4.ckpt", accumulate_grad_batches=3)
     assert problem == "the state of rank 0 of 1 was not saved beside it"
     (tmp_path / "4.ckpt.digests.json").unlink()

@@ -9,7 +9,7 @@ import pytest
 from det_callbacks import CheckpointFormatError
 from det_callbacks.checkpoint.entries import Entry
 from det_callbacks.checkpoint.sealed import encode
-from det_callbacks.checkpoint.sidecar import Attachment, FileDigest, Resume, SaveContext, Sidecar, safe_name
+from det_callbacks.checkpoint.sidecar import FileDigest, SaveContext, Sidecar, safe_name
 from det_callbacks.digest import digest_bytes, format_digest
 
 CONTENT = FileDigest(size=7, digest=2**63 + 1)
@@ -33,7 +33,7 @@ def sidecar(**options: Any) -> Sidecar:
                 program=0,
                 environment={"versions": {"torch": 1.5}},
             ),
-            "resume": Resume(folder="X 1.ckpt.resume", files={"rank-0": Attachment(file="rank-0.ab", content=CONTENT)}),
+            "num_ranks": 2,
             **options,
         }
     )
@@ -48,7 +48,7 @@ def changed(**values: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "one", [sidecar(), sidecar(resume=None, file=None, files={"a/b": CONTENT}, num_ranks=2, context=SaveContext())]
+    "one", [sidecar(), sidecar(file=None, files={"a/b": CONTENT}, num_ranks=0, context=SaveContext())]
 )
 def test_read_as_it_was_written(one: Sidecar) -> None:
     again = Sidecar.from_bytes(one.to_bytes(), "x")
@@ -93,11 +93,8 @@ def test_no_flipped_bit_and_no_truncation_passes() -> None:
         ({"file": {"size": -1, "digest": "0" * 16}}, "structure"),
         ({"file": {"size": 1, "digest": "xyz"}}, "structure"),
         ({"chain": "12"}, "structure"),
-        ({"resume": {"folder": "../x", "files": {}}}, "structure"),
-        ({"resume": {"folder": "..", "files": {}}}, "structure"),
-        ({"resume": {"folder": "/etc", "files": {}}}, "structure"),
-        ({"resume": {"folder": "x", "files": {"a": {"file": "../a", "size": 1, "digest": "0" * 16}}}}, "structure"),
-        ({"resume": {"folder": "x", "files": {"..": {"file": "a", "size": 1, "digest": "0" * 16}}}}, "structure"),
+        ({"resume": {"num_ranks": "two"}}, "structure"),
+        ({"resume": {"folder": "x"}}, "structure"),
     ],
 )
 def test_foreign_versions_and_names_that_lead_elsewhere_are_refused(values: dict[str, Any], message: str) -> None:
