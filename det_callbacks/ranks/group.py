@@ -67,14 +67,6 @@ class RankGroup:
         """Return the numbers (64 bits each, equally many, at most 6) that each rank gave, by rank; one collective."""
         return [list(numbers)] if self._group is None else self._meet(task, numbers)
 
-    def gather_words(self, words: Sequence[int], *, task: str) -> list[list[int]]:
-        """Return the words (64 bits each, equally many) that each rank gave, by rank; one collective of nothing else.
-
-        It does not say what the rank is at, so that a rank at another exchange of this group would not be understood:
-        for a group whose first exchange this always is.
-        """
-        return [list(words)] if self._group is None else self._gather_words(words, task)
-
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
 

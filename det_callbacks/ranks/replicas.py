@@ -1,10 +1,9 @@
-"""Whether ranks that are to hold the same bits do: one digest of everything, and only if that differs one a tensor."""
+"""Whether ranks that are to hold the same bits do: the digests of their tensors are gathered and compared."""
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,7 +16,10 @@ from det_callbacks.trace.tree import scalar_bits
 TIMEOUT_SECONDS = 300.0
 """Of the exchanges: a rank may do something alone between two steps, such as writing a checkpoint."""
 
-_WORD = 1 << 64
+TASK = "the audit of the replicas"
+
+_Key = tuple[str, tuple[int, ...]]
+"""Name of a tensor and the ranks that have to hold the same of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +95,22 @@ class ReplicaReport:
 class ReplicaAudit:
     """Compares what is to be equal across ranks, as often as asked.
 
-    All ranks make one at the same place, and call its methods at the same steps. It needs a group of its own, since
-    its first message is shorter than any other: 16 bytes a rank, of which 8 say where the rank is and 8 are a digest of
-    everything. Ranks that have to agree multiply theirs with weights that add up to zero, so that the sum over all
-    ranks is zero when, in each of any number of overlapping groups, all agree; no process group is made for them. A
-    difference goes unseen with a probability of some 2^-60.
-
-    Where they differ, 8 bytes a tensor are gathered, the names too where the ranks have not the same, and who differs.
+    All ranks make one at the same place, and call its methods at the same steps. Each tells the digests of all its
+    tensors, 8 bytes a tensor, and only where that changed also their names, layouts and holders.
 
     Args:
-        group: of all ranks, used by nothing else.
+        group: of all ranks.
 
-    Cost: one pass over the compared state at the speed of digests, and a collective of 16 bytes.
+    Cost: one pass over the compared state at the speed of digests, and an exchange of 8 bytes a tensor.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._agreed: int | None = None
-        self._agreements: dict[str, int] = {}
+        self._agreements: dict[_Key, int] = {}
+        self._keys: tuple[_Key, ...] = ()
+        self._listed: list[int] = []
+        self._listings: list[list[tuple[str, str, tuple[int, ...]]]] = []
 
     def compare(self, state: ReplicatedState, *, step: int) -> ReplicaReport:
         """Compare a state with the other ranks'.
@@ -126,47 +126,33 @@ class ReplicaAudit:
         """
         group, tensors = self._group, state.tensors
         num_bytes = group.num_bytes
-        digests: list[int] = []
+        listing = json.dumps([(one.name, one.layout, one.holders) for one in tensors]).encode()
         problem: Exception | None = None
+        content = b""  # of a rank that failed
         try:
             digests = _digests(tensors)
+            content = struct.pack(f"<{len(digests) + 2}Q", step + 1, digest_bytes(listing), *digests)
         except (DetCallbacksError, TypeError) as error:  # told to the others below, and raised
             problem = error
-        meeting = digest_bytes(json.dumps(["replicas", step]).encode()) if tensors and problem is None else 0
-        rows = group.gather_words([meeting, self._word(tensors, digests)], task="the audit of the replicas")
-        differences: tuple[ReplicaDifference, ...] = ()
-        if not meeting or any(row[0] != meeting for row in rows):
-            self._part(step, len(tensors), problem)
-        if sum(row[1] for row in rows) % _WORD:
-            differences = self._find(tensors, digests, step)
-        else:
+        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather(content, task=TASK)]
+        if any(len(row) <= 2 or row[0] != step + 1 for row in rows):
+            self._require_alike(step, len(tensors), problem)
+        self._learn(listing, [row[1] for row in rows])
+        differences = dict(self._differences([row[2:] for row in rows], step))
+        if not differences:
             self._agreed = step
-        differing = {found.name for found in differences}
-        self._agreements.update({one.name: step for one in tensors if one.name not in differing})
+        self._agreements.update({key: step for key in self._keys if key not in differences})
         return ReplicaReport(
             step=step,
             last_agreement=self._agreed,
             world_size=group.world_size,
             num_compared=len(tensors),
             left_out=dict(state.left_out),
-            differences=differences,
+            differences=tuple(differences.values()),
             num_bytes=group.num_bytes - num_bytes,
         )
 
-    def _word(self, tensors: Sequence[ReplicaTensor], digests: Sequence[int]) -> int:
-        """Return the weighted sum of one digest for each group of ranks that this one has to agree with."""
-        lines: dict[tuple[int, ...], list[tuple[str, str, int]]] = {}
-        for tensor, digest in zip(tensors, digests, strict=False):  # no digests where one could not be taken
-            lines.setdefault(tensor.holders, []).append((tensor.name, tensor.layout, digest))
-        return (
-            sum(
-                _weight(holders, self._group.rank) * digest_bytes(json.dumps(sorted(held)).encode())
-                for holders, held in lines.items()
-            )
-            % _WORD
-        )
-
-    def _part(self, step: int, num_tensors: int, problem: Exception | None) -> None:
+    def _require_alike(self, step: int, num_tensors: int, problem: Exception | None) -> None:
         """Raise on every rank what keeps them from comparing; return when only some ranks have nothing to compare."""
 
         def tell() -> list[int]:
@@ -174,7 +160,7 @@ class ReplicaAudit:
                 raise problem
             return [step, num_tensors]
 
-        told = self._group.agree(tell, task="the audit of the replicas")
+        told = self._group.agree(tell, task=TASK)
         if len({at for at, _ in told}) > 1:
             steps = ", ".join(str(at) for at, _ in told)
             raise RankError(
@@ -187,43 +173,34 @@ class ReplicaAudit:
                 "one has to hold too. Sharded tensors have no replicas; compare runs with DeterminismCallback instead."
             )
 
-    def _find(
-        self, tensors: Sequence[ReplicaTensor], digests: Sequence[int], step: int
-    ) -> tuple[ReplicaDifference, ...]:
-        task = "gathering the digests of the replicas"
-        listing = json.dumps([(one.name, one.layout) for one in tensors]).encode()
-        content = struct.pack(f"<{len(digests) + 1}Q", digest_bytes(listing), *digests)
-        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in self._group.gather(content, task=task)]
-        if len({row[0] for row in rows}) > 1:
-            listings = [json.loads(row) for row in self._group.gather(listing, task=task)]
-        else:
-            listings = [json.loads(listing)] * len(rows)
+    def _learn(self, listing: bytes, listed: list[int]) -> None:
+        """Know the names, layouts and holders of every rank's tensors; all ranks see alike whether they changed."""
+        if listed == self._listed:
+            return
+        told = self._group.gather(listing, task=TASK)
+        self._listings = [[(name, layout, tuple(holders)) for name, layout, holders in json.loads(row)] for row in told]
+        self._listed = listed
+        self._keys = tuple(dict.fromkeys((name, holders) for one in self._listings for name, _, holders in one))
+
+    def _differences(self, rows: Sequence[Sequence[int]], step: int) -> Iterator[tuple[_Key, ReplicaDifference]]:
+        """Yield how the holders of each tensor differ, the same on every rank."""
+        if len(set(map(tuple, self._listings))) == len(set(rows)) == 1:
+            return  # as most often, and without sharding
         held: list[dict[str, tuple[int, str]]] = [
-            {name: (digest, layout) for (name, layout), digest in zip(names, row[1:], strict=True)}
-            for names, row in zip(listings, rows, strict=True)
+            {name: (digest, layout) for (name, layout, _), digest in zip(listing, row, strict=True)}
+            for listing, row in zip(self._listings, rows, strict=True)
         ]
-        own = [found for one in tensors if (found := self._difference(one, held, step)) is not None]
-        told = self._group.gather(json.dumps([asdict(found) for found in own]).encode(), task=task)
-        differences = tuple(_from_dict(found) for row in told for found in json.loads(row))
-        if not differences:
-            raise RankError(
-                f"After step {step} the digests of all tensors together differ between ranks, and those of single "
-                "tensors do not: the ranks see them on other meshes, or what was sent is not what arrived. Nothing is "
-                "known about the replicas. Let all ranks place their tensors alike; else suspect memory or network."
-            )
-        return differences
+        for key in self._keys:
+            name, holders = key
+            ranks: dict[tuple[int, str] | None, list[int]] = {}
+            for rank in holders:
+                ranks.setdefault(held[rank].get(name), []).append(rank)
+            if len(ranks) > 1:
+                yield key, self._difference(key, ranks, step)
 
     def _difference(
-        self, tensor: ReplicaTensor, held: Sequence[Mapping[str, tuple[int, str]]], step: int
-    ) -> ReplicaDifference | None:
-        """Return how the holders of a tensor differ, on the first of them that has it."""
-        if self._group.rank != next(rank for rank in tensor.holders if tensor.name in held[rank]):
-            return None
-        ranks: dict[tuple[int, str] | None, list[int]] = {}
-        for rank in tensor.holders:
-            ranks.setdefault(held[rank].get(tensor.name), []).append(rank)
-        if len(ranks) == 1:
-            return None
+        self, key: _Key, ranks: Mapping[tuple[int, str] | None, Sequence[int]], step: int
+    ) -> ReplicaDifference:
         values = [
             ReplicaValue(
                 digest=None if value is None else format_digest(value[0]),
@@ -233,9 +210,9 @@ class ReplicaAudit:
             for value, holders in ranks.items()
         ]
         return ReplicaDifference(
-            name=tensor.name,
+            name=key[0],
             step=step,
-            last_agreement=self._agreements.get(tensor.name),
+            last_agreement=self._agreements.get(key),
             values=tuple(sorted(values, key=lambda value: (-len(value.ranks), value.ranks))),
         )
 
@@ -243,19 +220,3 @@ class ReplicaAudit:
 def _digests(tensors: Sequence[ReplicaTensor]) -> list[int]:
     known = iter(digest_tensors([one.value for one in tensors if isinstance(one.value, Tensor)]))
     return [next(known) if isinstance(one.value, Tensor) else scalar_bits(one.value)[0] for one in tensors]
-
-
-def _weight(holders: Sequence[int], rank: int) -> int:
-    """Return the factor of one of the ranks that have to agree; those of all of them add up to zero modulo 2^64.
-
-    They are odd numbers without a pattern, the same on every rank, and the last makes up for the others.
-    """
-    key = digest_bytes(struct.pack(f"<{len(holders)}Q", *holders))
-    if rank != holders[-1]:
-        return digest_bytes(struct.pack("<2Q", key, rank)) | 1
-    return -sum(_weight(holders, other) for other in holders[:-1]) % _WORD
-
-
-def _from_dict(found: Mapping[str, Any]) -> ReplicaDifference:
-    values = [ReplicaValue(**{**value, "ranks": tuple(value["ranks"])}) for value in found["values"]]
-    return ReplicaDifference(**{**found, "values": tuple(values)})

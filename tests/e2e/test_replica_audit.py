@@ -75,16 +75,15 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
             torch.save([module.state_dict(), torch.get_rng_state()], tmp_path / f"{name}-{rank}.pt")
         assert audit.replica_report is not None
         assert runs_finished() == num_fits + 1  # to a Hydra job, something was compared
-        print(f"{audit.replica_report.num_bytes} bytes")
+        assert 0 < audit.replica_report.num_bytes < 1000
 
     ended = run_ranks(body, tmp_path)
     assert [one.exit_code for one in ended] == [0, 0], ended
     # before the first step, after steps 1 and 3, and at the end; six parameters with three tensors of state each
-    line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; 64 bytes sent by"
+    line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; "
     assert ended[0].output.count(line) == 1
     assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
     assert "replicas" not in ended[1].output
-    assert all("16 bytes" in one.output for one in ended)
     for rank in range(2):
         with_it, without = (
             torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without")

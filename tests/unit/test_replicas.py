@@ -77,7 +77,7 @@ def test_one_ulp_on_one_rank_is_named(place: str, world_size: int, tmp_path: Pat
     said = run(lambda group, rank: plant(group, rank, place), tmp_path, world_size)
     assert len(set(said)) == 1
     (first, second, third), digest = eval(said[0])
-    assert (first.equal, first.num_bytes, first.last_agreement) == (True, 16, 4)
+    assert (first.equal, first.last_agreement) == (True, 4)
     assert first.num_compared == 6 + 2 + 18
     assert first.left_out == {"running statistic": 2}
     (found,) = second.differences
@@ -88,7 +88,7 @@ def test_one_ulp_on_one_rank_is_named(place: str, world_size: int, tmp_path: Pat
     assert [value.ranks for value in found.values] == [tuple(range(world_size - 1)), (world_size - 1,)]
     assert second.last_agreement == third.last_agreement == 4
     assert third.differences[0].last_agreement == 4
-    assert second.num_bytes > 16 + 8 * second.num_compared
+    assert third.num_bytes < 200 + 8 * third.num_compared < first.num_bytes  # names go once
 
 
 def audit_many(group: RankGroup, rank: int) -> Any:
@@ -101,9 +101,12 @@ def audit_many(group: RankGroup, rank: int) -> Any:
     return [(report.num_compared, report.num_bytes, report.equal) for report in reports], group.num_exchanges
 
 
-def test_a_thousand_tensors_take_sixteen_bytes(tmp_path: Path) -> None:
+def test_a_thousand_tensors_take_eight_bytes_each(tmp_path: Path) -> None:
     for said in run(audit_many, tmp_path, 4):
-        assert said == repr(([(1000, 16, True)] * 3, 3))
+        reports, num_exchanges = eval(said)
+        assert [(number, equal) for number, _, equal in reports] == [(1000, True)] * 3
+        assert all(8000 < num_bytes < 8200 for _, num_bytes, _ in reports[1:])
+        assert num_exchanges == 2 * 4  # the names, and three times the digests
 
 
 def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
@@ -138,7 +141,6 @@ def test_only_what_a_mesh_replicates_is_compared(tmp_path: Path) -> None:
     said = [eval(one) for one in run(lambda group, rank: on_mesh(group, rank, {"step of sharded": 1}), tmp_path, 4)]
     for rank, (report, holders) in enumerate(said):
         assert report.equal
-        assert report.num_bytes == 16
         assert report.left_out == {"sharded": 2, "partial sum": 1}
         assert holders == {
             "hybrid": ((0, 2), (1, 3))[rank % 2],
