@@ -7,7 +7,6 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program, Role, Site, TensorLayout
 from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.store import Run
@@ -121,8 +120,7 @@ class OneOf:
 def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:
     """Start writing, as another process, a run that rank 0 has created."""
     manifest = read_manifest(path)
-    seat = Seat(run_id=manifest["run_id"], is_leader=False, ranks=None, marker=None)
-    return RunWriter(path, OneOf(rank, manifest["world_size"]), seat, manifest, attempt=attempt, segment=0)
+    return RunWriter(path, OneOf(rank, manifest["world_size"]), manifest, attempt=attempt, segment=0)
 
 
 def resume(path: Path) -> RunWriter:

@@ -40,7 +40,6 @@ from det_callbacks.report import (
     write_report,
 )
 from det_callbacks.report.tables import make_console
-from det_callbacks.trace.gather import gather_runs
 from det_callbacks.trace.store import RankRun, Run
 
 INTERRUPTED = 130
@@ -117,19 +116,6 @@ def _export(options: argparse.Namespace) -> int:
     with _progress_bar("exporting steps") as progress:
         exported = export_run(options.run_folder, options.to, progress=progress)
     render_export(exported, make_console())
-    return 0
-
-
-def _gather(options: argparse.Namespace) -> int:
-    run = gather_runs(options.folders, options.to)
-    incomplete = "" if run.is_complete else f"; it is incomplete: {run.incomplete_reason}"
-    held = f"{count(len(options.folders), 'folder')} with {count(run.world_size, 'rank')}"
-    make_console().print(
-        f"det_callbacks: joined {held} in {run.path}{incomplete}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
     return 0
 
 
@@ -221,16 +207,6 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run=_diff)
-
-    gather = commands.add_parser(
-        "gather",
-        help="join the folders of nodes",
-        description="Join the folders in which nodes without a shared file system recorded one run. Refuses what does "
-        "not belong together; the folders stay as they are.",
-    )
-    gather.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a node")
-    gather.add_argument("--to", metavar="OUT", required=True, help="folder of the whole run; it must not exist")
-    gather.set_defaults(run=_gather)
 
     ops = commands.add_parser(
         "ops",

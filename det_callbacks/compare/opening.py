@@ -42,13 +42,6 @@ def open_reference(
         )
     if run.world_size != peers.world_size:
         raise _other_world_size(run, peers.world_size)
-    if not run.ranks:
-        raise ReferenceFormatError(
-            f"{path} holds rank {', '.join(map(str, run.ranks_here))} of {run.world_size}, and this is rank "
-            f"{peers.rank}: it was recorded on another node. Copy that node's folder here, or join the folders with "
-            "det-callbacks gather.",
-            str(path),
-        )
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
             f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",

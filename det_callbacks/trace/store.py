@@ -190,13 +190,8 @@ class Run:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
-        present = self.ranks_here
-        self._ranks = {rank: self._open_rank(rank) for rank in (present if ranks is None else ranks) if rank in present}
-        if ranks is None and len(present) < self.world_size and self.incomplete_reason is None:
-            self.incomplete_reason = (
-                f"{path} holds {len(present)} of {self.world_size} ranks, from rank {present[0]} on: those of one "
-                "node. Join the folders of all nodes with det-callbacks gather."
-            )
+        wanted = range(self.world_size) if ranks is None else [rank for rank in ranks if rank < self.world_size]
+        self._ranks = {rank: self._open_rank(rank) for rank in wanted}
         self._program = lru_cache(_CACHED)(read_program)
         self._layout = lru_cache(_CACHED)(read_layout)
 
@@ -223,7 +218,6 @@ class Run:
                 and _is_count(manifest["world_size"])
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
-                and _are_ranks(manifest.get("ranks"), manifest["world_size"])
                 and all(_is_count(attempt["segments"]) and are_stages(attempt) for attempt in manifest["attempts"])
                 and all(
                     isinstance(entry[name], int)
@@ -251,12 +245,6 @@ class Run:
     def world_size(self) -> int:
         """Number of processes."""
         return int(self.manifest["world_size"])
-
-    @property
-    def ranks_here(self) -> Sequence[int]:
-        """The processes whose files are here: all, unless nodes without a shared file system wrote the run."""
-        listed: Sequence[int] | None = self.manifest.get("ranks")
-        return range(self.world_size) if listed is None else listed
 
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
@@ -371,13 +359,6 @@ def _joined(earlier: Fit, later: Fit) -> Fit:
     order = np.argsort(np.concatenate((earlier.steps[kept], later.steps)))
     return Fit(
         **{name: np.concatenate((getattr(earlier, name)[kept], getattr(later, name)))[order] for name in _COLUMNS}
-    )
-
-
-def _are_ranks(value: Any, world_size: int) -> bool:
-    """Return whether this is a list of ranks in order, or left out."""
-    return value is None or (
-        isinstance(value, list) and bool(value) and value == [rank for rank in range(world_size) if rank in value]
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.trace.eval_batches import FIT, stages_of_segments
 from det_callbacks.trace.evidence import EvidenceWriter, Row, evidence_path
-from det_callbacks.trace.peers import ALONE, Peers, Seat, count_processes, take_seats
+from det_callbacks.trace.peers import ALONE, Peers, agree_on_folder, count_processes
 from det_callbacks.trace.program import Layout, Program, chain_digest
 from det_callbacks.trace.run_files import (
     LAYOUTS,
@@ -33,18 +33,16 @@ class RunWriter:
     """Writes the steps of one process; made by ``create`` or ``resume``.
 
     Where several processes write a run, all of them make a writer, and start a fit or take an attempt back, at the same
-    place. run.json is written by the leader of the folder, after the files of every process that it tells of are there.
+    place. run.json is written by rank 0, after the files of every process that it tells of are there.
     """
 
-    def __init__(
-        self, path: Path, peers: Peers, seat: Seat, manifest: dict[str, Any], attempt: int, segment: int
-    ) -> None:
+    def __init__(self, path: Path, peers: Peers, manifest: dict[str, Any], attempt: int, segment: int) -> None:
         self.path = path
         self.bytes_written = 0
         self._peers = peers
         self._rank = peers.rank
-        self.is_leader = seat.is_leader
-        """Whether this process writes what the processes of the folder share."""
+        self.is_leader = peers.rank == 0
+        """Whether this process writes what all of them share."""
         self._manifest = manifest
         self._attempt = attempt
         self._segment = segment
@@ -57,7 +55,6 @@ class RunWriter:
         # Wherever a kill comes, run.json tells only of files that are there: it is written after them.
         peers.do(self._open_first, task=f"opening its stream in {path}")
         peers.do(self._write_manifest, task=f"writing run.json in {path}")
-        seat.leave_marker()
 
     @classmethod
     def create(
@@ -87,18 +84,17 @@ class RunWriter:
             RankError: another process could not do it.
         """
         path = Path(path)
-        seat = take_seats(path, peers, overwrite=overwrite)
+        run_id = agree_on_folder(path, peers, overwrite=overwrite)
         content = {
             "det_callbacks_version": version("det_callbacks"),
-            "run_id": seat.run_id,
+            "run_id": run_id,
             "purpose": purpose,
             "keeps": keeps,
             "world_size": peers.world_size,
-            **({} if seat.ranks is None else {"ranks": list(seat.ranks)}),
             "attempts": [_with_stage({"segments": 0}, stage)],
             **manifest,
         }
-        return cls(path, peers, seat, content, attempt=0, segment=0)
+        return cls(path, peers, content, attempt=0, segment=0)
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
@@ -110,14 +106,14 @@ class RunWriter:
         """
         path = Path(path)
         run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
-        seat = take_seats(path, peers, is_new=False)
+        agree_on_folder(path, peers, is_new=False)
         content = {key: value for key, value in run.manifest.items() if key != "digest"}
         stages = stages_of_segments(content)
         # the fit that goes on is the last one; a test after it is made again, or is no longer the run's last word
         segment = max((number for number, stage in stages.items() if stage == FIT), default=max(stages) + 1)
         first = {} if segment == run.rank(peers.rank).segments[-1] else {"first_segment": segment}
         content["attempts"] = [*content["attempts"], {"segments": 1, **first}]
-        return cls(run.path, peers, seat, content, attempt=len(content["attempts"]) - 1, segment=segment)
+        return cls(run.path, peers, content, attempt=len(content["attempts"]) - 1, segment=segment)
 
     @property
     def run_id(self) -> str:

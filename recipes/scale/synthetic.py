@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
 from det_callbacks.trace.run_files import read_manifest
 from det_callbacks.trace.writer import RunWriter
@@ -126,8 +125,7 @@ def write_run(
     for rank in range(num_ranks):
         if rank:
             manifest = read_manifest(path)
-            seat = Seat(run_id=manifest["run_id"], is_leader=False, ranks=None, marker=None)
-            writer = RunWriter(path, OneOf(rank, num_ranks), seat, manifest, attempt=0, segment=0)
+            writer = RunWriter(path, OneOf(rank, num_ranks), manifest, attempt=0, segment=0)
         else:
             writer = RunWriter.create(path, peers=OneOf(0, num_ranks), manifest=MANIFEST)
         writer.put_program(program)

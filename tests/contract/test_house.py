@@ -48,7 +48,6 @@ PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
         "det_callbacks.trace.writer",
     ): "measures what a step leaves on disk",
     ("recipes/overhead/run.py", "det_callbacks.digest"): "says how the device's digests were computed",
-    ("recipes/scale/synthetic.py", "det_callbacks.trace.peers"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.program"): "writes runs without a training",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.run_files"): "likewise",
     ("recipes/scale/synthetic.py", "det_callbacks.trace.writer"): "likewise",

@@ -14,7 +14,6 @@ from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
-from det_callbacks.trace.peers import Seat
 from det_callbacks.trace.program import Layout, Program
 from det_callbacks.trace.run_files import read_manifest, stream_path
 from det_callbacks.trace.store import Run
@@ -44,8 +43,7 @@ def write(path: Path, ranks, *, redone=0) -> Path:
     for rank, fits in enumerate(ranks):
         if rank:
             known = {**read_manifest(path), "attempts": [{"segments": 1}]}
-            seat = Seat(run_id=known["run_id"], is_leader=False, ranks=None, marker=None)
-            writer = RunWriter(path, OneOf(rank, len(ranks)), seat, known, attempt=0, segment=0)
+            writer = RunWriter(path, OneOf(rank, len(ranks)), known, attempt=0, segment=0)
         else:
             writer = RunWriter.create(path, peers=OneOf(0, len(ranks)), manifest=manifest)
         for number in range(num_fits):
