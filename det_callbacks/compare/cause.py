@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="left by a captured graph",
         cause="unknown",
-        applies=lambda facts: facts.difference.findings[0].is_behind_graph,
+        applies=lambda facts: any(finding.role == "left" for finding in facts.difference.findings),
         advice=lambda facts: (
             "An op inside a CUDA graph runs where nobody sees it: record step "
             f"{facts.difference.step} of both without CUDA graphs (call the function itself instead of its replay, or "

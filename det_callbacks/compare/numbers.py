@@ -17,7 +17,6 @@ from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.replay.files import StepPlace
 from det_callbacks.replay.parts import Part
 from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.left import GRAPH
 from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
@@ -146,9 +145,8 @@ def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
     if first is None or first.kind not in ("content", "argument") or first.shape is None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
-    # what a collective delivers comes later than its call; the ends of a compiled region, and what a CUDA graph left,
-    # are no outputs of an op
-    if is_known or not first.op or first.op.startswith((*_COLLECTIVES, REGION, GRAPH)):
+    # what a collective delivers comes later than its call; the ends of a compiled region are no outputs of an op
+    if is_known or not first.op or first.op.startswith((*_COLLECTIVES, REGION)):
         return None
     return first, OpPattern.exactly(first.phase, first.module, first.op)
 

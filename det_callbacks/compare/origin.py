@@ -70,7 +70,7 @@ class OriginFinder:
         is_comparable = known is None or known.is_known
         if not site.op or not is_comparable or self._places(row)[1] in self._views[1].unseen_writes:
             return None
-        if site.role in ("delivered", "left") or self._reads_in_flight(row):
+        if site.role == "delivered" or self._reads_in_flight(row):
             return None
         if site.role == "entering" or self.is_inside_region(row):
             return None
@@ -147,10 +147,6 @@ class OriginFinder:
         """Return what the outputs of one call have in common: the side, and the position of the first of them."""
         left, right = self._places(row)
         return right >= 0, (right if right >= 0 else left) - self.site(row).output
-
-    def is_behind_graph(self, row: int) -> bool:
-        """Return whether a site holds memory that a CUDA graph may have written, and nobody recorded since."""
-        return self.site(row).role == "left" or any(site.role == "launch" for site in self._sites_read(row))
 
     def is_inside_region(self, row: int) -> bool:
         """Return whether a site is of an op seen inside a compiled region: only the region can be told an origin."""

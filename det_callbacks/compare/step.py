@@ -45,7 +45,6 @@ class Finding:
         is_leading: it lies before everything that the step computed.
         has_equal_samples: of a batch tensor: its samples are the reference's, in another order.
         is_inside_region: an op that was seen inside a compiled region.
-        is_behind_graph: memory that a CUDA graph may have written.
         is_written_unseen: a named tensor whose recorded writers agree.
         starts_backward: the gradient that a backward pass starts with.
     """
@@ -62,7 +61,6 @@ class Finding:
     is_leading: bool = False
     has_equal_samples: bool = False
     is_inside_region: bool = False
-    is_behind_graph: bool = False
     is_written_unseen: bool = False
     starts_backward: bool = False
 
@@ -312,7 +310,6 @@ class _Description:
             is_leading=self._finder.is_leading(row),
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
             is_inside_region=self._finder.is_inside_region(row),
-            is_behind_graph=self._finder.is_behind_graph(row),
             is_written_unseen=self._finder.is_written_unseen(row),
             starts_backward=site.op == STARTS_BACKWARD and self._finder.is_first_read_by_backward(row),
         )

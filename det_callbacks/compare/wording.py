@@ -40,7 +40,7 @@ def describe(finding: Finding) -> str:
         reason = "it was read before anybody had waited for the collective, which is a race"
     elif finding.role == "delivered":
         reason = "what this rank put in agrees, and it came from another rank or from the collective itself"
-    elif finding.is_behind_graph:
+    elif finding.role == "left":
         reason = "a CUDA graph, of which nothing is seen inside, may have written it"
     elif finding.role == "entering":
         reason = "something that the trace did not see wrote what goes into the compiled region"

@@ -10,7 +10,7 @@ from rich.text import Text
 from det_callbacks.compare.wording import count_batches
 from det_callbacks.kept import KeptCounts
 from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.left import GRAPH
+from det_callbacks.trace.cuda_graphs import GRAPH
 from det_callbacks.verdict import Verdict
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
@@ -26,15 +26,14 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
     """
     regions = tuple(regions)
     num_regions = sum(region.startswith(REGION) for region in regions)
-    num_graphs = sum(region.startswith(GRAPH) for region in regions)
     unread = [region for region in regions if region.startswith("batch")]
     words = []
     if compiled == "eager":
         words.append("what is compiled ran as eager code, with other kernels than the compiled ones")
     if num_regions:
         words.append(f"{count(num_regions, 'compiled region')} seen from outside")
-    if num_graphs:
-        words.append(f"{count(num_graphs, 'CUDA graph')} seen from outside")
+    if GRAPH in regions:
+        words.append("CUDA graphs were replayed unseen")
     if unread:
         words.append(f"not looked into: {', '.join(sorted(unread))}")
     return f"{level} ({'; '.join(words)})" if words else level

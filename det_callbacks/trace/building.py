@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from det_callbacks.trace.cuda_graphs import LeftName
 from det_callbacks.trace.deliveries import DeliveredName
 from det_callbacks.trace.generators import GeneratorName
-from det_callbacks.trace.left import LeftName
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program import Site
 from det_callbacks.trace.source import capture_source, is_of_torch
@@ -115,17 +115,19 @@ def build_op_event(
 
 def input_row(name: str | None, edges: tuple[int, ...], *, module: str, source: tuple[str, ...]) -> Site:
     """Return the site of a tensor, or a generator's state, that an op read and no recorded op of this step wrote."""
-    if isinstance(name, DeliveredName | LeftName):
+    if isinstance(name, DeliveredName):
         return name.row(edges)
+    is_left = isinstance(name, LeftName)
+    name = name.tensor if isinstance(name, LeftName) else name
     is_generator = isinstance(name, GeneratorName)
     owner = module if name is None else "" if is_generator else owner_of(name)
     return Site(
-        phase="rng" if is_generator else "input",
+        phase="rng" if is_generator else "other" if is_left else "input",
         module=owner,
         op="",
         occurrence=0,
         output=0,
-        role="generator" if is_generator else "input",
+        role="generator" if is_generator else "left" if is_left else "input",
         name=None if name is None else str(name),
         inputs=edges,
         source=source if name is None else (),

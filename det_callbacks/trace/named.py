@@ -94,7 +94,7 @@ def record_group(
             if writer.__class__ is int:
                 reads.append([writer])
             elif writer is None:
-                reads.append(recorder.ledger.writers_of(value) if recorder.ledger.is_lossy else [])
+                reads.append([])
             else:
                 has_arrived = recorder.passing.collectives.arrive(value)
                 reads.append(recorder.ledger.writers_of(value))

@@ -36,7 +36,7 @@ class Passing:
 
     Attributes:
         collectives: records the ops whose outputs come later.
-        graphs: knows which ops are captured, and records the replays.
+        graphs: knows which ops are captured, and counts the replays.
         num_views: views in this step.
         skipped: reason -> number of other ops in this step.
         opaque: ops of this step that run other ops inside where no mode sees them.
@@ -127,38 +127,24 @@ class Passing:
 
     def is_captured(self) -> bool:
         """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""
-        if not self.graphs.busy or not self.graphs.is_aside():
+        if not self.graphs.is_capturing():
             return False
         self.skipped["captured"] += 1
         return True
 
     def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on an op that a CUDA graph is being made of: it gives nothing yet, and nothing may be done beside it."""
+        """Pass on an op that a CUDA graph is made of: it gives nothing yet, and nothing may be done beside it."""
         recorder = self._recorder
         plan = recorder.plan_of(func)
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
-        plan = plan.whole or plan
-        if plan.kind is OpKind.VIEW:
-            return self.pass_through(plan, func, args, kwargs)
         self.skipped["captured"] += 1
-        phase, context = self._place()
-        if phase != "optimizer" and (_is_grad_enabled() or recorder.backward.is_unclaimed()):
-            self._touch(func, plan)
-        if plan.kind is OpKind.OPAQUE:
-            recorder.backward.note_unseen()
-        if plan.kind is not OpKind.DIGEST:
-            out = func(*args, **kwargs)
-            if plan.kind not in (OpKind.IGNORED, OpKind.UNINITIALISED):
-                self._forget(args, kwargs)
-            return out
+        recorder.backward.note_unseen()
         try:
-            out = plan.call(*args, **kwargs)
+            return (plan.whole or plan).call(*args, **kwargs)
         except RuntimeError as error:
-            out = call_if_allowed(recorder, error, recorder.num_sites, func, phase, context, args, kwargs)
-        for tensor in written_arguments(plan, args, kwargs):
-            self._forget((tensor,), {})
-        return out
+            phase, context = self._place()
+            return call_if_allowed(recorder, error, recorder.num_sites, func, phase, context, args, kwargs)
 
     def unselected(
         self,

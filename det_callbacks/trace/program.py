@@ -29,7 +29,6 @@ Role = Literal[
     "graph",
     "entering",
     "inside",
-    "launch",
     "left",
 ]
 """What the 8 bytes at a site are.
@@ -48,7 +47,6 @@ graph: fingerprint of the graph of a compiled region, which is about to run; it 
     another graph is a difference in structure.
 entering: digest of a tensor, or the bits of a number, that goes into a compiled region.
 inside: digest of the digests of what ops gave that were seen inside a compiled region.
-launch: 0; a CUDA graph is about to be replayed.
 left: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 

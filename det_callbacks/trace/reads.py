@@ -6,11 +6,10 @@ import torch
 from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.device_generators import is_readable
 from det_callbacks.digest import digest_memory
 from det_callbacks.trace.calls import goes_to_device
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.trace.cuda_graphs import LeftName
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
 from det_callbacks.trace.names import address_of
 from det_callbacks.trace.overloads import OpPlan
@@ -80,8 +79,7 @@ class Reads:
             recorder.append_bits(0, recorder.passing.collectives.slot_in_flight(tensor))
             return
         if ledger.is_lossy:
-            name = recorder.passing.graphs.name_left(name)
-            edges = tuple(sorted({*edges, *ledger.suspects_of(tensor)}))
+            name = LeftName.of(name)
         names.append(name)
         self.row_edges.append(edges)
         slot = recorder.append(tensor)
@@ -172,11 +170,7 @@ class Reads:
         names.append(name)
         passed = generator if name.startswith(PASSED) else None
         self.row_edges.append(recorder.generators.read(name, position, passed))
-        if is_readable(generator):
-            recorder.append_bits(digest_generator(generator), recorder.layouts.none)
-        else:
-            # what a captured graph draws from is known at its replays only: nothing that follows is proven an origin
-            recorder.append_bits(0, recorder.layouts.special("digest", (), IN_FLIGHT))
+        recorder.append_bits(digest_generator(generator), recorder.layouts.none)
         reads.append(position)
 
     def by_output(

@@ -82,7 +82,7 @@ class Recorder:
         self.passing = Passing(self)
         self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
-        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_aside, self.passing.lock)
+        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_capturing, self.passing.lock)
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
@@ -123,7 +123,6 @@ class Recorder:
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
-        self.passing.graphs.require_no_capture()
         skipped = {"view": self.passing.num_views, **self.passing.skipped}
         ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
         program = self.tree.program_at(

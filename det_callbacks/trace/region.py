@@ -18,7 +18,7 @@ class Interceptor(DispatchMode):
         super().__init__()
         self._recorder: Recorder | None = None
         self.recorder = recorder
-        self._busy = recorder.passing.graphs.busy
+        self._captures = recorder.passing.graphs.captures
         self._lock = recorder.passing.lock
 
     @property
@@ -40,7 +40,7 @@ class Interceptor(DispatchMode):
         if recorder is None:
             return func(*args, **(kwargs or {}))
         with self._lock:
-            if self._busy and recorder.passing.graphs.is_aside():
+            if self._captures and recorder.passing.graphs.is_capturing():
                 out = recorder.passing.captured(func, args, kwargs or {})
             elif recorder.compiled.inside:
                 out = recorder.compiled.dispatch(func, args, kwargs or {})

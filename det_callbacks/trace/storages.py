@@ -140,8 +140,6 @@ class StorageLedger:
         self._without_storage: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.is_lossy = False
         """Whether ``lose`` was called in this step."""
-        self._lost: dict[int, int | PartialWrites] = {}
-        self._suspects: list[int] = []
         self.in_flight: set[int] = set()
         """Addresses of the host's storages into which a device copies, and nobody has waited for it, as far as seen."""
 
@@ -188,29 +186,16 @@ class StorageLedger:
         self.forget(tensor)
         self.in_flight.add(self.pin(tensor))
 
-    def lose(self, suspect: int | None) -> None:
-        """Note that something may have written any memory: the next recorded read of it becomes a site.
-
-        Args:
-            suspect: position of the site that stands for it, None where it has none.
-        """
+    def lose(self) -> None:
+        """Note that something may have written any memory: the next recorded read of it becomes a site."""
         self.is_lossy = True
-        self._suspects = [] if suspect is None else [suspect]
         under_way: dict[int, int | PartialWrites] = {}
         for address, known in self.writers.items():
             if isinstance(known, PartialWrites) and (late := [write for write in known.writes if write[1] < UNKNOWN]):
                 # what a collective has yet to bring comes later than what may have been written now
                 under_way[address] = PartialWrites(is_born=False, writes=late)
-        self._lost.update(self.writers)
         self.writers.clear()
         self.writers.update(under_way)
-
-    def suspects_of(self, tensor: Tensor) -> list[int]:
-        """Return who else may have written a tensor: those before ``lose`` was called, and what stands for that."""
-        known = self._lost.get(tensor.untyped_storage()._cdata)
-        if isinstance(known, PartialWrites):
-            return [*known.writers(region_of(tensor)), *self._suspects]
-        return [*self._suspects] if known is None else [known, *self._suspects]
 
     def deliver(self, tensor: Tensor, number: int) -> None:
         """Note that a collective writes a tensor, now or later; the first read of it makes a row."""
@@ -243,16 +228,15 @@ class StorageLedger:
         known = self.writers.get(tensor.untyped_storage()._cdata)
         if isinstance(known, PartialWrites):
             return known.writers(region_of(tensor))
-        return [*self._suspects] if known is None else [known]
+        return [] if known is None else [known]
 
     def drop_from(self, position: int) -> None:
         """Forget the sites from a position on, when the op that would have followed them did not happen."""
-        for writers in (self.writers, self._lost):
-            for address, known in list(writers.items()):
-                if isinstance(known, PartialWrites):
-                    known.writes = [write for write in known.writes if write[1] < position]
-                elif known >= position:
-                    del writers[address]
+        for address, known in list(self.writers.items()):
+            if isinstance(known, PartialWrites):
+                known.writes = [write for write in known.writes if write[1] < position]
+            elif known >= position:
+                del self.writers[address]
         for identity, (_, writer) in list(self._without_storage.items()):
             if writer >= position:
                 del self._without_storage[identity]
@@ -260,8 +244,6 @@ class StorageLedger:
     def close(self) -> None:
         """Drop everything known and let the addresses go."""
         self.is_lossy = False
-        self._lost.clear()
-        self._suspects.clear()
         self.in_flight.clear()
         self.writers.clear()
         self._without_storage.clear()

@@ -49,7 +49,6 @@ ROLES = {"output", "value", "argument", "input", "generator", "named", "samples"
     "graph",
     "entering",
     "inside",
-    "launch",
     "left",
 }
 # how a site is written where its digest is taken

@@ -1,268 +1,124 @@
-"""Replays of CUDA graphs in a step: what they leave is seen, and nothing else is blamed for it."""
+"""CUDA graphs in a step: a capture is left alone, and what a replay may have written is unknown."""
 
-import gc
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from compiling import difference
-from host_graphs import HostGraphs, captured, host_graphs, nudge_last
-from late_device import late_device
-from torch import Tensor, library, nn
-from tracing import assert_same, site_of, step_of, traced, with_role
+from compiling import COMPILING, difference, ends
+from host_graphs import capture, graph_of, host_graphs
+from late_device import as_in_a_step, late_device
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tracing import assert_same, position_of, site_of, step_of, traced, with_role
 
 from det_callbacks.compare.wording import describe
 from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import CoverageWarning
+from det_callbacks.observe.observations import Observations
 from det_callbacks.report.closing import level_words
-from det_callbacks.trace import graph_watch
+from det_callbacks.trace.compiled import hook
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.program import Site
+from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import StepTrace
 from det_callbacks.trace.storages import StorageLedger
 
-
-@pytest.fixture(name="graphs")
-def _graphs() -> Iterator[HostGraphs]:
-    with host_graphs() as graphs:
-        yield graphs
-    assert not graph_watch._WATCHERS
+pytestmark = COMPILING
 
 
-def site_at(trace: StepTrace, position: int) -> Site:
-    return trace.program.sites[position]
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    with host_graphs():
+        yield
 
 
-def test_what_a_replay_leaves_is_seen(graphs: HostGraphs) -> None:
+def methods() -> list[Any]:
+    base = vars(torch.cuda.graphs._CUDAGraph)
+    return [base[name] for name in ("capture_begin", "capture_end", "replay")]
+
+
+def replayed(*, factor: float = 2.0, x: float = 1.0) -> StepTrace:
+    """Return a step that writes a tensor, replays a graph that multiplies it, and reads it."""
     static = torch.zeros(3)
-    graph, out = captured(lambda: static.mul_(2) + 1)
-    expected = torch.full((3,), 2.0)
+    graph = graph_of(lambda: static.mul_(factor))
 
     def body() -> None:
-        static.copy_(torch.ones(3))
+        static.copy_(torch.full((3,), x))
         graph.replay()
-        static.sum()
-        out.sum()
+        static.exp().sum()
 
-    trace = traced(body)
-    (launch,) = with_role(trace, "launch")
-    assert (launch.op, launch.phase, launch.inputs) == ("cuda_graph.1.replay", "forward", ())
-    first, second = with_role(trace, "left")
+    return traced(body)
+
+
+def test_what_a_replay_may_have_written_is_digested_anew() -> None:
+    trace = replayed()
+    (left,) = with_role(trace, "left")
     sites = trace.program.sites
-    assert first.op == second.op == "cuda_graph.1.memory"
-    assert int(trace.digests[sites.index(first)]) == digest_tensor(expected)
-    assert int(trace.digests[sites.index(second)]) == digest_tensor(expected + 1)
-    assert [site_at(trace, place).op for place in first.inputs] == ["aten.copy_.default", "cuda_graph.1.replay"]
-    assert [site_at(trace, place).op for place in second.inputs] == ["cuda_graph.1.replay"]
-    assert [site_at(trace, place).role for place in site_of(trace, "sum.default").inputs] == ["left"]
-    assert trace.program.opaque_regions == ("cuda_graph.1",)
-    assert_same(trace, traced(body))
+    assert (left.op, left.name, left.inputs) == ("", None, ())
+    assert int(trace.digests[sites.index(left)]) == digest_tensor(torch.full((3,), 2.0))
+    assert site_of(trace, "exp.default").inputs == (sites.index(left),)
+    assert (trace.program.opaque_regions, trace.program.ops_skipped["replayed"]) == (("cuda_graph",), 1)
+    assert_same(trace, replayed())
 
 
-def test_a_name_says_where_a_graph_comes_in_its_step(graphs: HostGraphs) -> None:
-    first, second = (captured(lambda: torch.ones(1).exp())[0] for _ in range(2))
-    mode = HashMode()
-
-    def names(*replayed: torch.cuda.CUDAGraph) -> list[str]:
-        trace = step_of(mode, lambda: [graph.replay() for graph in replayed])
-        return [f"{site.op}#{site.occurrence}" for site in with_role(trace, "launch")]
-
-    assert names(first, second, first) == [
-        "cuda_graph.1.replay#0",
-        "cuda_graph.2.replay#0",
-        "cuda_graph.1.replay#1",
-    ]
-    assert names(second) == ["cuda_graph.1.replay#0"]
-
-
-def planted(graphs: HostGraphs, *, x: float = 1.0, nudge: Any = None, before: Any = None) -> StepTrace:
-    static = torch.zeros(3)
-    graph, out = captured(lambda: static.exp())
-
-    def body() -> None:
-        static.copy_(torch.full((3,), 2.0) * x)
-        (static * 2).sum()
-        graph.replay()
-        out.mul(3).sum()
-
-    graphs.after_replay = nudge
-    try:
-        return traced(body)
-    finally:
-        graphs.after_replay = None
-
-
-def test_another_replay_is_no_ops_fault(graphs: HostGraphs) -> None:
-    found = difference(planted(graphs), planted(graphs, nudge=nudge_last))
-    first, *others = found.divergences
-    assert (first.op, first.is_origin) == ("cuda_graph.1.memory", None)
-    assert [(one.op, one.is_origin) for one in others] == [("aten.mul.Tensor", False), ("aten.sum.default", False)]
-    assert found.origins == ()
-
-
-def test_what_went_into_a_replay_can_be_the_origin_and_what_it_left_cannot(graphs: HostGraphs) -> None:
-    found = difference(planted(graphs), planted(graphs, x=1.5))
-    assert found.divergences[0].is_origin is not None
-    left = [one.is_origin for one in found.divergences if one.op == "cuda_graph.1.memory"]
-    assert left == [None]
-
-
-def test_memory_that_differed_before_a_replay_came_in(graphs: HostGraphs) -> None:
-    graph, _ = captured(lambda: torch.ones(1).exp())
-
-    def body(value: float) -> None:
-        x = torch.tensor([1.0, value])
-        y = x.exp()
-        graph.replay()
-        y.sum()
-
-    found = difference(traced(lambda: body(1.0)), traced(lambda: body(2.0)))
-    (left,) = (one for one in found.divergences if one.op == "cuda_graph.1.memory")
-    assert left.is_origin is False
-
-
-def test_a_replay_that_only_one_run_has_is_a_difference(graphs: HostGraphs) -> None:
-    graph, _ = captured(lambda: torch.ones(1).exp())
-    found = difference(traced(lambda: graph.replay()), traced(lambda: torch.ones(1)))
-    first = found.divergences[0]
-    assert (first.op, first.kind) == ("cuda_graph.1.replay", "missing")
-
-
-def test_a_differing_replay_on_a_late_device(graphs: HostGraphs) -> None:
-    with late_device() as device:
-        reference, current = planted(graphs), planted(graphs, nudge=nudge_last)
-        assert_same(reference, planted(graphs))
-    assert device.num_collected == 3
+@pytest.mark.parametrize("is_late", [False, True])
+def test_another_replay_is_no_ops_fault(is_late: bool) -> None:
+    if is_late:
+        with late_device() as device:
+            reference, current = replayed(), replayed(factor=3.0)
+        assert device.num_collected == 2
+    else:
+        reference, current = replayed(), replayed(factor=3.0)
     found = difference(reference, current)
-    assert [one.op for one in found.divergences if one.is_origin is not False] == ["cuda_graph.1.memory"]
+    first, *others = found.divergences
+    assert (first.phase, first.op, first.is_origin) == ("other", "", None)
+    assert [(one.op, one.is_origin) for one in others] == [("aten.exp.default", False), ("aten.sum.default", False)]
+    assert found.origins == ()
+    assert describe(found.findings[0]).endswith(
+        "a CUDA graph, of which nothing is seen inside, may have written it, so where it starts cannot be proven"
+    )
 
 
-def test_what_waits_is_digested_before_a_replay_writes_it(graphs: HostGraphs) -> None:
+def test_a_step_with_a_replay_and_one_without_are_told_apart() -> None:
+    graph = graph_of(lambda: None)
+    x = torch.ones(2)
+    mode = HashMode()
+    with_one, without, again = (
+        step_of(mode, lambda is_on=is_on: ([graph.replay()] if is_on else None, x.exp()))
+        for is_on in (True, False, True)
+    )
+    assert_same(with_one, again)
+    assert [site.role for site in without.program.sites if not site.op and site.phase != "rng"] == ["input"]
+    assert {one.kind for one in difference(with_one, without).divergences} == {"missing", "extra"}
+    counts = [
+        step_of(mode, lambda number=number: [x.exp(), *(graph.replay() for _ in range(number))]).program.ops_skipped
+        for number in (0, 2, 1)
+    ]
+    assert [count.get("replayed", 0) for count in counts] == [0, 2, 1], "also where nothing is read afterwards"
+
+
+def test_what_differed_before_a_replay_can_be_the_origin() -> None:
+    found = difference(replayed(), replayed(x=1.5))
+    assert found.origins
+    assert [one.is_origin for one in found.divergences if one.phase == "other"] == [None]
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_what_waits_is_digested_before_a_replay_writes_it(level: str) -> None:
     static = torch.zeros(3)
-    graph, _ = captured(lambda: static.add_(5))
+    graph = graph_of(lambda: static.add_(5))
     with late_device():
-        trace = traced(lambda: (static.copy_(torch.ones(3)), graph.replay()))
-    position = next(at for at, site in enumerate(trace.program.sites) if site.op == "aten.copy_.default")
-    assert int(trace.digests[position]) == digest_tensor(torch.ones(3))
-
-
-def test_at_level_state_only_what_waits_is_launched(graphs: HostGraphs) -> None:
-    static = torch.zeros(3)
-    graph, _ = captured(lambda: static.add_(5))
-    model = nn.Linear(1, 1)
-    with late_device():
-        mode = HashMode(model, level="state")
+        mode = HashMode(level=level)
         mode.begin(batch=static)
         graph.replay()
         trace = mode.finish()
     assert trace is not None
-    assert not with_role(trace, "launch")
     batch = next(at for at, site in enumerate(trace.program.sites) if site.phase == "data")
     assert int(trace.digests[batch]) == digest_tensor(torch.zeros(3))
     assert static.sum() == 15
-
-
-def test_an_op_that_replays_a_graph_itself_keeps_its_rows(graphs: HostGraphs) -> None:
-    graph, _ = captured(lambda: torch.ones(1).exp())
-    with library._scoped_library("det_graphs", "FRAGMENT") as made:
-        made.define("twice(Tensor x) -> Tensor")
-
-        def twice(x: Tensor) -> Tensor:
-            graph.replay()
-            return x * 2
-
-        made.impl("twice", twice, "CompositeExplicitAutograd")
-
-        def body() -> None:
-            y = torch.ones(2).sin()
-            torch.ops.det_graphs.twice(y).cos()
-            y.tan()
-
-        trace = traced(body)
-    assert not with_role(trace, "launch")
-    assert trace.program.opaque_regions == ("cuda_graph.1",)
-    assert [site.op for site in trace.program.sites if site.op] == [
-        "aten.ones.default",
-        "aten.sin.default",
-        "det_graphs.twice.default",
-        "aten.cos.default",
-        "cuda_graph.1.memory",
-        "aten.tan.default",
-    ]
-
-
-def test_a_graph_is_not_kept_alive(graphs: HostGraphs) -> None:
-    graph, _ = captured(lambda: torch.ones(1).exp())
-    mode = HashMode()
-    mode.begin()
-    graph.replay()
-    known = weakref.ref(graph)
-    del graph
-    gc.collect()
-    assert known() is None
-    mode.finish()
-
-
-# make_graphed_callables
-
-
-def graphed_steps(graphs: HostGraphs, *, nudge: Any = None, **selection: Any) -> list[StepTrace]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    model[0] = torch.cuda.make_graphed_callables(model[0], (torch.ones(2, 3),))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mode = HashMode(model, **selection)
-    traces = []
-    for number in range(2):
-        graphs.after_replay = nudge if number else None
-
-        def body() -> None:
-            optimizer.zero_grad()
-            model(torch.rand(2, 3)).sum().backward()
-            optimizer.step()
-
-        traces.append(step_of(mode, body))
-    graphs.after_replay = None
-    return traces
-
-
-@pytest.mark.parametrize("level", ["op", "module"])
-def test_graphed_callables(graphs: HostGraphs, level: str) -> None:
-    traces = graphed_steps(graphs, level=level)
-    launches = [(site.op, site.phase, site.module) for site in with_role(traces[1], "launch")]
-    of_backward = "0" if level == "op" else "?"  # who made a node is known where ops are seen
-    assert launches == [("cuda_graph.1.replay", "forward", "0"), ("cuda_graph.2.replay", "backward", of_backward)]
-    for one, other in zip(traces, graphed_steps(graphs, level=level), strict=True):
-        assert_same(one, other)
-    assert traces[0].program.id == traces[1].program.id
-    forward = traces[1].program.sites
-    if level == "op":
-        assert any(site.op == "aten.copy_.default" and site.module == "0" for site in forward), "the static input"
-        left = next(site for site in with_role(traces[1], "left") if site.phase == "forward")
-        assert left.module == "0"
-
-
-def test_a_graphed_module_that_gives_other_bits(graphs: HostGraphs) -> None:
-    reference, current = graphed_steps(graphs), graphed_steps(graphs, nudge=nudge_last)
-    assert_same(reference[0], current[0])
-    found = difference(reference[1], current[1])
-    first, *others = found.divergences
-    assert (first.name, first.is_origin, first.module) == ("output", None, "0")
-    assert next((one.op, one.is_origin) for one in others if one.op) == ("cuda_graph.1.memory", None)
-    assert found.origins == ()
-    assert describe(found.findings[0]).endswith(
-        "output of 0 holds other bits; a CUDA graph, of which nothing is seen inside, may have written it, so where it "
-        "starts cannot be proven"
-    )
-
-
-# what is said
-
-
-def test_the_closing_line_counts_graphs() -> None:
-    words = level_words("op", "run", ["cuda_graph.1", "cuda_graph.2", "compiled.Net_forward"])
-    assert words == "op (1 compiled region seen from outside; 2 CUDA graphs seen from outside)"
 
 
 def test_what_a_collective_has_yet_to_bring_is_not_lost() -> None:
@@ -271,35 +127,161 @@ def test_what_a_collective_has_yet_to_bring_is_not_lost() -> None:
     ledger.write(tensor, 3)
     ledger.write(other, 4)
     ledger.deliver(tensor[:2], 0)
-    ledger.lose(7)
+    ledger.lose()
     known = ledger.writers[tensor.untyped_storage()._cdata]
     assert not isinstance(known, int)
     assert [at for _, at in known.writes] == [-2]
-    assert ledger.suspects_of(tensor) == [3, 7]
-    assert ledger.suspects_of(other) == [4, 7]
-    assert ledger.writers_of(other) == [7]
-    ledger.drop_from(4)
-    assert ledger.suspects_of(other) == [7]
-    ledger.close()
     assert ledger.writers_of(other) == []
+    ledger.close()
 
 
-def test_an_op_more_after_a_replay_is_the_only_difference(graphs: HostGraphs) -> None:
-    graph, out = captured(lambda: torch.ones(2).exp())
-
-    def body(is_longer: bool) -> None:
-        graph.replay()
-        if is_longer:
-            out.cos()
-        out.sin()
-
-    found = difference(traced(lambda: body(False)), traced(lambda: body(True)))
-    assert [(one.op, one.kind) for one in found.divergences] == [("aten.cos.default", "extra")]
+# captures
 
 
-def test_what_a_step_ends_with_follows_from_the_replay_that_may_have_written_it(graphs: HostGraphs) -> None:
-    model = nn.Linear(2, 1)
-    graph, _ = captured(lambda: model.weight.detach().mul_(2))
-    trace = traced(graph.replay, model)
-    (state,) = (site for site in trace.program.sites if site.phase == "state" and site.name == "weight")
-    assert [site_at(trace, place).op for place in state.inputs] == ["cuda_graph.1.replay"]
+def test_a_capture_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    static = torch.ones(2, 3)
+    mode = HashMode(model)
+    with late_device() as device:
+        with as_in_a_step(device):
+            mode.begin(batch=static)
+            pending = static * 2
+            num_launched = sum(device.num_launched)
+            with capture():
+                before = (list(device.num_launched), mode.recorder.num_sites)
+                optimizer.zero_grad()
+                loss = model(static).sum()
+                loss.backward()
+                optimizer.step()
+                mode.record_values("forward", loss, "loss")
+                assert (list(device.num_launched), mode.recorder.num_sites) == before
+            assert sum(before[0]) > num_launched, "what waited was launched before the capture"
+            after = pending + 1
+        trace = mode.finish()
+    assert trace is not None
+    assert device.waits == []
+    assert trace.program.ops_skipped["captured"] > 20
+    assert int(trace.digests[position_of(trace, "mul.Tensor")]) == digest_tensor(torch.full((2, 3), 2.0))
+    assert after.sum() == 18
+
+
+def test_no_op_of_a_backward_pass_is_given_to_a_wrong_module_after_a_capture() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def body() -> None:
+        with capture():
+            hidden = model[1](model[0](torch.ones(2, 3)))
+        model[2](hidden).sum().backward()
+
+    modules = {(site.op, site.module) for site in traced(body, model).program.sites if site.phase == "backward"}
+    assert {module for op, module in modules if op == "aten.tanh_backward.default"} == {"?"}, "unknown, not wrong"
+
+
+@pytest.mark.parametrize("fails", ["capture_begin", "capture_end"])
+def test_ops_are_recorded_again_after_a_capture_that_failed(fails: str) -> None:
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="failed"), capture():
+            torch.ones(2).sin()
+        torch.ones(2).exp()
+
+    with host_graphs(fails):
+        ops = [site.op for site in traced(body).program.sites if site.op]
+    assert ops == ["aten.ones.default", "aten.exp.default"]
+
+
+def finish(mode: HashMode) -> None:
+    mode.finish()
+
+
+def fail(mode: HashMode) -> None:
+    with pytest.raises(ZeroDivisionError):
+        mode.__exit__(ZeroDivisionError, _raise(mode), None)
+
+
+def _raise(mode: HashMode) -> ZeroDivisionError:
+    mode.abandon()
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("end", [finish, fail, HashMode.abandon])
+def test_methods_are_put_back(end: Callable[[HashMode], Any]) -> None:
+    before = methods()
+    outer, mode = HashMode(level="module"), HashMode(nn.Linear(1, 1), level="module")
+    mode.begin()
+    during = methods()
+    outer.begin()
+    assert methods() == during != before
+    end(mode)
+    assert methods() == during
+    outer.finish()
+    assert methods() == before
+
+
+def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
+    recorder = Recorder(Selection())
+    observations = Observations(recorder, owner="a test")
+    recorder.begin()
+    observations.begin()
+    with pytest.warns(CoverageWarning, match="'x' was observed while a CUDA graph was being captured"), capture():
+        observations.observe("x", [("x", torch.ones(2))])
+    observations.observe("y", [("y", torch.ones(2))])
+    observations.end()
+    trace = recorder.finish()
+    assert [site.name for site in trace.program.sites] == ["y"]
+    assert trace.program.ops_skipped["captured"] == 1
+
+
+# compiled regions that run as CUDA graphs
+
+
+def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook, "_runs_as_cuda_graph", lambda *_: True)
+    kept, out = torch.ones(3), torch.zeros(3)
+    graph = graph_of(lambda: out.copy_(kept.mul_(3)))
+    runs: list[int] = []
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        def run(x: Tensor) -> Any:
+            runs.append(1)
+            if len(runs) == 1:  # warms up
+                return (x.exp(),)
+            if len(runs) == 2:
+                with capture():
+                    x.exp()
+            graph.replay()
+            return (out,)
+
+        return make_boxed_func(run)
+
+    compiled = torch.compile(lambda x: x + 1, backend=aot_autograd(fw_compiler=compiler))
+    mode = HashMode()
+
+    def body() -> None:
+        x = torch.ones(3)
+        compiled(x)
+        x.sin()
+
+    with torch.no_grad(), late_device() as device:
+        traces = [step_of(mode, body) for _ in range(3)]
+    assert len({trace.program.id for trace in traces}) == 1
+    assert not ends(traces[0], "inside")
+    assert not with_role(traces[2], "left")
+    assert "captured" in traces[0].program.ops_skipped, "warming up"
+    assert device.num_unheld, "the allocator is told nothing of what the region gave"
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "is_graphed"),
+    [("reduce-overhead", "cuda", True), ("default", "cuda", False), ("reduce-overhead", "cpu", False)],
+)
+def test_whether_inductor_makes_a_cuda_graph(mode: str, device: str, is_graphed: bool) -> None:
+    compiler = torch._TorchCompileInductorWrapper(mode, None, False)
+    with FakeTensorMode():
+        inputs = [2, torch.empty(1, device=device)]
+    assert hook._runs_as_cuda_graph(compiler, "inductor", inputs) is is_graphed
+
+
+def test_the_closing_line_says_that_graphs_were_replayed() -> None:
+    words = level_words("op", "run", ["cuda_graph", "compiled.Net_forward"])
+    assert words == "op (1 compiled region seen from outside; CUDA graphs were replayed unseen)"

@@ -10,6 +10,7 @@ from compiling import COMPILING, difference
 from torch import Tensor, nn
 from tracing import assert_same, step_of, with_role
 
+from det_callbacks.digest import digest_tensor
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.steps import StepTrace
 
@@ -108,7 +109,7 @@ def test_a_captured_step_is_seen_from_outside(waits: Any) -> None:
     reference = traces()
     for one, other in zip(reference, traces(), strict=True):
         assert_same(one, other)
-    assert [site.op for site in with_role(reference[5], "launch")] == ["cuda_graph.1.replay"]
+    assert reference[5].program.ops_skipped["replayed"] == 1
     assert len({int(trace.digests[-1]) for trace in reference}) > 1, "the weights changed"
     current = traces(fault=True)
     assert difference(reference[0], current[0]).divergences
@@ -138,7 +139,7 @@ def test_a_capture_within_a_recorded_step_works_as_ever() -> None:
         trace = step_of(mode, lambda: torch.testing.assert_close(body(), expected))
     assert trace.program.ops_skipped["captured"] >= 3
     (left,) = (site for site in with_role(trace, "left") if site.name is None)
-    assert left.op == "cuda_graph.1.memory"
+    assert int(trace.digests[trace.program.sites.index(left)]) == digest_tensor(expected)
 
 
 @pytest.mark.gpu
@@ -159,8 +160,7 @@ def test_graphed_callables_on_a_device(waits: Any) -> None:
     reference = traces()
     for one, other in zip(reference, traces(), strict=True):
         assert_same(one, other)
-    launches = [(site.op, site.phase, site.module) for site in with_role(reference[5], "launch")]
-    assert launches == [("cuda_graph.1.replay", "forward", "0"), ("cuda_graph.2.replay", "backward", "0")]
+    assert reference[5].program.ops_skipped["replayed"] == 2
 
 
 @pytest.mark.gpu
@@ -187,7 +187,7 @@ def test_reduce_overhead(waits: Any) -> None:
 
     reference = traces()
     assert len({trace.program.id for trace in reference[1:]}) == 1
-    assert not any(site.op.startswith("triton.") or site.role == "inside" for site in reference[1].program.sites)
+    assert not any(site.role == "inside" for site in reference[1].program.sites)
     for one, other in zip(reference, traces(), strict=True):
         assert_same(one, other)
     current = traces(fault_at=4)

@@ -61,6 +61,8 @@ class TracedGraph:
         inputs: of the graph, in order.
         modules: paths of the modules called inside, relative to the one whose code it is.
         num_ops: calls in the graph.
+        is_graphed: its first runs warm up and capture a CUDA graph and the others replay it, so that each shows
+            something else of what is inside.
         fingerprint: 64-bit digest of its calls, constants, dtypes and shapes, and of the compiler's name.
         held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
             attributes of the graph (torch 2.13).
@@ -71,6 +73,7 @@ class TracedGraph:
     inputs: tuple[GraphInput, ...]
     modules: frozenset[str] = frozenset()
     num_ops: int = 0
+    is_graphed: bool = False
     fingerprint: int = 0
     held: tuple[tuple[GraphInput, torch.Tensor], ...] = field(default=(), repr=False)
     entering: object = field(default_factory=object, repr=False)
@@ -102,6 +105,7 @@ class TracedGraph:
                 backend=self.backend,
                 inputs=tuple(GraphInput(name=name) for name in names),
                 num_ops=self.num_ops,
+                is_graphed=self.is_graphed,
                 fingerprint=self.fingerprint,
             )
         return known
@@ -138,7 +142,7 @@ class RegionNames:
         return f"{name}_{parts.index(line) + 2}"
 
 
-def describe_graph(graph: fx.GraphModule, *, name: str, backend: str) -> TracedGraph:
+def describe_graph(graph: fx.GraphModule, *, name: str, backend: str, is_graphed: bool) -> TracedGraph:
     """Return what is kept of a graph; costs some 20 microseconds a node, once each time something is compiled."""
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -148,6 +152,7 @@ def describe_graph(graph: fx.GraphModule, *, name: str, backend: str) -> TracedG
         inputs=tuple(_input_of(node) for node in placeholders),
         modules=frozenset(path for node in nodes if (path := module_path(node)) is not None),
         num_ops=sum(node.op.startswith("call_") for node in nodes),
+        is_graphed=is_graphed,
         fingerprint=digest_bytes(_renamed("\n".join([backend, *_lines(graph)])).encode()),
         held=tuple(_held(graph)),
     )

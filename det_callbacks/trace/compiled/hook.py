@@ -8,8 +8,8 @@ follows, a fit or a step, and put back then. They are private; looked at in 2.13
 """
 
 import sys
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule  # looked at in torch 2.13
 
 from det_callbacks.trace.compiled.graphs import RegionNames, TracedGraph, describe_graph
+from det_callbacks.trace.replaced import Replaced
 
 _EARLIER = "graph_compiled_earlier"
 
@@ -27,7 +28,7 @@ class Watcher(Protocol):
     def run(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a compiled graph: call ``call(*args)`` once and return its result."""
 
-    def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
+    def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any], *, is_graphed: bool) -> Any:
         """Run a graph of which nothing is known but its inputs; return what ``call()`` returns."""
 
 
@@ -40,26 +41,22 @@ class Watchers:
         """Thread -> number of known graphs that run in it, one inside the other."""
         self._names = RegionNames()
         self._followers: set[object] = set()
-        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
-        """Class and name of a method -> what it was, and what stands there now."""
+        self._replaced = Replaced()
 
     def follow(self, follower: object) -> None:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
         self._followers.add(follower)  # first: so ``unfollow`` finds what Ctrl-C has left half done
-        self._replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
+        self._replaced.replace(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", self._compiling)
         # not by an import: it takes seconds, and without it inductor has compiled nothing
         inductor = sys.modules.get("torch._inductor.output_code")
         if inductor is not None:
-            self._replace(inductor.CompiledFxGraph, "__call__", self._meeting)
+            self._replaced.replace(inductor.CompiledFxGraph, "__call__", self._meeting)
 
     def unfollow(self, follower: object) -> None:
         """Undo a ``follow``; may be called more than once."""
         self._followers.discard(follower)
         if not self._followers:
-            for (owner, name), (before, ours) in self._replaced.items():
-                if getattr(owner, name) is ours:  # else it is somebody else's, around ours
-                    setattr(owner, name, before)
-            self._replaced.clear()
+            self._replaced.put_back()
 
     def watch(self, watcher: Watcher) -> None:
         """Tell a watcher of the compiled graphs that run from now on."""
@@ -105,13 +102,6 @@ class Watchers:
         else:
             self.inside.pop(thread, None)
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if (owner, name) not in self._replaced:
-            before = getattr(owner, name)
-            ours = make(before)
-            self._replaced[owner, name] = before, ours
-            setattr(owner, name, ours)
-
     def _compiling(self, compile_graph: Any) -> Any:
         @wraps(compile_graph)
         def call_user_compiler(output: Any, graph: Any, example_inputs: Any) -> Any:
@@ -119,7 +109,12 @@ class Watchers:
             owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
             backend = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
             # before the compiler has it: its passes write into the graph
-            described = describe_graph(graph, name=self._names.of(frame.f_code, owner), backend=str(backend))
+            described = describe_graph(
+                graph,
+                name=self._names.of(frame.f_code, owner),
+                backend=str(backend),
+                is_graphed=_runs_as_cuda_graph(compiler, str(backend), example_inputs),
+            )
             return self.followed(described, compile_graph(output, graph, example_inputs))
 
         return call_user_compiler
@@ -129,9 +124,20 @@ class Watchers:
         def call(graph: Any, inputs: Any) -> Any:
             if not self.open or self.inside.get(get_ident()):
                 return call_graph(graph, inputs)
-            return self.open[-1].run_unknown(_EARLIER, lambda: call_graph(graph, inputs), list(inputs))
+            is_graphed = bool(graph.fx_kwargs.get("cudagraphs"))
+            run = partial(call_graph, graph, inputs)
+            return self.open[-1].run_unknown(_EARLIER, run, list(inputs), is_graphed=is_graphed)
 
         return call
+
+
+def _runs_as_cuda_graph(compiler: Any, backend: str, inputs: Sequence[Any]) -> bool:
+    """Return whether inductor, or the backend cudagraphs, captures what it compiles here and replays it."""
+    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs):
+        return False
+    # of torch.compile's own compiler: all options in force (looked at in torch 2.13)
+    config: Mapping[str, Any] = getattr(compiler, "get_compiler_config", dict)()
+    return backend == "cudagraphs" or bool(config.get("triton.cudagraphs"))
 
 
 def _around(watcher: Watcher, graph: TracedGraph, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ class Inside:
         reads: positions that the ops follow from.
         source: the lines that called the region: those of the code that inductor wrote would tell nobody anything.
         digests: of what the ops gave, in order.
+        is_graphed: see ``TracedGraph``; its ops make no rows.
     """
 
     phase: str
@@ -35,6 +36,7 @@ class Inside:
     reads: tuple[int, ...]
     source: tuple[str, ...]
     digests: list[Bits]
+    is_graphed: bool
 
     def record(self, recorder: "Recorder", func: object, name: str, outputs: Sequence[Any]) -> None:
         """Make the rows of a call.

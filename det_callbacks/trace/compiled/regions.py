@@ -48,7 +48,7 @@ class CompiledRegions:
         self.lock = recorder.passing.lock
         self._stance: Any = None
         self._depth = 0
-        self._earlier: dict[int, TracedGraph] = {}
+        self._earlier: dict[tuple[int, bool], TracedGraph] = {}
         self.step: object = None
         self.inside: dict[int, Inside] = {}
         self.opaque: set[str] = set()
@@ -93,7 +93,7 @@ class CompiledRegions:
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a compiled graph in the forward pass, or where a checkpoint repeats it."""
-        if self.step is None or get_ident() in self.inside or self._graphs.is_aside():
+        if self.step is None or get_ident() in self.inside or self._graphs.is_capturing():
             return call(*args)
         phase, context = self._place()
         context = self._in_own_module(graph, args, context)
@@ -116,18 +116,20 @@ class CompiledRegions:
             self._follow_backward(rows, outputs, number)
         return outputs
 
-    def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any]) -> Any:
+    def run_unknown(self, name: str, call: Callable[[], Any], inputs: list[Any], *, is_graphed: bool) -> Any:
         """Run a graph that inductor compiled before anybody watched, forward or backward."""
-        if self.step is None or get_ident() in self.inside or self._graphs.is_aside():
+        if self.step is None or get_ident() in self.inside or self._graphs.is_capturing():
             return call()
         phase, context = self._place()
         if not self._recorder.selects(phase, context):
             self._recorder.late.flush()
             return call()
-        graph = self._earlier.get(len(inputs))
+        kind = len(inputs), is_graphed
+        graph = self._earlier.get(kind)
         if graph is None:
             names = tuple(GraphInput(name=f"input {index}") for index in range(len(inputs)))
-            graph = self._earlier[len(inputs)] = TracedGraph(name=name, backend="inductor", inputs=names)
+            graph = TracedGraph(name=name, backend="inductor", inputs=names, is_graphed=is_graphed)
+            self._earlier[kind] = graph
         rows = RegionRows(self._recorder, graph, phase, context)
         rows.enter(inputs)
         rows.forget_values()  # the graph frees each of its inputs as soon as it can
@@ -147,6 +149,8 @@ class CompiledRegions:
         inside = self.inside.get(get_ident())
         if inside is None:
             return recorder.op(func, args, kwargs)
+        if inside.is_graphed:
+            return recorder.passing.captured(func, args, kwargs)
         plan = recorder.plan_of(func)
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
@@ -185,8 +189,6 @@ class CompiledRegions:
     def _start(self, rows: RegionRows) -> None:
         """Let the ops of this thread be those of a region, unless each of them is seen with what it reads."""
         self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
-        self._graphs.follow_managed()
-        rows.num_managed = self._graphs.num_managed
         if not rows.graph.is_transparent:
             self.opaque.add(rows.graph.region)
             self.inside[get_ident()] = Inside(
@@ -195,11 +197,12 @@ class CompiledRegions:
                 reads=rows.reads_of_inner,
                 source=rows.source,
                 digests=rows.inner,
+                is_graphed=rows.graph.is_graphed,
             )
 
     def _let_go(self, rows: RegionRows) -> None:
         """Hold nothing of what a CUDA graph of inductor's gave: it looks at who does before it reuses that memory."""
-        if rows.num_managed != self._graphs.num_managed:
+        if rows.graph.is_graphed:
             self._recorder.late.flush()
 
     def _place(self) -> tuple[str, Context]:
@@ -265,7 +268,7 @@ class CompiledRegions:
 
     def is_captured(self) -> bool:
         """Return whether what runs here is being captured, so that it makes no rows."""
-        return self._graphs.is_aside()
+        return self._graphs.is_capturing()
 
     def start_backward(
         self, forward: RegionRows, context: Context, gradients: Sequence[Any], names: Mapping[int, str]

@@ -74,8 +74,6 @@ class RegionRows:
         """What an op inside an opaque region follows from: the graph, and the inputs but the parameters."""
         self.inner: list[Bits] = []
         """Digests of what the ops inside an opaque region gave."""
-        self.num_managed = 0
-        """How often inductor had run what it captures and replays, before the region began."""
 
     def enter(self, args: Sequence[Any]) -> None:
         """Record what goes in.
@@ -165,7 +163,7 @@ class RegionRows:
                 if isinstance(value, Tensor) and holds_data(value) and name is not LEFT_OUT
             ]
         )
-        if self.num_managed != recorder.passing.graphs.num_managed:
+        if self.graph.is_graphed:
             recorder.late.unhold(part for _, value in values for part in parts_with_memory(value))
         if not is_seen_through:
             values += self._written()
