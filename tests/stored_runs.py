@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from det_callbacks.trace.program import Layout, Program, Role, Site, TensorLayout
 from det_callbacks.trace.run_files import read_manifest
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.writer import RunWriter
 
-SELECTION = {"level": "op"}
+SELECTION = Selection().to_dict()
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SITES = st.builds(

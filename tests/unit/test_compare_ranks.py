@@ -10,12 +10,14 @@ from step_builder import training_step
 from stored_runs import SELECTION, OneOf, digests_of
 
 from det_callbacks.compare import processes, runs, walk
+from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.trace.program import Layout, Program
 from det_callbacks.trace.run_files import read_manifest, stream_path
+from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
 from det_callbacks.trace.stream import StreamFile
 from det_callbacks.trace.writer import RunWriter
@@ -90,7 +92,7 @@ def verdict_of_every_step(reference: Path, current: Path, *, is_common: bool):
                     (builder.add_missing_step if step in left else builder.add_extra_step)(rank, step, segment)
     if is_common:
         builder.note("Only steps that both runs have were compared")
-    return builder.finish().to_dict()
+    return with_next_recording(builder.finish(), Selection()).to_dict()
 
 
 @settings(max_examples=20, deadline=None)
@@ -137,7 +139,7 @@ def merged(reference: Path, current: Path, *, is_common: bool):
     builder.set_world_size(ours.world_size)
     for rank in random.sample(ours.ranks, len(ours.ranks)):
         builder.merge(ranks.compare(rank, builder.part(), lambda _: None)[0])
-    return builder.finish().to_dict()
+    return with_next_recording(builder.finish(), Selection()).to_dict()
 
 
 def many(path: Path, *, num_ranks=3, num_steps=20, changed=()) -> Path:
