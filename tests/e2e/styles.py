@@ -78,7 +78,7 @@ class Scheduled(Classifier):
 
 class Lbfgs(Classifier):
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class Manual(Classifier):

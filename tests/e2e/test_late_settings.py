@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, random, sys
 import numpy as np
@@ -109,7 +111,6 @@ def test_all_that_come_too_late_are_in_one_command_line(late: dict[str, Any]) ->
     assert found["is_unchanged"] is True
 
 
-@pytest.mark.slow
 def test_the_command_line_works(late: dict[str, Any], tmp_path: Path) -> None:
     """The same settings, in a process that was started as the message says."""
     every = as_case(**{name: value for name, (value, _, _) in START.items()})

@@ -149,7 +149,9 @@ def test_a_second_fit_that_does_not_come_ends_all_ranks(two_fits: Path, tmp_path
     assert verdict_in(tmp_path)["verdict"] == "diverged"
 
 
-@pytest.mark.parametrize(("on_divergence", "exit_code"), [("collect", 1), ("warn", 0)])
+@pytest.mark.parametrize(
+    ("on_divergence", "exit_code"), [("collect", 1), pytest.param("warn", 0, marks=pytest.mark.slow)]
+)
 def test_all_ranks_go_on_to_the_end(
     on_divergence: str, exit_code: int, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +170,7 @@ def test_all_ranks_go_on_to_the_end(
     assert [run.rank(rank).steps(0).tolist() for rank in (0, 1)] == [list(range(2, STEPS))] * 2
 
 
-@pytest.mark.parametrize(("every", "last"), [(2, 3), (5, 4)])
+@pytest.mark.parametrize(("every", "last"), [(2, 3), pytest.param(5, 4, marks=pytest.mark.slow)])
 def test_all_ranks_stop_at_the_same_sync(
     every: int, last: int, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=0.1, foreach=False),
     "AdamW, foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
     "AdamW, fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
-    "LBFGS": partial(torch.optim.LBFGS, lr=0.1),
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
     "mul_": partial(InPlace, change=lambda gradient: gradient.mul_(0.5)),
     "mul_ of a part": partial(InPlace, change=scaled_in_part),
     "transpose_": partial(InPlace, change=transposed_twice),

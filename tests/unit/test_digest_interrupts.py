@@ -55,6 +55,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
         sys.settrace(former)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_right_digests_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of launches that wait already, and of later ones; three streams for two lanes, sums that fill up, a long span."""
     monkeypatch.setattr(triton_digest, "LANE_TILES", (24, 10))
