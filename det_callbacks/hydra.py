@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
 from det_callbacks.command_line import command_choice
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, RankError, SettingsError
-from det_callbacks.report import end_process, print_error, status_of
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
+from det_callbacks.report import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
@@ -106,10 +106,6 @@ class DeterminismJobCallback(Callback):
             if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
                 error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
             if job_return.status == JobStatus.FAILED:
-                status = status_of(error)
-                if status is not None:
-                    # a collective of the training may have noticed first that another process ended
-                    error = RankError(f"Another process ended, and this one with it: {error}", -1, status)
                 if isinstance(error, DetCallbacksError):
                     _fail(job_return, error)
             elif not has_run:

@@ -254,7 +254,6 @@ class DeterminismCallback(CallbackOptions):
             return
         self._close_step()  # one that a module ended by returning -1
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx
-        self._together.begin_step(self._step)
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()
         if isinstance(self._run, Auditing):
@@ -345,9 +344,6 @@ class DeterminismCallback(CallbackOptions):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
-        # a verdict is raised by all ranks together: none has to be told of it
-        if self.verdict is None or getattr(exception, "verdict", None) is not self.verdict:
-            self._together.fail(exception)
         was_fitting, self._stage = self._is_fitting, None
         self._close_trace()
         self._metrics.close()

@@ -201,9 +201,7 @@ class _Place(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self.interrupt is not None and self.interrupt.is_saved:
-            assert self.callback is not None
             trainer.strategy.barrier()
-            self.callback._together.end()  # they part here, so that none takes another's end for a failure
             raise TrainingInterruptedError
 
 

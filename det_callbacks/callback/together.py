@@ -1,6 +1,5 @@
 """What the processes of a Trainer do together for one callback."""
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,18 +8,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from det_callbacks.digest.state import digest_state
-from det_callbacks.errors import DetCallbacksError, RankError
-from det_callbacks.ranks import Ended, RankGroup, Watch, require_same, start_facts
-from det_callbacks.report import end_process, ended_text, print_line, set_status_of
-
-GRACE_SECONDS = 10.0
-"""In which a process may end by itself when another one has: most collectives raise when a connection closes."""
+from det_callbacks.errors import RankError
+from det_callbacks.ranks import RankGroup, require_same, start_facts
 
 SYNC_EVERY_N_STEPS = 10
 """After how many steps the processes ask each other whether one differs, to stop together."""
-
-_NEWS_SECONDS = 2.0
-"""In which the news of another process's end comes after a collective that it broke; they travel by other ways."""
 
 Value = TypeVar("Value")
 
@@ -38,12 +30,10 @@ class Together:
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
         self._group: RankGroup | None = None
-        self._watch: Watch | None = None
-        self._has_ended = threading.Event()
         self._differs_since: int | None = None
 
     def __reduce__(self) -> tuple[type["Together"], tuple[()]]:
-        """Let a copy, or a process that is started, begin alone: connections and threads are not theirs."""
+        """Let a copy, or a process that is started, begin alone: connections are not theirs."""
         return Together, ()
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -51,7 +41,6 @@ class Together:
         self.end()
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
         self._differs_since = None
-        self._has_ended.clear()
         if self.world_size > 1:
             self._group = RankGroup()
             if self._group.world_size != self.world_size:
@@ -60,15 +49,6 @@ class Together:
                     f"{self._group.world_size}: they could not tell each other what they find. Use a strategy that "
                     "runs on torch.distributed, such as ddp, or devices=1."
                 )
-            self._watch = Watch(self, on_ended=self._others_end)
-
-    def begin_step(self, step: int) -> None:
-        """Note where this process is, and raise ``RankError`` when another one has ended already."""
-        if self._watch is None:
-            return
-        self._watch.note_step(step)
-        if (ended := self._watch.ended) is not None:
-            raise RankError(self._text(ended), ended.rank, ended.exit_code)
 
     def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank and return what came out, by rank, or raise on every rank: see ``RankGroup``."""
@@ -135,65 +115,16 @@ class Together:
             )
         return any(row[1] for row in rows)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process; or say which of them ended before, where that is the reason.
-
-        An error that all ranks raise together is its own reason, whoever is first.
-        """
-        watch = self._watch
-        if watch is None:
-            return
-        # what a collective raises when another process is not there any more; the news may come a little later
-        is_consequence = isinstance(error, RuntimeError | RankError)
-        ended = watch.wait(_NEWS_SECONDS) if is_consequence else watch.ended
-        if ended is None:
-            watch.tell(f"{type(error).__name__}: {error}", _exit_code_of(error))
-            return
-        if is_consequence and not (isinstance(error, RankError) and error.rank == ended.rank):
-            print_line(self._text(ended))
-        if is_consequence:
-            # of all processes the same, whether a collective of the training or one of ours noticed first
-            set_status_of(error, ended.exit_code)
-
     def end(self) -> None:
         """Give the group back; may be called more than once."""
-        self._has_ended.set()
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-    def _others_end(self, ended: Ended) -> None:
-        """End this process, from the thread of the watch, where another one ended and this one does not by itself."""
-        if self._has_ended.wait(GRACE_SECONDS):
-            return
-        print_line(self._text(ended))
-        end_process(ended.exit_code or 1)
-
-    def _text(self, ended: Ended) -> str:
-        return ended_text(
-            rank=self.rank,
-            world_size=self.world_size,
-            step=-1 if self._watch is None else self._watch.step,
-            other=ended.rank,
-            how=ended.how,
-            reason=ended.reason,
-            other_step=ended.step,
-        )
 
     def _talking(self, task: str) -> RankGroup:
         if self._group is None:
             raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
         return self._group
-
-
-def _exit_code_of(error: BaseException) -> int:
-    """Return the status that a process ends with; one that leaves its training with 0 fails it all the same."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code or 1
-    return error.exit_code if isinstance(error, DetCallbacksError) else 1
 
 
 def _replicated(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor] | None:

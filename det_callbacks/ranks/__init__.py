@@ -4,10 +4,8 @@ from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicaValue
 from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor, holders_of, replicated_state
 from det_callbacks.ranks.start import require_same, start_facts
-from det_callbacks.ranks.watch import Ended, Watch
 
 __all__ = [
-    "Ended",
     "RankGroup",
     "ReplicaAudit",
     "ReplicaDifference",
@@ -15,7 +13,6 @@ __all__ = [
     "ReplicaTensor",
     "ReplicaValue",
     "ReplicatedState",
-    "Watch",
     "holders_of",
     "replicated_state",
     "require_same",

@@ -28,12 +28,11 @@ from det_callbacks.report.closing import (
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
 from det_callbacks.report.html import write_numerics_report, write_report
-from det_callbacks.report.leaving import end_process, print_error, print_line, set_status_of, status_of
+from det_callbacks.report.leaving import end_process, print_error
 from det_callbacks.report.numerics_text import numerics_text, render_numerics
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
-from det_callbacks.report.rank_text import ended_text
 from det_callbacks.report.replica_text import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.report.run_json import run_to_dict, step_to_dict
 from det_callbacks.report.run_text import render_digest_places, render_ops, render_run, render_step
@@ -48,7 +47,6 @@ __all__ = [
     "count",
     "disagreement_text",
     "end_process",
-    "ended_text",
     "find_op_usage",
     "left_out_line",
     "level_words",
@@ -64,7 +62,6 @@ __all__ = [
     "op_usage_to_dict",
     "print_closing_line",
     "print_error",
-    "print_line",
     "progress_word",
     "recorded_line",
     "remote_save_line",
@@ -83,8 +80,6 @@ __all__ = [
     "replicas_line",
     "replicas_text",
     "run_to_dict",
-    "set_status_of",
-    "status_of",
     "step_to_dict",
     "unfinished_save_line",
     "unfinished_text",

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.report import status_of
 
 SECONDS = 60.0
 """Within which every process has to end, whatever happens to the others."""
@@ -91,7 +90,7 @@ def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, ou
     except BaseException as error:  # what ends the process is what is tested
         traceback.print_exc()
         # of a program that ends with the exit code of an error of ours; in a forked process no exit handlers run
-        status = status_of(error) or getattr(error, "exit_code", 1)
+        status = getattr(error, "exit_code", 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
