@@ -39,6 +39,10 @@ class DeterminismCallback(CallbackOptions):
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
     it costs some 10 microseconds an op and a pass over every output at memory speed; see ``recipes/overhead``.
 
+    None for ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` means when recording: level "op", everything,
+    all phases, every step, "run", and nothing to replay or keep; when verifying: what the reference was recorded with,
+    and any other value is refused.
+
     Args:
         reference: folder of the reference: written by record, read by verify. Relative to the working directory.
             None for an audit, which needs none.
@@ -46,43 +50,40 @@ class DeterminismCallback(CallbackOptions):
             nondeterministic, "disabled" does nothing.
         current: verify: folder for the verdict and the diverging steps, by default ``determinism/verify-NNN`` below
             the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
+        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
         phases: among "forward", "backward" and "optimizer".
         every_n_steps: steps whose number is a multiple of it are recorded.
-        only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of
-            every n-th; None is all of them. The others are not traced. Audit: the steps whose ops are run again; None
-            is the first three.
+        only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of every n-th. The
+            others are not traced. Audit: the steps whose ops are run again, by default the first three.
         compiled: "run": of what torch.compile compiled the ends of each region are recorded, and the ops seen inside;
             "eager": the recorded steps run under ``torch.compiler.set_stance("force_eager")``, with other kernels than
             the compiled ones, so that every op is recorded.
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
-        settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
-            with ``enforce_determinism`` before the model is built (the Hydra preset does).
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
-        audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
-            ``ReplicaAuditCallback``; 0 never.
-        overwrite: record: replace a run that is there.
+        settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
+            with ``enforce_determinism`` before the model is built (the Hydra preset does).
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
-            patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit. In verify
-            mode taken from the reference.
-        keep_tensors: record: ops whose outputs, and what they read, are kept with each step, so that a verdict says by
-            how much they differ: ``[phase/][module:]op`` patterns. Verify: taken from the reference; the same are kept
-            of the steps that differ.
+            patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
+        keep_tensors: ops whose outputs, and what they read, are kept with each step (verify: that differs), so that a
+            verdict says by how much they differ: ``[phase/][module:]op`` patterns.
         tensor_budget_mib: MiB that one step of a process may save for replay, and MiB that it may keep. What replay
             cannot save is a ReplayError; what is not kept is said.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
             leaves all that to Lightning.
+        audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
+            ``ReplicaAuditCallback``; 0 never.
+        overwrite: record: replace a run that is there.
+        log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
+            and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
         validation_batches: record the batches of validations, too, of ``trainer.validate`` as well as in a fit, and
             compare them. In verify mode taken from the reference, as are the three after it.
         sanity_batches: likewise, of the sanity check before a fit.
         test_batches: likewise, of ``trainer.test``, which is a part of the run by itself.
         predict_batches: likewise, of ``trainer.predict``.
-        log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
-            and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
@@ -103,9 +104,6 @@ class DeterminismCallback(CallbackOptions):
         CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
         CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
         NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
-
-    In verify mode ``level``, ``modules``, ``phases``, ``every_n_steps``, ``only_steps`` and ``compiled`` are taken from
-    the reference where they are left at their defaults; others than the reference's are refused.
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
@@ -136,7 +134,7 @@ class DeterminismCallback(CallbackOptions):
         self._begin_alerts(self.settings, pl_module)
         run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
+            self.selection = run.check_reference(root=lambda: root_folder(trainer))
 
     def _set_up_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Make ready for a test or the like, where its batches are asked for; where they are not, say so once."""
@@ -147,7 +145,7 @@ class DeterminismCallback(CallbackOptions):
             self._together.begin(trainer)
             run = run or new_run(self, self._together)
         if isinstance(run, Verifying):
-            self.selection = run.check_reference(self.selection, root=lambda: root_folder(trainer))
+            self.selection = run.check_reference(root=lambda: root_folder(trainer))
         assert not isinstance(run, Auditing), "an audit has no parts"
         if run is None or stage not in run.eval_batches(self._asked_stages):
             if self._run is None and trainer.is_global_zero:

@@ -26,7 +26,7 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.patterns import as_patterns
 from det_callbacks.replay import TENSOR_BUDGET_MIB, check_budget, replay_patterns
 from det_callbacks.settings import DeterminismSettings
-from det_callbacks.trace.selection import PHASES, Selection, as_names
+from det_callbacks.trace.selection import Selection
 from det_callbacks.verdict import Verdict
 
 
@@ -39,26 +39,26 @@ class CallbackOptions(EvalHooks, AlertCallback):
         *,
         mode: Literal["record", "verify", "audit", "disabled"] = "verify",
         current: str | Path | None = None,
-        modules: Sequence[str] = ("*",),
-        level: Literal["op", "module", "state"] = "op",
-        phases: Sequence[str] = PHASES,
-        every_n_steps: int = 1,
+        level: Literal["op", "module", "state"] | None = None,
+        modules: Sequence[str] | None = None,
+        phases: Sequence[str] | None = None,
+        every_n_steps: int | None = None,
         only_steps: Sequence[int] | None = None,
-        compiled: Literal["run", "eager"] = "run",
+        compiled: Literal["run", "eager"] | None = None,
         steps: Literal["all", "common"] = "all",
-        settings: DeterminismSettings | Mapping[str, Any] | None = None,
         on_divergence: Literal["raise", "collect", "warn"] = "raise",
-        audit_replicas_every_n_steps: int = 0,
-        overwrite: bool = False,
-        replay: Sequence[str] | str | Path = (),
-        keep_tensors: Sequence[str] = (),
+        settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        replay: Sequence[str] | str | Path | None = None,
+        keep_tensors: Sequence[str] | None = None,
         tensor_budget_mib: float = TENSOR_BUDGET_MIB,
         resume: Literal["exact", "warn", "plain"] = "exact",
+        audit_replicas_every_n_steps: int = 0,
+        overwrite: bool = False,
+        log_metrics: bool = True,
         validation_batches: bool = False,
         sanity_batches: bool = False,
         test_batches: bool = False,
         predict_batches: bool = False,
-        log_metrics: bool = True,
     ) -> None:
         super().__init__()
         check_arguments(
@@ -79,14 +79,17 @@ class CallbackOptions(EvalHooks, AlertCallback):
         self.reference = None if reference is None else Path(reference)
         self.mode = mode
         self.current = None if current is None else Path(current)
-        self.selection = Selection(
-            level=level,
-            modules=as_names("modules", modules),
-            phases=as_names("phases", phases),
-            every_n_steps=every_n_steps,
-            compiled=compiled,
-            only_steps=only_steps,  # type: ignore[arg-type]  # any sequence, which it makes a tuple
-        )
+        selected: dict[str, Any] = {
+            "level": level,
+            "modules": modules,
+            "phases": phases,
+            "every_n_steps": every_n_steps,
+            "only_steps": only_steps,
+            "compiled": compiled,
+        }
+        selected = {name: value for name, value in selected.items() if value is not None}
+        self.selection = Selection(**selected)
+        self.asked = {name: getattr(self.selection, name) for name in selected}
         self.steps = steps
         if settings is not None and not isinstance(settings, DeterminismSettings):
             settings = DeterminismSettings.from_mapping(settings)
@@ -94,10 +97,14 @@ class CallbackOptions(EvalHooks, AlertCallback):
         self.on_divergence = on_divergence
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
         self.overwrite = overwrite
-        self.replay = replay_patterns(replay)
+        self.replay: tuple[str, ...] = ()
+        if replay is not None:
+            self.replay = self.asked["replay"] = replay_patterns(replay)
         if self.replay and mode == "record":
             check_replay(self.selection)
-        self.keep_tensors = as_patterns("keep_tensors", keep_tensors)
+        self.keep_tensors: tuple[str, ...] = ()
+        if keep_tensors is not None:
+            self.keep_tensors = self.asked["keep_tensors"] = as_patterns("keep_tensors", keep_tensors)
         self.tensor_budget_mib = check_budget(tensor_budget_mib)
         if self.keep_tensors and mode == "record":
             check_keep(self.selection)

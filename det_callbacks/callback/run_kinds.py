@@ -1,7 +1,7 @@
 """What a fit is to a callback, by its mode: a recording, a verification or an audit."""
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.recording import Recording
@@ -23,6 +23,7 @@ class RunArguments(Protocol):
     keep_tensors: tuple[str, ...]
     tensor_budget_mib: float
     selection: Selection
+    asked: dict[str, Any]
 
 
 def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Auditing:
@@ -46,7 +47,6 @@ def new_run(arguments: RunArguments, peers: Peers) -> Recording | Verifying | Au
         peers=peers,
         steps=arguments.steps,
         on_divergence=arguments.on_divergence,
-        replay=arguments.replay,
-        keep=arguments.keep_tensors,
+        asked=arguments.asked,
         budget_mib=arguments.tensor_budget_mib,
     )

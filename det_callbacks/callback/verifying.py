@@ -51,8 +51,7 @@ class Verifying:
         current: folder for the verdict and the diverging steps; None is a new one below ``root``.
         steps: "all" or "common".
         on_divergence: "raise", "collect" or "warn".
-        replay: patterns; none are those of the reference.
-        keep: patterns; likewise.
+        asked: what this run was told to select, to replay and to keep: all else is as in the reference.
         budget_mib: what one step may keep.
         peers: the processes that verify together.
 
@@ -71,12 +70,11 @@ class Verifying:
         *,
         steps: str,
         on_divergence: Literal["raise", "collect", "warn"],
-        replay: Sequence[str] = (),
-        keep: Sequence[str] = (),
+        asked: Mapping[str, Any],
         budget_mib: float = TENSOR_BUDGET_MIB,
         peers: Peers = ALONE,
     ) -> None:
-        self._asked = {"replay": tuple(replay), "keep_tensors": tuple(keep)}
+        self._asked = asked
         self._budget_mib = budget_mib
         self.saver = None
         self.saved: SavedStep | None = None
@@ -99,11 +97,10 @@ class Verifying:
         self.say: Callable[[str], None] = print_closing_line
         """Prints a line; whoever trains may know what else is on the terminal."""
 
-    def check_reference(self, selection: Selection, *, root: Callable[[], Path]) -> Selection:
+    def check_reference(self, *, root: Callable[[], Path]) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
 
         Args:
-            selection: what this run asks for.
             root: returns where the folder of the verification goes by default.
 
         Raises:
@@ -112,7 +109,7 @@ class Verifying:
         if self._verification is not None:
             return self._selection
         try:
-            run, selection = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
+            run, selection = self.peers.do(self._open, task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self._current or free_folder(root())
@@ -136,21 +133,8 @@ class Verifying:
             )
         return self._eval_batches
 
-    def _open(self, selection: Selection) -> tuple[Run, Selection]:
-        run, selection = open_reference(self.path, selection, steps=self._steps, peers=self.peers)
-        for name in self._asked:
-            self._patterns_of(run, name)
-        return run, selection
-
-    def _patterns_of(self, run: Run, name: str) -> tuple[str, ...]:
-        """Return the patterns that the reference was recorded with; raise ``SelectionError`` when others were asked."""
-        recorded, asked = tuple(run.manifest.get(name, ())), self._asked[name]
-        if asked and set(asked) != set(recorded):
-            raise SelectionError(
-                f"The reference {run.path} was recorded with {name}={list(recorded)}, and this run asks for "
-                f"{list(asked)}. Leave {name} out to take over the reference's, or record again."
-            )
-        return recorded
+    def _open(self) -> tuple[Run, Selection]:
+        return open_reference(self.path, self._asked, steps=self._steps, peers=self.peers)
 
     def begin_fit(
         self,
@@ -175,8 +159,8 @@ class Verifying:
         self.verdict = None
         if self._verification is None:
             self._selection = selection
-            run, _ = self.peers.do(lambda: self._open(selection), task=f"opening the reference {self.path}")
-            if patterns := self._patterns_of(run, "replay"):
+            run, _ = self.peers.do(self._open, task=f"opening the reference {self.path}")
+            if patterns := run.manifest.get("replay"):
                 self.exchange = OpReplayer(patterns)
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
@@ -192,7 +176,7 @@ class Verifying:
         self._verification.batches.begin(self._segment, stage, is_resumed=is_resumed)
 
     def _begin_keeping(self, verification: Verification) -> None:
-        if patterns := self._patterns_of(verification.reference, "keep_tensors"):
+        if patterns := verification.reference.manifest.get("keep_tensors"):
             self.keeper = Keeper(
                 patterns,
                 stream_path(verification.current, verification.rank, 0, 0),

@@ -1,7 +1,10 @@
 """Opening the reference of a verification: it has to be one that this run can be compared with."""
 
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NotComparableError, ReferenceFormatError, SelectionError
@@ -12,7 +15,7 @@ from det_callbacks.trace.store import Run
 
 def open_reference(
     path: Path,
-    selection: Selection,
+    asked: Mapping[str, Any] = MappingProxyType({}),
     *,
     steps: str,
     peers: Peers = ALONE,
@@ -22,7 +25,8 @@ def open_reference(
 
     Args:
         path: folder of the reference.
-        selection: what this run asks for; what is at its default is taken over from the reference.
+        asked: the fields of a Selection, ``replay`` and ``keep_tensors``, as far as this run asks for them; all else is
+            taken over from the reference.
         steps: "all" or "common"; "all" demands a complete reference.
         peers: the processes that verify together; of the reference, only what this one compares with is opened.
         alternative: what else the message about an incomplete one advises.
@@ -51,10 +55,13 @@ def open_reference(
         recorded = Selection.from_dict(run.manifest.get("selection", {}))
     except SelectionError as error:
         raise ReferenceFormatError(f"{path / 'run.json'}: {error} Record the run again.", str(path)) from error
-    if not _may_take_over(selection, recorded):
+    patterns = {name: tuple(run.manifest.get(name, ())) for name in ("replay", "keep_tensors")}
+    known = {**asdict(recorded), **patterns}
+    others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
+    if others:
         raise SelectionError(
-            f"The reference {path} was recorded with {_shown(recorded)}, and this run asks for {_shown(selection)}. "
-            "Leave these arguments out to take over the reference's, or record again."
+            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks for "
+            f"{_shown(asked, others)}. Leave that out to take over the reference's, or record again."
         )
     return run, recorded
 
@@ -70,12 +77,11 @@ def _other_world_size(run: Run, world_size: int) -> NotComparableError:
     return NotComparableError(verdict.explanation, verdict)
 
 
-def _may_take_over(asked: Selection, recorded: Selection) -> bool:
-    """Return whether each value that is asked for is the reference's, or the default, which is as good as none."""
-    default = Selection()
-    names = [field.name for field in fields(Selection)]
-    return all(getattr(asked, name) in (getattr(default, name), getattr(recorded, name)) for name in names)
+def _unordered(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, tuple) else value
 
 
-def _shown(selection: Selection) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in selection.to_dict().items())
+def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return arguments as they would be written."""
+    shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -204,7 +204,7 @@ class ObserverContext:
 
     def _open_reference(self) -> Run:
         assert self.reference is not None
-        run, _ = open_reference(self.reference, Selection(), steps="all", alternative="")
+        run, _ = open_reference(self.reference, steps="all", alternative="")
         if run.manifest.get("recorded_by") != _RECORDED_BY:
             raise ReferenceFormatError(
                 f"{self.reference} was not recorded by an ObserverContext but by a Trainer's DeterminismCallback, "

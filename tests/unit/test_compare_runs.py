@@ -215,7 +215,7 @@ def test_a_run_that_does_not_say_its_selection_is_refused(tmp_path, reference):
 def test_one_process_verifies_no_run_of_several(tmp_path):
     path = record(tmp_path / "run", steps_of(range(3)), others=(steps_of(range(3)),))
     with pytest.raises(NotComparableError, match="ran on 2 processes and this run has 1") as caught:
-        open_reference(path, Selection(), steps="all")
+        open_reference(path, steps="all")
     assert caught.value.exit_code == 3
     assert caught.value.verdict.verdict == "not_comparable"
 
