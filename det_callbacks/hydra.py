@@ -6,6 +6,7 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 
 import atexit
 import hashlib
+import inspect
 import os
 import tempfile
 import traceback
@@ -27,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
+from det_callbacks.callback.arguments import refuse_unknown
 from det_callbacks.command_line import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
 from det_callbacks.report import end_process, print_error
@@ -36,6 +38,8 @@ CURRENT_FOLDER = "determinism"
 
 _config_sha256: ContextVar[str | None] = ContextVar("det_callbacks_config_sha256", default=None)
 """Digest of the running job's configuration; set before the task function and taken back after it."""
+
+_ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
 _LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
 
@@ -114,6 +118,7 @@ class DeterminismJobCallback(Callback):
                 _fail(job_return, unfinished)
 
     def _open(self, config: DictConfig) -> None:
+        refuse_unknown(str(name) for name in config.determinism if name not in _ARGUMENTS)
         if OmegaConf.is_missing(config.determinism, "reference"):
             raise SettingsError(
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "

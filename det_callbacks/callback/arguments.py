@@ -1,6 +1,6 @@
 """The callback's arguments: what is allowed, and the message for everything else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,28 @@ STAGE_ARGUMENTS = {
     "prediction": "predict_batches",
 }
 """The argument that has the batches of a stage recorded."""
+
+_IN_PLACE_OF = {
+    "audit": "an audit runs ops again, never whole steps",
+    "audit_runs": "an op that differs is run a third time",
+    "audit_steps": "only_steps chooses the steps of an audit",
+    "generators": "those of loaders, samplers and data sets are found",
+    "keep_batch_values": "the indices that samplers drew are kept without being asked for",
+    "keep_budget_mib": "tensor_budget_mib is what one step may keep",
+    "replay_budget_mib": "tensor_budget_mib is what one step may save",
+    "replay_total_mib": "tensor_budget_mib is what one step may save",
+    "require_digests": "a checkpoint without digests beside it is loaded, with a line",
+    "sync_every_n_steps": "processes ask each other every 10 steps",
+    "watch_callbacks": "a verdict names the hooks that ran while a generator was drawn from",
+}
+"""What there is instead of an argument that is gone."""
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Raise ``SelectionError`` that names the first argument, if there is one, and what there is in its place."""
+    for name in names:
+        instead = f" any more: {_IN_PLACE_OF[name]}. Leave it out" if name in _IN_PLACE_OF else ""
+        raise SelectionError(f"DeterminismCallback has no argument {name}{instead}.")
 
 
 def check_arguments(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.alerts import AlertCallback
@@ -12,6 +12,7 @@ from det_callbacks.callback.arguments import (
     check_keep,
     check_replay,
     check_unused_in_audit,
+    refuse_unknown,
 )
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
@@ -59,8 +60,10 @@ class CallbackOptions(EvalHooks, AlertCallback):
         sanity_batches: bool = False,
         test_batches: bool = False,
         predict_batches: bool = False,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        refuse_unknown(unknown)
         check_arguments(
             reference=reference,
             mode=mode,

@@ -15,7 +15,11 @@ from det_callbacks.settings import DeterminismSettings
 
 CONF = Path(conf.__file__).parent
 PRESETS = ("record", "verify", "audit", "replicas", "disabled")
-PARAMETERS = inspect.signature(DeterminismCallback).parameters
+PARAMETERS = {
+    name: parameter
+    for name, parameter in inspect.signature(DeterminismCallback).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD  # takes what there is not, to refuse it
+}
 
 
 def load(name: str) -> DictConfig:

@@ -69,3 +69,6 @@ def test_lightning_cli_builds_it_from_arguments(tmp_path: Path) -> None:
     wrong = run("--trainer.callbacks.mode=on")
     assert wrong.returncode == 2
     assert "mode" in wrong.stderr
+    gone = run("--trainer.callbacks.sync_every_n_steps=2")
+    assert gone.returncode == 2
+    assert "sync_every_n_steps" in gone.stderr

@@ -106,6 +106,12 @@ def reference(recorded: Path, tmp_path: Path) -> Path:
         ({"reference": None}, "reference must be the path of a folder; got None."),
         ({"current": ""}, "current must be the path of a folder, or None; got ''."),
         ({"current": 3}, "current must be the path of a folder, or None; got 3."),
+        ({"sync_every_n_steps": 2}, "no argument sync_every_n_steps any more: processes ask each other every 10 steps"),
+        (
+            {"audit_steps": [3]},
+            "no argument audit_steps any more: only_steps chooses the steps of an audit",
+        ),
+        ({"levle": "op"}, "DeterminismCallback has no argument levle."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
         ({"test_batches": 1}, "test_batches must be True or False; got 1."),
         ({"mode": "audit", "validation_batches": True}, "leave validation_batches at its default. Got True"),
