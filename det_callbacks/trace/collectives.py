@@ -94,6 +94,8 @@ class Collectives:
             self.num_digested += 1
             self._waited(next(iter(given.values())))
             return out
+        if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
+            recorder.late.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             recorder.passing.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)

@@ -1,15 +1,13 @@
 """Sites whose digests a device computes: asked for in the step, known at its end.
 
 A tensor's memory must not change between the op that wrote it and the launch that reads it, so whoever is about to
-write, or lets something unseen write, says so first. What gets at memory past every mode is watched until the step
-ends.
+write, or lets something unseen write, says so first. Nobody tells of a raw kernel that is given an address, nor of
+memory that Python frees. FSDP does the latter, with what it has gathered: once a collective has gathered anything, only
+what an op returned anew waits.
 """
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from threading import get_ident
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,41 +25,24 @@ from det_callbacks.digest import (
 )
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.memory_watch import unwatch, watch
 from det_callbacks.trace.names import address_of
 
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class LateSites:
     """The sites of one step after the other that get their digests late, each with 0 in its place until then.
 
-    Args:
-        on_access: called with a storage that is freed or handed out past every mode.
-        is_aside: whether what runs belongs to a CUDA graph in the making, beside which nothing may be done.
-        lock: held while memory is told of, see ``Passing``.
-
     Attributes:
         is_used: whether any device has computed a digest so far; until then nothing has to be said before a write.
-        is_watching: whether it is told of memory that is handed out or freed.
+        is_freed_unseen: whether memory may be freed that no op allocated.
         bits: position of a site -> what it will be.
     """
 
-    def __init__(
-        self,
-        on_access: Callable[[torch.UntypedStorage], None],
-        is_aside: Callable[[], bool],
-        lock: AbstractContextManager[Any],
-    ) -> None:
-        self._lock = lock
-        self._on_access = on_access
-        self._is_aside = is_aside
+    def __init__(self) -> None:
         self.is_used = False
-        self.is_watching = False
-        self._is_in_op = False
+        self.is_freed_unseen = False
         self._sees_writes = False
-        self._thread = get_ident()
         self.bits: dict[int, Bits] = {}
         self._digests = LateDigests()
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
@@ -117,7 +98,7 @@ class LateSites:
 
     def tensor_bits(self, tensor: Tensor) -> Bits:
         """Return the digest of a tensor as it is now, in row-major order."""
-        self._note_use()
+        self.is_used = True
         bits = tensor_bits(tensor, self._digests)
         self.end_group()
         return bits
@@ -130,17 +111,17 @@ class LateSites:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy on the host that may be read once the step has ended."""
-        self._note_use()
+        self.is_used = True
         return self._digests.fetch(tensor)
 
     def send(self, values: Tensor, target: Tensor) -> None:
         """Write the elements of a host tensor into one of a device; say ``before_write`` of it first."""
-        self._note_use()
+        self.is_used = True
         self._digests.send(values, target)
 
     def ask(self, parts: Sequence[Bits], then: Callable[[list[int]], None]) -> None:
         """Have a function called with digests when they are known, if the step comes to its end."""
-        self._note_use()
+        self.is_used = True
         self._asked.append((parts, then))
 
     def derive(self, position: int, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> int:
@@ -163,28 +144,6 @@ class LateSites:
             for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
                 self._digests.before_write(part.untyped_storage())
 
-    def before_access(self, storage: torch.UntypedStorage) -> None:
-        """Have the device read what waits, if any of it lies in memory that is freed or handed out past every mode."""
-        if self._is_aside():
-            return
-        with self._lock:
-            if get_ident() == self._thread or _graph_task_id() != -1:  # no other thread runs ops of the step
-                self._digests.before_write(storage)
-            if not self._is_in_op:
-                self._on_access(storage)
-
-    def knows_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an op of which the schema says what it writes, though it hands memory to kernels itself."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outer, self._is_in_op = self._is_in_op, True
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._is_in_op = outer
-
-        return run
-
     def before_any_write(self) -> None:
         """Have the device read all that waits, and come to what is enqueued next, on any stream, after that."""
         if self.is_used:
@@ -195,6 +154,11 @@ class LateSites:
         if self.is_used:
             for tensor in tensors:
                 self._digests.unhold(tensor.untyped_storage())
+
+    def end_read(self) -> None:
+        """Note that a tensor was read, or written, which the running op did not make."""
+        if self.is_freed_unseen:
+            self.flush()
 
     def flush(self) -> None:
         """Have the device read all that waits: something may write that says nothing."""
@@ -216,39 +180,27 @@ class LateSites:
         for parts, then in self._asked:
             then([value_of(part, known) for part in parts])
         settled = frozenset(self.bits)
-        self._forget()  # and goes on watching: the step may be under way still (``trace_so_far``)
+        self._forget()
         return settled
 
     def begin(self) -> None:
-        """Start a step, in the thread that runs it."""
+        """Start a step."""
         self.discard()
-        self._sees_writes = self._is_in_op = False
-        self._thread = get_ident()
+        self._sees_writes = False
 
     def discard(self) -> None:
         """Drop what waits, at the end of a step."""
         if self.is_used:
             self._digests.discard()
-        self._end()
+        self._forget()
 
     def later(self, position: int, bits: Bits) -> int:
         """Return bits that are known; note others for a site, and return 0."""
         if not isinstance(bits, LateBits):
             return bits
         self.bits[position] = bits
-        self._note_use()
+        self.is_used = True
         return 0
-
-    def _note_use(self) -> None:
-        if not self.is_watching:
-            self.is_used = self.is_watching = True
-            watch(self)
-
-    def _end(self) -> None:
-        self._forget()
-        if self.is_watching:
-            unwatch(self)
-            self.is_watching = False  # after it: where Ctrl-C ends that, it is done again
 
     def _forget(self) -> None:
         self.bits.clear()

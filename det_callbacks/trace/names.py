@@ -9,7 +9,7 @@ from torch import Tensor
 from det_callbacks.trace.components import has_parts, holds_data
 
 address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
-"""``data_ptr``, past whoever watches who asks for it (``det_callbacks.trace.memory_watch``)."""
+"""``data_ptr`` without the lookup of a subclass's method."""
 
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
 

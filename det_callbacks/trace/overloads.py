@@ -124,21 +124,6 @@ _COLLECTIVE_NAMESPACES = frozenset(
 )
 
 
-PYTHON_KERNELS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "bmm",
-        "_foreach_mm",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "scatter_add",
-        "scatter_add_",
-        "topk",
-    )
-)
-"""Ops of which torch has kernels in Python, which ask tensors for their addresses (``torch/_native/ops``, 2.13)."""
-
-
 class OpKind(Enum):
     """What the tracer does with an op."""
 

@@ -85,7 +85,7 @@ class Passing:
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
             if out.__class__ is Tensor and out.layout is _STRIDED:
-                self._recorder.ledger.born(out)
+                self._recorder.ledger.born(out, is_empty=True)
         elif plan.kind is OpKind.OPAQUE:
             self.opaque.add(plan.name)
             self._recorder.backward.note_unseen()

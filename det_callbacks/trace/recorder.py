@@ -29,7 +29,7 @@ from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
 from det_callbacks.trace.names import NameTable, address_of
 from det_callbacks.trace.nodes import ENGINE, BackwardMap
-from det_callbacks.trace.overloads import PYTHON_KERNELS, OpKind, OpPlan, make_plan
+from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.selection import PHASES, Selection
@@ -82,7 +82,7 @@ class Recorder:
         self.passing = Passing(self)
         self.compiled = CompiledRegions(self)
         self.witness = Witness(self)
-        self.late = LateSites(self.witness.note_access, self.passing.graphs.is_capturing, self.passing.lock)
+        self.late = LateSites()
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self.at = self.tree.root
@@ -117,7 +117,6 @@ class Recorder:
         self._expected = expected
         self.tree.expected = () if expected is None else expected.programs
         self.passing.clear()
-        self.witness.begin()
         self.compiled.begin()
         self._num_digested = 0
 
@@ -303,6 +302,8 @@ class Recorder:
                 indices.append(slot.index)
             else:
                 append_special(self, output, is_fresh=is_functional)
+        if not is_functional:
+            self.late.end_read()
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
@@ -314,6 +315,7 @@ class Recorder:
         slot = self.layouts.of(tensor)
         self.digests.append(self.late.digest(len(self.digests), tensor, slot))
         self.layout_indices.append(slot.index)
+        self.late.end_read()
         return slot
 
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
@@ -392,8 +394,6 @@ class Recorder:
         plan = make_plan(func)
         if self.alerts is not None and self.alerts.may_warn(plan.base):
             plan = replace(plan, call=self.alerts.trap(plan.call))
-        if not plan.base.startswith("aten.") or plan.base in PYTHON_KERNELS:
-            plan = replace(plan, call=self.late.knows_of(plan.call))
         if plan.whole is not None:
             plan = replace(plan, whole=replace(plan.whole, call=plan.call))
         self._plans[id(func)] = plan

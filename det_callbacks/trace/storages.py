@@ -73,11 +73,13 @@ class PartialWrites:
     Attributes:
         is_born: the storage was made in this step by an op that leaves memory uninitialised, so bytes nobody wrote
             hold nothing worth recording.
+        is_empty: it was made by an op that only allocates.
         writes: (region, position of the site, ``UNKNOWN`` or less), in the order in which they happened; without what a
             later one without holes replaced.
     """
 
     is_born: bool
+    is_empty: bool = False
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
@@ -165,9 +167,9 @@ class StorageLedger:
         else:
             self._partial(address, known, storage.nbytes()).add(region, position)
 
-    def born(self, tensor: Tensor) -> None:
-        """Note a tensor whose memory is uninitialised."""
-        self.writers[self.pin(tensor)] = PartialWrites(is_born=True)
+    def born(self, tensor: Tensor, *, is_empty: bool = False) -> None:
+        """Note a tensor whose memory is uninitialised, or as good as that: a workspace that its op has filled."""
+        self.writers[self.pin(tensor)] = PartialWrites(is_born=True, is_empty=is_empty)
 
     def forget(self, tensor: Tensor) -> None:
         """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""

@@ -7,7 +7,6 @@ Where digests are known at the step's end only, so is what differs: then what is
 """
 
 from collections.abc import Set
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,27 +33,6 @@ class Witness:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self._handed_out: dict[int, int] = {}
-        """Site -> the last one before the memory that it wrote was handed out."""
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._handed_out.clear()
-
-    def note_access(self, storage: torch.UntypedStorage) -> None:
-        """Note that memory was handed out past every mode: what is recorded there may be written from now on.
-
-        Not by a compiled region, whose rows say what it wrote: inductor looks at the alignment of what it is given.
-        """
-        if get_ident() in self._recorder.compiled.inside:
-            return
-        known = self._recorder.ledger.writers.get(storage._cdata)
-        if isinstance(known, PartialWrites):
-            # what nobody had written may have been by now: its first read makes an input site, not its reader an origin
-            known.is_born = False
-        writers = [known] if isinstance(known, int) else [at for _, at in known.writes] if known is not None else []
-        for writer in writers:
-            self._handed_out.setdefault(writer, self._recorder.num_sites - 1)
 
     def has_changed(self, tensors: list[Tensor]) -> bool:
         """Return whether one of them is not what the recorded site that wrote it had left."""
@@ -95,15 +73,18 @@ class Witness:
             if was_changed or self.has_changed(_tensors_read(plan, args, kwargs)):
                 expected.unseen_writes.update(positions)
         elif waiting:
-            on_host = [tensor for tensor in _tensors_read(plan, args, kwargs) if tensor.is_cpu]
-            if any(self._is_changed(tensor) for tensor in on_host if not self._is_read_first(tensor, mark)):
-                expected.unseen_writes.update(waiting)
+            for tensor in _tensors_read(plan, args, kwargs):
+                if (
+                    (not self._is_read_first(tensor, mark) and self._is_changed(tensor))
+                    if tensor.is_cpu
+                    else self._is_unwritten(tensor)
+                ):
+                    expected.unseen_writes.update(waiting)
 
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
 
-        What they read is looked at where it is alive still, and no recorded site has written it since. Where it is not,
-        it counts as changed when its memory had been handed out (``det_callbacks.trace.memory_watch``).
+        What they read is looked at where it is alive still, and no recorded site has written it since.
 
         Args:
             expected: the reference's digests; the finding is noted in it.
@@ -114,14 +95,11 @@ class Witness:
         differing = [at for at in sorted(late) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
-        same, changed = self._alive({writer for at in differing for writer in sites[at].inputs})
-        for at in differing:
-            handed_out = {writer for writer in sites[at].inputs if self._handed_out.get(writer, at) < at} - same
-            if handed_out or not changed.isdisjoint(sites[at].inputs):
-                expected.unseen_writes.add(at)
+        changed = self._changed({writer for at in differing for writer in sites[at].inputs})
+        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
-    def _alive(self, wanted: Set[int]) -> tuple[set[int], set[int]]:
-        """Return those of some sites whose bytes are still there and the same, and those that have others now."""
+    def _changed(self, wanted: Set[int]) -> set[int]:
+        """Return those of some sites whose bytes are still there and others now."""
         recorder = self._recorder
         queues = LateDigests()
         found: list[tuple[int, Bits]] = []
@@ -136,15 +114,23 @@ class Witness:
                 if bits is not None:
                     found.append((writer, bits))
         known = queues.finish()
-        changed = {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
-        return {writer for writer, _ in found} - changed, changed
+        return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
 
     def _is_read_first(self, tensor: Tensor, mark: int) -> bool:
         """Return whether the call under way, which began at a position, has just made the site of what it reads."""
         known = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
         return isinstance(known, int) and known >= mark
 
+    def _is_unwritten(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is as it was allocated, for all that was recorded: something unseen wrote it."""
+        if has_parts(tensor) or not tensor.numel():
+            return False
+        known = self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        return isinstance(known, PartialWrites) and known.is_empty and not known.writes
+
     def _is_changed(self, tensor: Tensor) -> bool:
+        if self._is_unwritten(tensor):
+            return True
         recorder = self._recorder
         if has_parts(tensor):
             return False

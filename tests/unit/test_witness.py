@@ -33,7 +33,6 @@ def differing_step(body, model: nn.Module | None = None):
     return reference, trace
 
 
-@pytest.mark.usefixtures("_everywhere")
 def test_a_tensor_written_through_numpy_is_an_unseen_write():
     def body(is_written: bool):
         x = torch.ones(4)
@@ -45,7 +44,6 @@ def test_a_tensor_written_through_numpy_is_an_unseen_write():
     assert trace.unseen_writes == {position_of(trace, "sum.default")}
 
 
-@pytest.mark.usefixtures("_everywhere")
 def test_a_part_written_through_numpy_is_an_unseen_write():
     def body(is_written: bool):
         x = torch.empty(2, 4)
@@ -59,7 +57,6 @@ def test_a_part_written_through_numpy_is_an_unseen_write():
     assert trace.unseen_writes == {position_of(trace, "sum.default")}
 
 
-@pytest.mark.usefixtures("_everywhere")
 def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
     outside = torch.ones(4)
 
