@@ -1,5 +1,6 @@
 """What is seen of a compiled region: its ends, and what runs inside."""
 
+import ctypes
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -319,7 +320,7 @@ def test_memory_that_a_region_uses_again_was_digested_before() -> None:
     def compiler(graph: Any, inputs: Any) -> Any:
         def run(*args: Any) -> Any:
             inner = args[0].exp()
-            inner.untyped_storage().fill_(0)  # no dispatch, as in a kernel of inductor's
+            ctypes.memset(inner.data_ptr(), 0, inner.nbytes)  # no dispatch, as in a kernel of inductor's
             return (inner,)
 
         return make_boxed_func(run)
