@@ -135,13 +135,13 @@ class Divergence:
     Attributes:
         rank: process that saw it.
         step: training batch, counted from 0 over the whole run.
-        phase: forward, backward, gradient, optimizer, input, state, data, rng or other.
+        phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
         op: ``namespace.op.overload``; "" for sites that are no op (a batch, a parameter, a generator).
         occurrence: how many sites of the same phase, module, op and output came before it in the step.
         output: which output of the op, from 0.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in the batch
-            ("batch[0]"), generator or observation; None for an ordinary activation.
+            ("batch[0]"), generator, metric or observation; None for an ordinary activation.
         kind: content (other bits), argument (another scalar or option), structure (another shape, dtype or layout),
             missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
@@ -215,7 +215,7 @@ class Coverage:
         opaque_regions: names of regions of which only the boundary was seen.
         replayed: op (or name of an observation) whose saved bits were put back -> tensors ("count"), those of them
             whose live bits differed ("differing"), and "mib_per_step".
-        batches: stage ("validation", "sanity check", "test", "prediction") -> number of its batches that were compared.
+        metrics: how many values that the module logged were compared.
         digested_on: device besides the host ("cuda") -> how the current run computes digests there.
     """
 
@@ -226,7 +226,7 @@ class Coverage:
     ops_skipped: Mapping[str, int] = field(default_factory=dict)
     opaque_regions: tuple[str, ...] = ()
     replayed: Mapping[str, Any] = field(default_factory=dict)
-    batches: Mapping[str, int] = field(default_factory=dict)
+    metrics: int = 0
     digested_on: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -298,7 +298,6 @@ class Verdict:
                 "ops_skipped": dict(self.coverage.ops_skipped),
                 "opaque_regions": list(self.coverage.opaque_regions),
                 "replayed": dict(self.coverage.replayed),
-                "batches": dict(self.coverage.batches),
                 "digested_on": dict(self.coverage.digested_on),
             },
             "environment": {

@@ -12,13 +12,6 @@ MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")
 ON_DIVERGENCE = ("raise", "collect", "warn")
 RESUMES = ("exact", "warn", "plain")
-STAGE_ARGUMENTS = {
-    "sanity check": "sanity_batches",
-    "validation": "validation_batches",
-    "test": "test_batches",
-    "prediction": "predict_batches",
-}
-"""The argument that has the batches of a stage recorded."""
 
 _IN_PLACE_OF = {
     "audit": "an audit runs ops again, never whole steps",
@@ -31,6 +24,10 @@ _IN_PLACE_OF = {
     "replay_total_mib": "tensor_budget_mib is what one step may save",
     "require_digests": "a checkpoint without digests beside it is loaded, with a line",
     "sync_every_n_steps": "processes ask each other every 10 steps",
+    **dict.fromkeys(
+        ("validation_batches", "sanity_batches", "test_batches", "predict_batches"),
+        "what the module logs in validation and test is compared without being asked for",
+    ),
     "watch_callbacks": "a verdict names the hooks that ran while a generator was drawn from",
 }
 """What there is instead of an argument that is gone."""
@@ -53,10 +50,6 @@ def check_arguments(
     audit_replicas_every_n_steps: object,
     overwrite: object,
     resume: object,
-    validation_batches: object,
-    sanity_batches: object,
-    test_batches: object,
-    predict_batches: object,
     log_metrics: object,
 ) -> None:
     """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
@@ -75,16 +68,8 @@ def check_arguments(
         )
     if not isinstance(overwrite, bool):
         raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
-    flags = {
-        "validation_batches": validation_batches,
-        "sanity_batches": sanity_batches,
-        "test_batches": test_batches,
-        "predict_batches": predict_batches,
-        "log_metrics": log_metrics,
-    }
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise SelectionError(f"{name} must be True or False; got {value!r}.")
+    if not isinstance(log_metrics, bool):
+        raise SelectionError(f"log_metrics must be True or False; got {log_metrics!r}.")
 
 
 def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None:
@@ -129,16 +114,6 @@ def check_processes(mode: str, world_size: int) -> None:
             f"An audit runs ops again in one process, and this Trainer starts {world_size}: the others would "
             "wait in their collectives. Audit with devices=1."
         )
-
-
-def check_unused_in_audit(**arguments: object) -> None:
-    """Raise ``SelectionError`` that names the first argument an audit would not obey: it records no batches."""
-    for name, value in arguments.items():
-        if value:
-            raise SelectionError(
-                f"An audit compares ops with themselves and records nothing of batches and generators; leave "
-                f"{name} at its default. Got {value!r}."
-            )
 
 
 def check_alone(callbacks: Sequence[Any]) -> None:

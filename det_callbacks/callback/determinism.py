@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import STAGE_ARGUMENTS, check_alone, check_processes
+from det_callbacks.callback.arguments import check_alone, check_processes
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.bars import say_beside
 from det_callbacks.callback.checkpointing import Checkpointing
-from det_callbacks.callback.eval_batches import STAGES_OF_TRAINER
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
+from det_callbacks.callback.logged import CALLS
 from det_callbacks.callback.loops import after_loading, root_folder
 from det_callbacks.callback.manifest import manifest_of
 from det_callbacks.callback.metrics import timed
@@ -28,9 +28,8 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.replay import require_room
-from det_callbacks.report import left_out_line, no_batches_text
+from det_callbacks.report import no_metrics_text, no_prediction_line
 from det_callbacks.trace.compiled import WATCHERS
-from det_callbacks.trace.eval_batches import FIT
 
 
 class DeterminismCallback(CallbackOptions):
@@ -52,7 +51,8 @@ class DeterminismCallback(CallbackOptions):
             the Trainer's log directory; audit: for ``audit.json`` and ``replay.yaml``, ``determinism/audit-NNN``.
         level: "op" digests every op output of the chosen modules, "module" their outputs and output gradients,
             "state" only batch, loss, gradients, parameters, buffers and optimizer state. Each holds the ones below.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
+        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included. What
+            the module logs is compared as well, but for metrics that a pattern such as "!metric/epoch_time" leaves out.
         phases: among "forward", "backward" and "optimizer".
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number (those that a verdict asks for), instead of every n-th. The
@@ -79,15 +79,11 @@ class DeterminismCallback(CallbackOptions):
         overwrite: record: replace a run that is there.
         log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
             and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
-        validation_batches: record the batches of validations, too, of ``trainer.validate`` as well as in a fit, and
-            compare them. In verify mode taken from the reference, as are the three after it.
-        sanity_batches: likewise, of the sanity check before a fit.
-        test_batches: likewise, of ``trainer.test``, which is a part of the run by itself.
-        predict_batches: likewise, of ``trainer.predict``.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that disagrees with its run; None before the
-            end of a fit, in other cases, and while the reference holds more fits than have run and nothing differs.
+            end of a fit, in other cases, and while the reference holds more fits (or tests) than have run and nothing
+            differs.
         replica_report: the ReplicaReport of the last audit of the replicas; None before the first.
         audit_report: the AuditReport of an audit; None before the end of a fit and in other modes.
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
@@ -123,10 +119,11 @@ class DeterminismCallback(CallbackOptions):
         if self._checkpointing is None:
             self._checkpointing = Checkpointing(resume=self.resume, peers=self._together)
         self._checkpointing.begin_stage(trainer)
-        self._stage = None
+        self._call = None
         WATCHERS.follow(self)  # now: a validation may compile the model before a step is traced
         if stage != TrainerFn.FITTING:
-            self._set_up_stage(trainer, pl_module, STAGES_OF_TRAINER[TrainerFn(stage)])
+            if self.mode != "audit":
+                self._set_up_call(trainer, pl_module, CALLS.get(TrainerFn(stage)))
             self._begin_alerts(self.settings, pl_module)
             return
         self._together.begin(trainer)
@@ -136,37 +133,31 @@ class DeterminismCallback(CallbackOptions):
         if isinstance(run, Verifying):
             self.selection = run.check_reference(root=lambda: root_folder(trainer))
 
-    def _set_up_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Make ready for a test or the like, where its batches are asked for; where they are not, say so once."""
-        if self.mode == "audit":
+    def _set_up_call(self, trainer: pl.Trainer, pl_module: pl.LightningModule, call: str | None) -> None:
+        """Make ready for the metrics of a test or a validation outside of a fit; a prediction has none."""
+        if call is None:
+            if self._run is None and trainer.is_global_zero:
+                say_beside(trainer, no_prediction_line(self.reference))
             return
-        run = self._run
-        if self.mode == "verify" or stage in self._asked_stages:
-            self._together.begin(trainer)
-            run = run or new_run(self, self._together)
+        self._together.begin(trainer)
+        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
+        run = self._run = self._run or new_run(self, self._together)
         if isinstance(run, Verifying):
             self.selection = run.check_reference(root=lambda: root_folder(trainer))
-        assert not isinstance(run, Auditing), "an audit has no parts"
-        if run is None or stage not in run.eval_batches(self._asked_stages):
-            if self._run is None and trainer.is_global_zero:
-                say_beside(trainer, left_out_line(stage, STAGE_ARGUMENTS[stage], reference=self.reference))
-            return
-        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
-        self._run, self._stage = run, stage
+        self._call = call
 
     @override
-    def _begin_stage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stage is not None and not self._is_fitting:
-            self._begin_part(trainer, pl_module, is_resumed=False, stage=self._stage)
+    def _begin_call(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._call is not None and not self._is_fitting:
+            self._begin_part(trainer, pl_module, is_resumed=False, call=self._call)
 
     def _begin_part(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_resumed: bool, stage: str = FIT
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_resumed: bool, call: str | None = None
     ) -> Mapping[str, Any]:
-        """Open the run for a fit, or for what ``stage`` says; return what run.json says of it."""
+        """Open the run for a fit, or for what ``call`` says; return what run.json says of it."""
         run = self._run
         assert isinstance(run, Recording | Verifying), "an audit has no parts"
         run.say = partial(say_beside, trainer)
-        self._stages = run.eval_batches(self._asked_stages)
         manifest = manifest_of(
             trainer,
             pl_module,
@@ -175,15 +166,15 @@ class DeterminismCallback(CallbackOptions):
             choices=self.choices,
             replay=self.replay,
             keep=self.keep_tensors,
-            eval_batches=self._stages,
         )
-        self._together.check_start(trainer, pl_module, manifest, with_weights=stage == FIT)
+        self._together.check_start(trainer, pl_module, manifest, with_weights=call is None)
         self.verdict = None
         if isinstance(run, Recording):
-            run.begin_fit(manifest, self.selection, is_resumed=is_resumed, stage=stage)
+            run.begin_fit(manifest, self.selection, is_resumed=is_resumed, call=call)
         else:
-            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed, stage=stage)
+            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed, call=call)
         self._is_fitting = True
+        self._begin_logged(is_resumed=is_resumed)
         return manifest
 
     def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -237,6 +228,9 @@ class DeterminismCallback(CallbackOptions):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._logs_in_fit:
+            self._stop_together(differs=self._read_epoch(trainer))
+            self._is_whole_epoch = True
         self._mark("epoch start")
         if self._checkpointing is not None:
             self._checkpointing.resuming.restoring.begin_epoch()
@@ -252,6 +246,7 @@ class DeterminismCallback(CallbackOptions):
             return
         self._close_step()  # one that a module ended by returning -1
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._note_first_step(trainer)
         if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
             self._open_watch()
         if isinstance(self._run, Auditing):
@@ -298,6 +293,7 @@ class DeterminismCallback(CallbackOptions):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
         self._mark("epoch end")
+        self._ended_epoch = trainer.current_epoch
         if self._checkpointing is not None:
             self._checkpointing.resuming.end_epoch()
 
@@ -315,6 +311,8 @@ class DeterminismCallback(CallbackOptions):
         error = self._replicas.end()
         if error is not None and isinstance(self._run, Recording):
             raise error  # before the run is complete: it is no reference
+        if self._logs_in_fit:
+            self._read_epoch(trainer)
         self._end_fit(is_resumed=trainer.ckpt_path is not None)
         if error is not None:
             raise error
@@ -342,7 +340,7 @@ class DeterminismCallback(CallbackOptions):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
-        was_fitting, self._stage = self._is_fitting, None
+        was_fitting, self._call = self._is_fitting, None
         self._close_trace()
         self._metrics.close()
         self._end_alerts()
@@ -358,14 +356,14 @@ class DeterminismCallback(CallbackOptions):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # only a fit that has nothing to train comes here without on_train_end
-        self._end_fit(is_resumed=self._stage is None and trainer.ckpt_path is not None)
+        self._end_fit(is_resumed=self._call is None and trainer.ckpt_path is not None)
         self._end_alerts()
         WATCHERS.unfollow(self)
         self._replicas.close()
         self._together.end()
-        is_empty, self._stage = self._stage is not None, None
-        if is_empty:
-            raise NothingComparedError(no_batches_text(STAGES_OF_TRAINER[TrainerFn(stage)], reference=self.reference))
+        left, self._call = self._call, None
+        if left is not None:  # it had no batch
+            raise NothingComparedError(no_metrics_text(left, reference=self.reference))
 
     def _close_trace(self) -> None:
         if self._is_fitting:

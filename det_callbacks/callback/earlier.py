@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import RankError, SelectionError
-from det_callbacks.trace.eval_batches import recorded_stages
 from det_callbacks.trace.peers import Peers
 from det_callbacks.trace.store import Run
 
@@ -35,17 +34,10 @@ def open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
         rank: of this process.
 
     Raises:
-        SelectionError: it was recorded with other batches, or patterns to replay or to keep.
+        SelectionError: it was recorded with other patterns to replay or to keep.
         ReferenceFormatError: it is damaged.
     """
     earlier = Run.open(path, ranks=(rank,))
-    before, now = (set(recorded_stages(one)) for one in (earlier.manifest, manifest))
-    if before != now:
-        raise SelectionError(
-            f"{path} was recorded with the batches of {', '.join(sorted(before)) or 'no stage'}, and this attempt asks "
-            f"for those of {', '.join(sorted(now)) or 'none'}. Nothing was changed. Resume with the same, or record to "
-            "another folder."
-        )
     for name in ("replay", "keep_tensors"):
         recorded, asked = (list(one.get(name, ())) for one in (earlier.manifest, manifest))
         if set(recorded) != set(asked):

@@ -21,7 +21,6 @@ def manifest_of(
     choices: Mapping[str, Any],
     replay: Sequence[str],
     keep: Sequence[str],
-    eval_batches: Sequence[str],
 ) -> dict[str, Any]:
     """Return selection, settings, environment and replay patterns of a fit.
 
@@ -33,7 +32,6 @@ def manifest_of(
         choices: further ones.
         replay: patterns of ops whose outputs are saved or put back.
         keep: patterns of ops whose tensors are kept.
-        eval_batches: the stages whose batches are recorded.
     """
     all_choices = {
         **trainer_choices(trainer, pl_module),
@@ -47,5 +45,4 @@ def manifest_of(
         "environment": capture_environment(choices=all_choices).to_dict(),
         "replay": list(replay),
         "keep_tensors": list(keep),
-        "eval_batches": list(eval_batches),
     }

@@ -11,12 +11,11 @@ from det_callbacks.callback.arguments import (
     check_audit,
     check_keep,
     check_replay,
-    check_unused_in_audit,
     refuse_unknown,
 )
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
-from det_callbacks.callback.eval_batches import EvalHooks
+from det_callbacks.callback.logged import LoggedHooks
 from det_callbacks.callback.metrics import Metrics
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replicas import Replicas
@@ -31,7 +30,7 @@ from det_callbacks.trace.selection import Selection
 from det_callbacks.verdict import Verdict
 
 
-class CallbackOptions(EvalHooks, AlertCallback):
+class CallbackOptions(LoggedHooks, AlertCallback):
     """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open."""
 
     def __init__(
@@ -56,10 +55,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
         audit_replicas_every_n_steps: int = 0,
         overwrite: bool = False,
         log_metrics: bool = True,
-        validation_batches: bool = False,
-        sanity_batches: bool = False,
-        test_batches: bool = False,
-        predict_batches: bool = False,
         **unknown: Never,
     ) -> None:
         super().__init__()
@@ -73,10 +68,6 @@ class CallbackOptions(EvalHooks, AlertCallback):
             audit_replicas_every_n_steps=audit_replicas_every_n_steps,
             overwrite=overwrite,
             resume=resume,
-            validation_batches=validation_batches,
-            sanity_batches=sanity_batches,
-            test_batches=test_batches,
-            predict_batches=predict_batches,
             log_metrics=log_metrics,
         )
         self.reference = None if reference is None else Path(reference)
@@ -113,17 +104,7 @@ class CallbackOptions(EvalHooks, AlertCallback):
             check_keep(self.selection)
         if mode == "audit":
             check_audit(self.selection, self.replay, self.keep_tensors)
-            check_unused_in_audit(
-                validation_batches=validation_batches,
-                sanity_batches=sanity_batches,
-                test_batches=test_batches,
-                predict_batches=predict_batches,
-            )
         self.resume = resume
-        self.validation_batches = validation_batches
-        self.sanity_batches = sanity_batches
-        self.test_batches = test_batches
-        self.predict_batches = predict_batches
         self.log_metrics = log_metrics
         self.audit_report: AuditReport | None = None
         self.verdict: Verdict | None = None
@@ -137,7 +118,7 @@ class CallbackOptions(EvalHooks, AlertCallback):
         self._run: Recording | Verifying | Auditing | None = None
         self._step = -1
         self._is_fitting = False
-        self._stage: str | None = None
+        self._call: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""

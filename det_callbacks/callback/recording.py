@@ -1,6 +1,5 @@
 """What a fit is recorded into."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -13,7 +12,6 @@ from det_callbacks.callback.progress import Progress
 from det_callbacks.compare.agreement import Agreement
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.rank_verdicts import verdict_of_ranks
-from det_callbacks.compare.wording import count_batches
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -26,12 +24,14 @@ from det_callbacks.report import (
     count,
     disagreement_text,
     level_words,
+    no_metrics_text,
     nothing_recorded_text,
     print_closing_line,
+    recorded_call_line,
     recorded_line,
 )
-from det_callbacks.trace.eval_batches import FIT, Batch, stage_of
 from det_callbacks.trace.evidence import Row
+from det_callbacks.trace.metrics import Reading
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import Program
 from det_callbacks.trace.selection import Selection
@@ -87,10 +87,12 @@ class Recording:
         self._agreement: Agreement | None = None
         self._tensors: SavedTensors | None = None
         self._selection = Selection()
-        self._num_steps = self._num_sites = self._num_in_stage = 0
+        self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions: set[str] = set()
-        self._num_batches = Counter[str]()
-        self._stage = FIT
+        self._calls: list[str] = []
+        self._call: str | None = None
+        self._num_before_call = 0
+        self._has_fit = False
         self._is_resumed = self._has_diverged = False
         self.chain: int | None = None
         """After the last step that was recorded; None before the first."""
@@ -100,7 +102,7 @@ class Recording:
         """Prints a line; whoever trains may know what else is on the terminal."""
 
     def begin_fit(
-        self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool = False, stage: str = FIT
+        self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool = False, call: str | None = None
     ) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
 
@@ -108,7 +110,7 @@ class Recording:
             manifest: selection, settings and environment of this run.
             selection: what is traced.
             is_resumed: the fit goes on from a checkpoint.
-            stage: what it is instead of a fit: a test, say, whose batches are recorded.
+            call: what it is instead of a fit: "trainer.test", say, of which metrics are recorded.
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
@@ -116,12 +118,16 @@ class Recording:
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
         self._selection = selection
-        self._stage, self._num_in_stage = stage, 0
+        self._call, self._num_before_call = call, self._num_metrics
+        if call is not None:
+            self._writer = self._writer or self._create(manifest)
+            return
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
         self._is_resumed = is_resumed and selection.is_every_step
         if self._writer is not None:
             self._agreement = None
-            self._writer.start_segment(stage)
+            self._calls.clear()
+            (self._writer.start_segment if self._has_fit else self._writer.reopen)()
         elif is_resumed and not self._overwrite and is_there(self.path, self.peers):
             open_run = partial(open_earlier, self.path, manifest, rank=self.peers.rank)
             earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
@@ -130,9 +136,8 @@ class Recording:
             if not self._is_resumed:
                 self._agreement.begin()
         else:
-            self._writer = RunWriter.create(
-                self.path, manifest=manifest, peers=self.peers, stage=stage, overwrite=self._overwrite
-            )
+            self._writer = self._create(manifest)
+        self._has_fit = True
         if self._tensors is not None:
             self._tensors.start_segment(self._writer.stream, self._writer.segment)
             if self.keeper is not None:
@@ -158,6 +163,9 @@ class Recording:
                 segment=self._writer.segment,
             )
 
+    def _create(self, manifest: Mapping[str, Any]) -> RunWriter:
+        return RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
+
     @property
     def may_stop(self) -> bool:
         """Whether a step that differs ends the fit: one that the run holds already does."""
@@ -179,10 +187,6 @@ class Recording:
     def run_id(self) -> str:
         """Random identity of the run."""
         return self._running().run_id
-
-    def eval_batches(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """Return the stages whose batches are recorded."""
-        return tuple(asked)
 
     @property
     def earlier_programs(self) -> tuple[Program, ...]:
@@ -255,16 +259,23 @@ class Recording:
             self._agreement.put_evidence(rows)
         self._running().put_evidence(rows)
 
-    def put_batch(self, batch: Batch) -> None:
-        """Write a batch that is not trained on."""
-        self._num_batches[stage_of(batch)] += 1
-        self._num_in_stage += 1
-        self._running().put_evidence(batch)
-
-    def end_stage(self, step: int | None) -> bool:
-        """Note that a validation, a test or the like is over; return False: nothing stops because of it."""
-        self._running().flush_evidence()
+    def put_metrics(self, reading: Reading) -> bool:
+        """Write what the module logged, on rank 0; return False: nothing stops because of it."""
+        self._num_metrics += len(reading.metrics)
+        self._running().put_reading(reading)
         return False
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Write what metrics a resumed fit may lack, on rank 0."""
+        self._running().put_reading(reading)
+
+    def num_calls(self, call: str) -> int:
+        """Return how many such calls outside of a fit came since the last fit began."""
+        return self._calls.count(call)
+
+    def count_call(self, call: str) -> None:
+        """Note that such a call is over."""
+        self._calls.append(call)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
@@ -283,6 +294,9 @@ class Recording:
                 taken back: the run is what it was before.
             NothingComparedError: no step was recorded.
         """
+        if self._call is not None:
+            self._end_call(self._call)
+            return
         writer = self._running()
         agreement = self._agreement
         if self.keeper is not None:
@@ -291,14 +305,13 @@ class Recording:
         if any(end["has_diverged"] for end in ended) and agreement is not None:
             self._take_back(ended)
         num_agreed = sum(end["num_agreed"] for end in ended)
-        names = ("num_steps", "num_agreed") if self._stage == FIT else ("num_in_stage",)
-        is_empty = not all(any(end[name] for name in names) for end in ended)
+        is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
         if is_empty and agreement is not None:
             self._discard()
         writer.close(complete=not is_empty)
         if is_empty:
             selected = "" if is_resumed else self._selection.shown_steps
-            raise NothingComparedError(nothing_recorded_text(self._stage, path=self.path, selected=selected))
+            raise NothingComparedError(nothing_recorded_text(path=self.path, selected=selected))
         if self.peers.rank == 0:
             self.say(
                 recorded_line(
@@ -313,7 +326,7 @@ class Recording:
                     kept=reduce(KeptCounts.with_rank, (KeptCounts.from_dict(end["kept"]) for end in ended))
                     if self.keeper is not None
                     else None,
-                    batches=sum((Counter(end["batches"]) for end in ended), Counter[str]()),
+                    num_metrics=self._num_metrics,
                 )
             )
         for done, found in (("saved for the replay", self.exchange), ("kept for the keep_tensors", self.keeper)):
@@ -324,6 +337,16 @@ class Recording:
                     category=CoverageWarning,
                 )
 
+    def _end_call(self, call: str) -> None:
+        """Say what was recorded of a test or validation outside of a fit."""
+        num_metrics = self.peers.agree(lambda: self._num_metrics - self._num_before_call, task=END_OF_FIT)[0]
+        if not self._has_fit:
+            self._running().close(complete=self.peers.agree(lambda: self._num_metrics, task=END_OF_FIT)[0] > 0)
+        if not num_metrics and not self._has_fit:
+            raise NothingComparedError(no_metrics_text(call, reference=self.path))
+        if self.peers.rank == 0:
+            self.say(recorded_call_line(call, path=self.path, num_metrics=num_metrics))
+
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
         agreement = self._agreement
@@ -333,8 +356,6 @@ class Recording:
             "num_sites": self._num_sites,
             "num_bytes": self._running().bytes_written,
             "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
-            "num_in_stage": self._num_in_stage,
-            "batches": dict(self._num_batches),
             "num_agreed": 0 if agreement is None else agreement.num_steps,
             "has_diverged": self._has_diverged,
             "found": agreement.findings().to_dict() if agreement is not None and is_comparison else None,
@@ -373,12 +394,16 @@ class Recording:
         self._running().discard_attempt()
         self._writer = self._agreement = self._tensors = self.exchange = self.keeper = None
         self._has_diverged = False
-        self._num_steps = self._num_sites = 0
+        self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions.clear()
-        self._num_batches.clear()
 
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
+        if self._call is not None and self._has_fit:
+            self.say(
+                f"det_callbacks: {self._call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
+            )
+            return
         # all ranks take an attempt back together, and the others may not be here
         if self._agreement is not None and not self._num_steps and self.peers.world_size == 1:
             num_agreed = self._agreement.num_steps
@@ -392,9 +417,8 @@ class Recording:
             self.keeper.close()
         self._running().close(complete=False)
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-        batches = f" and {count_batches(self._num_batches)}" if self._num_batches else ""
         self.say(
-            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}{batches}: "
+            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
             f"{self.path} is incomplete"
         )
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from det_callbacks.callback.arguments import STAGE_ARGUMENTS
 from det_callbacks.callback.fits import Waiting, go_on, wait
 from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.reporting import report_divergence
@@ -20,7 +19,6 @@ from det_callbacks.errors import (
     NotComparableError,
     NothingComparedError,
     RankError,
-    SelectionError,
 )
 from det_callbacks.kept import Keeper, kept_path
 from det_callbacks.replay import TENSOR_BUDGET_MIB, OpReplayer, SavedStep
@@ -33,9 +31,9 @@ from det_callbacks.report import (
     verified_line,
     waiting_line,
 )
-from det_callbacks.trace.eval_batches import FIT, Batch, recorded_stages
 from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.trace.metrics import Reading
+from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.run_files import stream_path
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.steps import Expectation, StepTrace
@@ -89,7 +87,9 @@ class Verifying:
         self._selection = Selection()
         self._verification: Verification | None = None
         self._segment = -1
-        self._eval_batches: tuple[str, ...] = ()
+        self._call: str | None = None
+        self._calls: list[str] = []
+        self._all_calls: list[str] = []
         self.program: int | None = None
         """Id of the program of the last step."""
         self.chain: int | None = None
@@ -109,29 +109,14 @@ class Verifying:
         if self._verification is not None:
             return self._selection
         try:
-            run, selection = self.peers.do(self._open, task=f"opening the reference {self.path}")
+            _, selection = self.peers.do(self._open, task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self._current or free_folder(root())
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder / VERDICT_FILE, replace(error.verdict, current=str(folder)))
             raise
-        self._eval_batches = recorded_stages(run.manifest)
         return selection
-
-    def eval_batches(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """Return the stages whose batches are compared: those that the reference has.
-
-        Raises:
-            SelectionError: others were asked for.
-        """
-        names = [STAGE_ARGUMENTS[stage] for stage in asked if stage not in self._eval_batches]
-        if names:
-            raise SelectionError(
-                f"The reference {self.path} was recorded without {' and '.join(names)}, so there is nothing to compare "
-                f"them with. Leave that out, or record the reference again with {'=True, '.join(names)}=True."
-            )
-        return self._eval_batches
 
     def _open(self) -> tuple[Run, Selection]:
         return open_reference(self.path, self._asked, steps=self._steps, peers=self.peers)
@@ -143,7 +128,7 @@ class Verifying:
         *,
         root: Path,
         is_resumed: bool = False,
-        stage: str = FIT,
+        call: str | None = None,
     ) -> None:
         """Make ready for the steps of a fit.
 
@@ -153,10 +138,10 @@ class Verifying:
             root: where the folder of the verification goes by default.
             is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
                 not be the first one after it.
-            stage: what it is instead of a fit: a test, say, whose batches are compared.
+            call: what it is instead of a fit: "trainer.test", say, of which metrics are compared.
         """
         go_on(self)
-        self.verdict = None
+        self.verdict, self._call = None, call
         if self._verification is None:
             self._selection = selection
             run, _ = self.peers.do(self._open, task=f"opening the reference {self.path}")
@@ -165,15 +150,18 @@ class Verifying:
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
             self._verification = Verification(
-                run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps, stage=stage
+                run, Path(current), manifest=manifest, peers=self.peers, steps=self._steps
             )
             self._begin_keeping(self._verification)
+        if call is not None:
+            self._verification.withdraw_verdict()
+            return
         self._segment += 1
+        self._calls.clear()
         if self.keeper is not None and self._segment:
             stream = stream_path(self._verification.current, self.peers.rank, 0, self._segment)
             self.keeper.start_segment(stream, self._segment)
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step, stage=stage)
-        self._verification.batches.begin(self._segment, stage, is_resumed=is_resumed)
+        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
 
     def _begin_keeping(self, verification: Verification) -> None:
         if patterns := verification.reference.manifest.get("keep_tensors"):
@@ -249,17 +237,22 @@ class Verifying:
         """Keep what explains the step that ends, as long as it may be the first that differs."""
         self._running().put_evidence(rows)
 
-    def put_batch(self, batch: Batch) -> None:
-        """Compare a batch that is not trained on."""
-        self._running().batches.add(batch)
+    def put_metrics(self, reading: Reading) -> bool:
+        """Compare what the module logged, on rank 0; return whether it differs."""
+        return self._running().add_metrics(reading)
 
-    def end_stage(self, step: int | None) -> bool:
-        """Note that a validation, a test or the like is over; return whether to stop because it differs.
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Leave out the metrics that a resumed fit may lack, on rank 0."""
+        self._running().resume_metrics(reading, is_first=is_first)
 
-        Args:
-            step: the training step that follows; None where none does.
-        """
-        return self._running().batches.end_stage(step) and self.may_stop
+    def num_calls(self, call: str) -> int:
+        """Return how many such calls outside of a fit came since the last fit began."""
+        return self._calls.count(call)
+
+    def count_call(self, call: str) -> None:
+        """Note that such a call is over."""
+        self._calls.append(call)
+        self._all_calls.append(call)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
@@ -287,10 +280,11 @@ class Verifying:
                 "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
                 f"{self.path}. Verify from an earlier one, or from the start."
             )
-        if not is_early:
+        if not is_early and self._call is None:
             verification.end_segment(self._segment, is_resumed=is_resumed)
-        num_fits, num_ended = verification.num_segments, self._segment + 1
-        pending = 0 if is_early or self._steps == "common" else max(0, num_fits - num_ended)
+        missing = ["fit"] * (verification.num_segments - self._segment - 1)
+        missing += self.peers.agree(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
+        pending = 0 if is_early or self._steps == "common" else len(missing)
         try:
             verdict = verification.finish(pending=pending)
         except (NothingComparedError, RankError):
@@ -299,7 +293,8 @@ class Verifying:
         verification.close(complete=True)
         level = level_words(self._selection.level, self._selection.compiled, verdict.coverage.opaque_regions)
         if pending and not verification.differs_anywhere:
-            stages = [verification.batches.stages[segment] for segment in range(num_fits)]
+            ended = ["fit"] * (self._segment + 1) + self._all_calls
+            stages, num_ended = [*ended, *missing], len(ended)
             self._say(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
             error = DivergenceError(unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
             write = partial(self._write_unfinished, verdict)
@@ -335,7 +330,7 @@ class Verifying:
     def _write_unfinished(self, verdict: Verdict) -> None:
         """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
         verification = self._running()
-        verification.write(verdict)
+        verification.write_unfinished(verdict)
         report_divergence(verification, verdict)
 
     def _say(self, text: str) -> None:

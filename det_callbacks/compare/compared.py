@@ -2,8 +2,8 @@
 
     rank-00000/compared.json    [{"segment": 0, "compared": [[0, 99]], "differing": [[12, 12], [40, 99]], "whole": []}]
 
-A range is of steps of the reference, both ends included; ``whole`` are the steps and batches that one run lacks, and
-the batches that differ. It is written where something differed on any rank.
+A range is of steps of the reference, both ends included; ``whole`` are the steps that one run lacks. It is
+written where something differed on any rank.
 """
 
 import json
@@ -28,7 +28,7 @@ class ComparedSteps:
         segment: fit.
         compared: ranges of steps that the reference has, too.
         differing: those of them that differ.
-        whole: what differs and is no site of a step.
+        whole: steps that only one run has.
     """
 
     segment: int
@@ -94,7 +94,7 @@ def read_compared(folder: Path, rank: int) -> Mapping[int, ComparedSteps]:
                 segment=int(row["segment"]),
                 compared=_ranges(row["compared"]),
                 differing=_ranges(row["differing"]),
-                whole=tuple(WholeSteps.from_dict(whole) for whole in row["whole"]),
+                whole=tuple(WholeSteps(**whole) for whole in row["whole"]),
             )
             for row in read_list(path)
         }

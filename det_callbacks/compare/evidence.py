@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from det_callbacks.trace.eval_batches import is_batch_point
 from det_callbacks.trace.evidence import UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
 from det_callbacks.trace.ledger import CONSTANTS, SEED
 from det_callbacks.trace.store import Run
@@ -218,7 +217,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     hooks: dict[str, str] = {}
     num_constant = 0
     for row in rows:
-        if row.point == UNSEEN_WRITE or is_batch_point(row.point):
+        if row.point == UNSEEN_WRITE:
             continue
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text

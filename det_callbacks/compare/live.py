@@ -11,7 +11,7 @@ from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import ComparedSteps, ranges_of, write_compared
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
-from det_callbacks.compare.live_batches import LiveBatches
+from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.partial import empty_step, reached_part
@@ -22,8 +22,8 @@ from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments, digested_on
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.eval_batches import FIT
 from det_callbacks.trace.evidence import UNSEEN_WRITE, Row
+from det_callbacks.trace.metrics import Reading, Readings, read_metrics
 from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.trace.program import StepView
 from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
@@ -49,7 +49,6 @@ class Verification:
         manifest: selection, settings and environment of the current run.
         peers: the processes that verify together; each compares its own steps.
         steps: "all" or "common".
-        stage: what the first segment is: a fit, or a test and so on.
 
     Raises:
         RunExistsError: ``current`` holds a recording, or something that is not ours.
@@ -63,7 +62,6 @@ class Verification:
         manifest: Mapping[str, Any],
         peers: Peers = ALONE,
         steps: str = "all",
-        stage: str = FIT,
     ) -> None:
         rank = peers.rank
         self.reference = reference
@@ -73,7 +71,6 @@ class Verification:
         self._ranks = reference.rank(rank)
         self._known: dict[int, frozenset[int]] = {}
         self._is_resumed = False
-        self._segment = 0
         self._done: dict[int, list[int]] = {}
         self._differing: dict[int, list[int]] = {}
         self._builder = VerdictBuilder(str(reference.path), str(current))
@@ -89,13 +86,12 @@ class Verification:
         self._selection = Selection.from_dict(reference.manifest["selection"])
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
-            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", stage=stage, overwrite=is_ours
+            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
         )
         self._measure = KeptNumbers.of(reference, KeptRun.written(current, self.run_id))
         self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
         """Keeps the tensors of a step that differs, before the step."""
-        self.batches = LiveBatches(reference, self._builder, self._writer, rank=rank, is_common=steps == "common")
-        """Of what is not trained on."""
+        self._metrics = self._metrics_of(0)
         self._judged = self._builder
         self._view: StepView | None = None
         self._num_kept = 0
@@ -125,37 +121,41 @@ class Verification:
     @property
     def num_segments(self) -> int:
         """Fits that the reference holds."""
-        return len(self._ranks.segments)
+        return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
 
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Take what explains the step that ends; batches that should have come before it are missing."""
+        """Take what explains the step that ends."""
         self._evidence.add(rows)
-        if rows:
-            self.batches.end_step(rows[-1].step)
 
-    def begin_segment(self, segment: int, *, is_resumed: bool = False, stage: str = FIT) -> None:
+    def withdraw_verdict(self) -> None:
+        """Take away what was written of a verdict that no longer holds: more is compared."""
+        if self._writer.is_leader:
+            for name in (VERDICT_FILE, REPORT_FILE):
+                (self.current / name).unlink(missing_ok=True)
+
+    def begin_segment(self, segment: int, *, is_resumed: bool = False) -> None:
         """Start a fit; the verdict on the fits before it no longer holds.
 
         Args:
             segment: fit.
             is_resumed: it goes on from a checkpoint, so that its first step says whether that was restored.
-            stage: what it is instead of a fit.
         """
+        self.withdraw_verdict()
         self._is_resumed = is_resumed
-        self._segment = segment
-        if self._writer.is_leader:
-            for name in (VERDICT_FILE, REPORT_FILE):
-                (self.current / name).unlink(missing_ok=True)
         known = self._ranks.steps(segment) if segment in self._ranks.segments else ()
         self._evidence.begin_segment()
         self._known[segment] = frozenset(int(step) for step in known)
         self._done[segment], self._differing[segment] = [], []
         if segment:
-            self._writer.start_segment(stage)
+            self._end_metrics()
+            self._metrics = self._metrics_of(segment)
+            self._writer.start_segment()
+        else:
+            self._writer.reopen()
 
     def is_resuming(self, segment: int) -> bool:
         """Return whether the next step is the first one after a checkpoint was restored."""
@@ -236,18 +236,48 @@ class Verification:
         """
         if self._steps == "common":
             return
-        self.batches.end_segment()
+        self._end_metrics(with_calls=False)
         done = self._done[segment]
         first = min(done) if is_resumed and done else 0
         for step in sorted(self._known[segment].difference(done)):
             if step >= first:
                 self._builder.add_missing_step(self.rank, step, segment)
 
+    # what the module logs
+
+    def _metrics_of(self, segment: int) -> MetricComparison:
+        is_all = self._steps == "all"
+        readings = Readings() if self.rank else read_metrics(self.reference, segment)
+        return MetricComparison(
+            readings, segment=segment, counts_missing=is_all, counts_extra=is_all, put=self._writer.put_reading
+        )
+
+    def add_metrics(self, reading: Reading) -> bool:
+        """Compare what the module logged, on rank 0; return whether it differs."""
+        self._writer.put_reading(reading)
+        return self._metrics.add(reading, self._builder)
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Leave out what a resumed fit may lack; ``is_first``: it begins after that, and had nothing before."""
+        self._writer.put_reading(reading)
+        self._metrics.resume(reading.step)
+        if is_first:
+            self._metrics.leave_out(before=reading.step)
+
+    def _end_metrics(self, *, with_calls: bool = True) -> None:
+        if self.rank == 0:
+            self._metrics.end(self._builder, with_calls=with_calls)
+
+    @property
+    def pending_calls(self) -> tuple[str, ...]:
+        """The tests and validations outside of a fit that are still to come, as rank 0 knows."""
+        return self._metrics.pending_calls
+
     def finish(self, *, pending: int = 0) -> Verdict:
         """Write the verdict on all ranks and return it; it may be called after every fit, by all ranks.
 
         Args:
-            pending: fits of the reference that have not run yet: their steps are missing, and nothing is written as
+            pending: fits and calls of the reference that have not run yet: they are missing, and nothing is written as
                 long as nothing else differs.
 
         Raises:
@@ -260,7 +290,8 @@ class Verification:
             verdict, self.differs_anywhere = builder.finish(), self.has_divergence
         else:
             told = self._peers.agree(
-                lambda: [builder.findings(self.rank).to_dict(), self.has_divergence], task=END_OF_FIT
+                lambda: [builder.findings(self.rank, has_steps=bool(self._done)).to_dict(), self.has_divergence],
+                task=END_OF_FIT,
             )
             verdict = verdict_of_ranks(
                 [RankFindings.from_dict(found) for found, _ in told],
@@ -286,15 +317,21 @@ class Verification:
         return verdict
 
     def _builder_with(self, pending: int) -> VerdictBuilder:
-        """Return the builder, in which so many last fits of the reference count as missing."""
+        """Return the builder, in which what is pending of the reference counts as missing."""
         builder = self._builder
         if pending and self._steps == "all":
             builder = builder.copy()
-            for segment in self._ranks.segments[-pending:]:
+            for segment in self._ranks.segments[len(self._done) :]:
                 for step in self._ranks.steps(segment):
                     builder.add_missing_step(self.rank, int(step), segment)
-                self.batches.add_missing(builder, segment)
+            if self.rank == 0:
+                self._metrics.pending(builder)
         return builder
+
+    def write_unfinished(self, verdict: Verdict) -> None:
+        """Write a verdict on what never came."""
+        self._end_metrics()
+        self.write(verdict)
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""

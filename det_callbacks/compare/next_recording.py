@@ -5,7 +5,6 @@ from typing import Any
 
 from det_callbacks.compare.numbers import to_keep
 from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.eval_batches import is_batch_point
 from det_callbacks.trace.selection import PHASES, Selection
 from det_callbacks.verdict import Verdict
 
@@ -28,7 +27,7 @@ def _arguments(verdict: Verdict, selection: Selection) -> dict[str, Any] | None:
     first = verdict.first_divergence
     if first is None or (first.kind in ("missing", "extra") and first.shape is None and not first.op):
         return None  # a whole step that only one run has
-    if is_batch_point((first.name or "").partition(":")[0]):
+    if first.phase == "metric":
         return None  # no step has it
     steps = range(first.step, first.step + 1) if first.is_origin else _suspects(first.step, selection)
     if len(steps) > MAX_OP_STEPS:

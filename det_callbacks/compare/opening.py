@@ -8,6 +8,7 @@ from typing import Any
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NotComparableError, ReferenceFormatError, SelectionError
+from det_callbacks.trace.metrics import read_metrics
 from det_callbacks.trace.peers import ALONE, Peers, count_processes
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
@@ -63,6 +64,8 @@ def open_reference(
             f"The reference {path} was recorded with {_shown(known, others)}, and this run asks for "
             f"{_shown(asked, others)}. Leave that out to take over the reference's, or record again."
         )
+    for segment in run.segments if not peers.rank else ():
+        read_metrics(run, segment)  # so that damage is told before anything is trained
     return run, recorded
 
 

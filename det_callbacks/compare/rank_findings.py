@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from det_callbacks.compare.first_difference import FirstDifference
+from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps
 from det_callbacks.verdict import EnvironmentDifference
@@ -23,6 +24,7 @@ class RankFindings:
         tally: of what was compared.
         first: where it first differs; None where no site does.
         whole: steps that only one run has.
+        metric: the first metric that differs; None where none does.
         environment: how that of this rank differs from the reference's.
         notes: what was left out.
         refusals: why nothing can be compared.
@@ -32,6 +34,7 @@ class RankFindings:
     tally: Tally
     first: FirstDifference | None = None
     whole: tuple[WholeSteps, ...] = ()
+    metric: MetricDifference | None = None
     environment: tuple[EnvironmentDifference, ...] = ()
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
@@ -43,6 +46,7 @@ class RankFindings:
             "tally": self.tally.to_dict(),
             "first": None if self.first is None else self.first.to_dict(),
             "whole": [asdict(steps) for steps in self.whole],
+            "metric": None if self.metric is None else self.metric.to_dict(),
             "environment": [asdict(difference) for difference in self.environment],
             "notes": list(self.notes),
             "refusals": list(self.refusals),
@@ -55,7 +59,8 @@ class RankFindings:
             rank=content["rank"],
             tally=Tally.from_dict(content["tally"]),
             first=None if content["first"] is None else FirstDifference.from_dict(content["first"]),
-            whole=tuple(WholeSteps.from_dict(row) for row in content["whole"]),
+            whole=tuple(WholeSteps(**row) for row in content["whole"]),
+            metric=None if content["metric"] is None else MetricDifference.from_dict(content["metric"]),
             environment=tuple(EnvironmentDifference(**row) for row in content["environment"]),
             notes=tuple(content["notes"]),
             refusals=tuple(content["refusals"]),

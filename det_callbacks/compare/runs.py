@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
-from det_callbacks.compare.eval_batches import compare_eval_batches
+from det_callbacks.compare.compared import read_compared
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import reference_environment
+from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
@@ -17,6 +18,7 @@ from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments, digested_on
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
+from det_callbacks.trace.metrics import read_metrics
 from det_callbacks.trace.selection import Selection
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
@@ -96,9 +98,13 @@ def compare_runs(
     if not check_files and any(map(walk.has_equal_steps, ours.ranks)):
         builder.note(CHAINS_NOTE)
     num_common = _compare_ranks(walk, builder, jobs, progress)
-    compare_eval_batches(builder, ours, theirs, is_common=is_common)  # last: merging wants ranks that are new
+    # last: merging wants ranks that are new
+    _compare_metrics(builder, ours, theirs, counts_missing=not is_common, counts_extra=steps == "all")
+    for rank in ours.ranks if is_partial else ():
+        for whole in (one for done in read_compared(theirs.path, rank).values() for one in done.whole):
+            builder.add_whole(whole)
     # of steps alone, none in common is no comparison; a verification says what it found
-    if not num_common and not (builder.has_divergence if is_partial else builder.tally.batches):
+    if not num_common and not (builder.has_divergence if is_partial else builder.tally.num_metrics):
         if theirs.keeps != "all":
             raise NothingComparedError(
                 f"Nothing was compared: {current} was written by a verification, which keeps its diverging steps only, "
@@ -163,6 +169,21 @@ def _compare_ranks(
         builder.merge(part)
         num_common += count
     return num_common
+
+
+def _compare_metrics(
+    builder: VerdictBuilder, ours: Run, theirs: Run, *, counts_missing: bool, counts_extra: bool
+) -> None:
+    for segment in sorted({*ours.segments, *theirs.segments}):
+        current = read_metrics(theirs, segment)
+        comparison = MetricComparison(
+            read_metrics(ours, segment), segment=segment, counts_missing=counts_missing, counts_extra=counts_extra
+        )
+        for step in current.resumed:
+            comparison.resume(step)
+        for reading in current.by_key.values():
+            comparison.add(reading, builder)
+        comparison.end(builder)
 
 
 def _check_completeness(ours: Run, theirs: Run, builder: VerdictBuilder, reference: str | Path, steps: str) -> bool:

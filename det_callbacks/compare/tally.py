@@ -17,14 +17,14 @@ class Tally:
         ranks: whose steps were compared.
         num_steps: that both runs have.
         num_sites: of those steps.
-        num_differing: sites that differ, and steps that only one run has.
+        num_differing: sites and metrics that differ, and steps that only one run has.
         span: first and last step.
         ops_seen: under the trace.
         ops_digested: those whose outputs were digested.
         ops_skipped: reason -> number.
         opaque_regions: names.
         replayed: op -> count, differing, mib_per_step.
-        batches: stage -> number of batches of it, which are not trained on.
+        num_metrics: values that the module logged.
         digested_on: device besides the host -> how digests are computed there.
     """
 
@@ -38,7 +38,7 @@ class Tally:
     ops_skipped: Counter[str] = field(default_factory=Counter)
     opaque_regions: set[str] = field(default_factory=set)
     replayed: dict[str, dict[str, Any]] = field(default_factory=dict)
-    batches: Counter[str] = field(default_factory=Counter)
+    num_metrics: int = 0
     digested_on: dict[str, str] = field(default_factory=dict)
 
     def count(self, rank: int, step: int, program: Program, num_sites: int, *, num_steps: int = 1) -> None:
@@ -60,11 +60,6 @@ class Tally:
         self.ops_skipped.update({reason: count * num_steps for reason, count in program.ops_skipped.items()})
         self.opaque_regions.update(program.opaque_regions)
 
-    def count_batch(self, rank: int, stage: str) -> None:
-        """Count a batch that was compared and is not trained on."""
-        self.ranks.add(rank)
-        self.batches[stage] += 1
-
     def include(self, step: int) -> None:
         """Let the span reach to a step."""
         self.span = (step, step) if self.span is None else (min(self.span[0], step), max(self.span[1], step))
@@ -81,7 +76,7 @@ class Tally:
         self.ops_digested += other.ops_digested
         self.ops_skipped.update(other.ops_skipped)
         self.opaque_regions |= other.opaque_regions
-        self.batches.update(other.batches)
+        self.num_metrics += other.num_metrics
         self.digested_on.update(other.digested_on)
         for name, entry in other.replayed.items():
             known = self.replayed.setdefault(name, {})
@@ -97,7 +92,7 @@ class Tally:
     @property
     def has_compared(self) -> bool:
         """Whether anything was."""
-        return bool(self.num_sites or self.batches.total())
+        return bool(self.num_sites or self.num_metrics)
 
     def counts(self) -> Counts:
         """Return how much was compared, as a verdict has it."""
@@ -113,7 +108,7 @@ class Tally:
             ops_skipped=dict(sorted(self.ops_skipped.items())),
             opaque_regions=tuple(sorted(self.opaque_regions)),
             replayed=self.replayed,
-            batches=dict(self.batches),
+            metrics=self.num_metrics,
             digested_on=dict(self.digested_on),
         )
 
@@ -130,7 +125,7 @@ class Tally:
             "ops_skipped": dict(self.ops_skipped),
             "opaque_regions": sorted(self.opaque_regions),
             "replayed": self.replayed,
-            "batches": dict(self.batches),
+            "num_metrics": self.num_metrics,
             "digested_on": dict(self.digested_on),
         }
 
@@ -145,6 +140,5 @@ class Tally:
                 "span": None if span is None else (span[0], span[1]),
                 "ops_skipped": Counter(content["ops_skipped"]),
                 "opaque_regions": set(content["opaque_regions"]),
-                "batches": Counter(content["batches"]),
             }
         )

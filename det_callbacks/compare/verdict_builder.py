@@ -9,11 +9,12 @@ from det_callbacks.compare.answer import EvidenceFinder, answer
 from det_callbacks.compare.collectives import Classification, classify, explain
 from det_callbacks.compare.facts import Facts
 from det_callbacks.compare.first_difference import FirstDifference, Words
+from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.numbers import Measure, measured
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.compare.tally import Tally
-from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps
+from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps, steps_agree
 from det_callbacks.compare.wording import count, explain_match, show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.trace.program import Program, StepView
@@ -50,6 +51,7 @@ class VerdictBuilder:
         self._num_described = 0
         self._first: dict[int, FirstDifference] = {}
         self._whole: dict[tuple[int, int, str], WholeSteps] = {}
+        self._metric: MetricDifference | None = None
         self._seen: set[tuple[int, int]] = set()
         self._environment: tuple[EnvironmentDifference, ...] = ()
         self._unrestored: tuple[str, ...] = ()
@@ -64,7 +66,7 @@ class VerdictBuilder:
     @property
     def has_divergence(self) -> bool:
         """Whether anything differed so far."""
-        return bool(self._first or self._whole)
+        return bool(self._first or self._whole or self._metric)
 
     @property
     def counts(self) -> Counts:
@@ -188,6 +190,7 @@ class VerdictBuilder:
         self._num_described += part._num_described
         self._first.update(part._first)
         self._whole.update(part._whole)
+        self._note_metric(part._metric)
         self._seen |= part._seen
         self._tally.add(part._tally)
         self._trim()
@@ -212,7 +215,7 @@ class VerdictBuilder:
             NothingComparedError: not a single site was compared.
         """
         self._require_compared()
-        bits_differ = bool(self._first)
+        bits_differ = bool(self._first) or (self._metric is not None and self._metric.has_other_bits)
         verdict: VerdictName = "match"
         if self._refusals or (bits_differ and show_machine(self._environment)):
             verdict = "not_comparable"
@@ -233,19 +236,25 @@ class VerdictBuilder:
             evidence=() if words is None else words.evidence,
         )
 
-    def findings(self, rank: int) -> RankFindings:
+    def findings(self, rank: int, *, has_steps: bool = True) -> RankFindings:
         """Return what this builder, to which only steps of one rank were added, has found, for the other ranks.
+
+        Args:
+            rank: whose steps were added.
+            has_steps: False where nothing was trained, and only rank 0 has something to compare.
 
         Raises:
             NothingComparedError: not a single site was compared.
         """
-        self._require_compared()
+        if has_steps:
+            self._require_compared()
         known = self._first.get(rank)
         return RankFindings(
             rank=rank,
             tally=self._tally.copy(),
             first=None if known is None else replace(known, words=self._words(known)),
             whole=self.whole,
+            metric=self._metric,
             environment=self._environment,
             notes=tuple(self._notes),
             refusals=tuple(self._refusals),
@@ -261,6 +270,7 @@ class VerdictBuilder:
         part._tally = found.tally.copy()
         part._first = {} if found.first is None else {found.rank: found.first}
         part._whole = {(steps.rank, steps.segment, steps.kind): steps for steps in found.whole}
+        part._metric = found.metric
         self.merge(part)
         known = {difference.name for difference in self._environment}
         others = (difference for difference in found.environment if difference.name not in known)
@@ -286,28 +296,42 @@ class VerdictBuilder:
         self._tally.count(rank, step, program, num_sites, num_steps=num_steps)
 
     def add_whole(self, steps: WholeSteps) -> None:
-        """Count steps that only one run has, or batches that differ and are not trained on."""
+        """Count steps that only one run has."""
         self._tally.num_differing += steps.count
         key = (steps.rank, steps.segment, steps.kind)
         known = self._whole.get(key)
         self._whole[key] = steps if known is None else known.and_more(steps)
 
+    def add_metrics(self, differences: Iterable[MetricDifference], *, num_compared: int = 0) -> None:
+        """Count metrics that differ, and how many both runs have."""
+        if num_compared:
+            self._tally.ranks.add(0)  # whose values they are
+            self._tally.num_metrics += num_compared
+        for difference in differences:
+            self._tally.num_differing += 1
+            self._note_metric(difference)
+
+    def _note_metric(self, found: MetricDifference | None) -> None:
+        if found is not None:
+            self._metric = found if self._metric is None else self._metric.and_more(found)
+
     @property
     def whole(self) -> tuple[WholeSteps, ...]:
-        """What differs so far and is no site of a step."""
+        """The steps that only one run has."""
         return tuple(self._whole.values())
 
     def _judge(self) -> tuple[Divergence | None, Words | None, str]:
         """Return the first divergence, what the rank says that it is judged by, and what is to be said of it all."""
         earliest = min(self._first.values(), key=lambda known: known.order, default=None)
-        # batches that are not trained on explain no step: they come last
-        whole = min(self._whole.values(), key=WholeSteps.order, default=None)
-        if whole is not None and whole.kind == "content" and earliest is not None:
-            whole = None
-        if whole is not None and (earliest is None or (whole.segment, whole.first, -1, whole.rank) < earliest.order):
+        whole = min(self._whole.values(), key=lambda one: one.order, default=None)
+        metric = self._metric
+        first_order = min(known.order for known in (earliest, whole, metric) if known) if self.has_divergence else None
+        if metric is not None and metric.order == first_order:
+            return self._judge_metric(metric)
+        if whole is not None and whole.order == first_order:
             num_equal = None if self._first else self._tally.num_steps
             text = explain_whole_steps(self._whole.values(), show_rank=self._show_rank, num_equal=num_equal)
-            return whole.divergence(), Words(cause=whole.cause, text=text), text
+            return whole.divergence(), Words(cause="structure", text=text), text
         if earliest is None:
             return None, None, explain_match(self._tally.counts(), self._tally.coverage())
         ranks = self._classify()
@@ -325,6 +349,15 @@ class VerdictBuilder:
         if self._whole:
             text += f"; besides, {explain_whole_steps(self._whole.values(), show_rank=self._show_rank)}"
         return first, words, f"{text}. {words.advice}" if words.advice else text
+
+    def _judge_metric(self, metric: MetricDifference) -> tuple[Divergence, Words, str]:
+        text = metric.words.text
+        if metric.count > 1:
+            text += f", and {count(metric.count - 1, 'more metric')}"
+        if not self._first and not self._whole:
+            text += steps_agree(self._tally.num_steps)
+        text = f"{text[0].upper()}{text[1:]}"
+        return metric.divergence, metric.words, f"{text}. {metric.words.advice}" if metric.words.advice else text
 
     @property
     def _show_rank(self) -> bool:

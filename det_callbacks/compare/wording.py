@@ -1,6 +1,6 @@
 """What differs at a site, in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from det_callbacks.compare.step import Finding
 from det_callbacks.trace.compiled import REGION
@@ -65,8 +65,8 @@ def explain_match(counts: Counts, coverage: Coverage) -> str:
     found = []
     if counts.sites_compared:
         found.append(f"all {count(counts.sites_compared, 'site')} of {count(counts.steps_compared, 'step')}")
-    if coverage.batches:
-        found.append(("all " if not found else "") + count_batches(coverage.batches))
+    if coverage.metrics:
+        found.append(("all " if not found else "") + count(coverage.metrics, "metric"))
     if not found:
         return ""
     ranks = f" of {coverage.ranks} ranks" if coverage.ranks > 1 else ""
@@ -77,11 +77,6 @@ def explain_match(counts: Counts, coverage: Coverage) -> str:
 def count(number: int, noun: str) -> str:
     """Return "1 step", "1234 steps"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def count_batches(batches: Mapping[str, int]) -> str:
-    """Return "12 validation batches, 1 test batch"."""
-    return ", ".join(f"{number:,} {stage} batch{'es' * (number != 1)}" for stage, number in batches.items())
 
 
 def is_setting(difference: EnvironmentDifference) -> bool:

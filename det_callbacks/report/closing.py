@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.compare.wording import count_batches
 from det_callbacks.kept import KeptCounts
 from det_callbacks.trace.compiled import REGION
 from det_callbacks.trace.cuda_graphs import GRAPH
@@ -50,7 +49,7 @@ def recorded_line(
     num_agreed: int | None = None,
     num_ranks: int = 1,
     kept: KeptCounts | None = None,
-    batches: Mapping[str, int] | None = None,
+    num_metrics: int = 0,
 ) -> str:
     """Return the closing line of a recording.
 
@@ -64,15 +63,12 @@ def recorded_line(
         num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
         num_ranks: processes that recorded; the other numbers are of all of them.
         kept: tensors that were; None where nobody asked for any.
-        batches: stage -> number of its batches, which are not trained on.
+        num_metrics: values that the module logged.
     """
     noun = "step" if num_agreed is None else "new step"
     ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
     agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
-    shown = count_batches(batches or {})
-    if shown and not (num_steps or num_agreed):
-        return f"det_callbacks: recorded {shown}{ranks}, in {path}"
-    also = f"{shown}, " if shown else ""
+    also = f"{count(num_metrics, 'metric')}, " if num_metrics else ""
     return (
         f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
         f"{count(num_sites, 'site')} at level {level}, {also}"
@@ -135,27 +131,25 @@ def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, lev
     )
 
 
-def left_out_line(stage: str, argument: str, *, reference: Path | None) -> str:
-    """Return the line of a test or the like of which nothing is recorded or compared, where there was no fit before."""
-    return (
-        f"det_callbacks: nothing of this {stage} is recorded or compared with {reference}: it holds {stage} "
-        f"batches only where it is recorded with {argument}=True"
-    )
+def recorded_call_line(call: str, *, path: Path, num_metrics: int) -> str:
+    """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
+    shown = count(num_metrics, "metric") if num_metrics else "nothing"
+    reason = "" if num_metrics else ": the module logs no metric there"
+    return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
 
 
-def nothing_recorded_text(stage: str, *, path: Path, selected: str) -> str:
-    """Return what is wrong with a fit, or a test and the like, of which nothing was recorded.
+def no_prediction_line(reference: Path | None) -> str:
+    """Return the line of a prediction, which logs nothing."""
+    return f"det_callbacks: nothing of a prediction is recorded or compared with {reference}: it logs no metrics"
+
+
+def nothing_recorded_text(*, path: Path, selected: str) -> str:
+    """Return what is wrong with a fit of which nothing was recorded.
 
     Args:
-        stage: "fit", "test" and so on.
         path: of the run.
         selected: which steps a fit records; "" for one that was resumed.
     """
-    if stage != "fit":
-        return (
-            f"Nothing was recorded in {path}: the {stage} had no batch on a process. Give it one on each, or leave its "
-            "batches out of what is recorded."
-        )
     if not selected:
         return (
             "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
@@ -164,11 +158,11 @@ def nothing_recorded_text(stage: str, *, path: Path, selected: str) -> str:
     return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
 
 
-def no_batches_text(stage: str, *, reference: Path | None) -> str:
-    """Return what is wrong with a test or the like that had no batch."""
+def no_metrics_text(call: str, *, reference: Path | None) -> str:
+    """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
     return (
-        f"The {stage} had no batch, so nothing of it was recorded in, or compared with, {reference}. That is no match. "
-        "Give it a loader with batches (limit_*_batches above 0)."
+        f"Nothing of {call} was recorded in, or compared with, {reference}: it has no steps, and no metric was logged. "
+        "That is no match. Log one with self.log, and give it a loader with batches."
     )
 
 
@@ -188,12 +182,12 @@ def _stage(stages: Sequence[str], number: int) -> str:
 
 
 def _compared(verdict: Verdict, *, level: str, ranks: str = "") -> str:
-    """Return how much was compared; what is not trained on where there was any, steps unless there were none."""
-    counts, batches = verdict.counts, count_batches(verdict.coverage.batches)
-    if batches and not counts.steps_compared:
-        return f"{batches}{ranks}"
+    """Return how much was compared: metrics where there were any, steps unless there were none."""
+    counts, metrics = verdict.counts, count(verdict.coverage.metrics, "metric") if verdict.coverage.metrics else ""
+    if metrics and not counts.steps_compared:
+        return metrics
     steps = f"{count(counts.steps_compared, 'step')}{ranks}, {count(counts.sites_compared, 'site')} at level {level}"
-    return f"{steps}, {batches}" if batches else steps
+    return f"{steps}, {metrics}" if metrics else steps
 
 
 def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:

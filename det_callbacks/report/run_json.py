@@ -1,9 +1,10 @@
 """A run and its steps as JSON-able data, for ``det-callbacks show --json``."""
 
+from dataclasses import asdict
 from typing import Any
 
-from det_callbacks.compare.eval_batches import count_recorded
 from det_callbacks.digest import format_digest
+from det_callbacks.trace.metrics import read_metrics
 from det_callbacks.trace.program import StepRecord, StepView
 from det_callbacks.trace.store import RankRun, Run
 
@@ -24,7 +25,11 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
         "replay": list(run.manifest.get("replay", ())),
         "keep_tensors": list(run.manifest.get("keep_tensors", ())),
-        "eval_batches": count_recorded(run, rank.rank),
+        "metrics": [
+            {"segment": segment, **asdict(reading)}
+            for segment in run.segments
+            for reading in read_metrics(run, segment).by_key.values()
+        ],
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
 

@@ -7,14 +7,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.compare.eval_batches import count_recorded
-from det_callbacks.compare.wording import count_batches
 from det_callbacks.digest import format_digest
 from det_callbacks.kept import shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
 from det_callbacks.trace.alerts import NondeterministicOp
-from det_callbacks.trace.eval_batches import FIT, stages_of_segments
+from det_callbacks.trace.metrics import read_metrics
 from det_callbacks.trace.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.trace.store import RankRun, Run
 
@@ -30,11 +28,9 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     for line in (
         f"run {run.run_id} in {run.path}: {state}",
         f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}",
-        f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(_num_fits(run, rank), 'fit')}",
+        f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(_num_fits(rank), 'fit')}",
     ):
         console.print(Text(line), soft_wrap=True)
-    if batches := count_recorded(run, rank.rank):
-        console.print(Text(f"besides: {count_batches(batches)}"), soft_wrap=True)
     for found in map(NondeterministicOp.from_dict, run.nondeterministic_ops(rank.rank)):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         line = f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}"
@@ -66,6 +62,21 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     print_table(
         console, ("fit", "step", "epoch", "sites", "program", "layout", "chain"), rows, numbers="fit step epoch sites"
     )
+    if rank.rank == 0:
+        _render_metrics(run, console, is_all=is_all)
+
+
+def _render_metrics(run: Run, console: Console, *, is_all: bool) -> None:
+    rows: list[tuple[object, ...]] = [
+        (segment, reading.step, f"metric {name}", reading.place, metric.value, metric.digest)
+        for segment in run.segments
+        for reading in read_metrics(run, segment).by_key.values()
+        for name, metric in reading.metrics.items()
+    ]
+    if not is_all and len(rows) > 2 * HEAD + 1:
+        rows = [*rows[:HEAD], ("...",) * 6, *rows[-HEAD:]]
+    if rows:
+        print_table(console, ("fit", "step", "metric", "where", "value", "digest"), rows, numbers="fit step")
 
 
 def render_step(view: StepView, console: Console) -> None:
@@ -166,9 +177,8 @@ def describe_tensor(entry: TensorLayout | None) -> str:
     return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail else "")
 
 
-def _num_fits(run: Run, rank: RankRun) -> int:
-    stages = stages_of_segments(run.manifest)
-    return sum(stages.get(segment, FIT) == FIT for segment in rank.segments)
+def _num_fits(rank: RankRun) -> int:
+    return sum(len(rank.steps(segment)) > 0 for segment in rank.segments)
 
 
 def _ends(rank: RankRun, *, is_all: bool) -> Iterator[StepRecord | None]:

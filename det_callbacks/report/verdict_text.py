@@ -9,12 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.compare.wording import count_batches
 from det_callbacks.report.closing import count
 from det_callbacks.report.numbers_text import render_numbers
 from det_callbacks.report.tables import print_table, to_text
 from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.eval_batches import is_batch_point
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_ORIGINS = 20
@@ -152,8 +150,8 @@ def _render_coverage(verdict: Verdict, console: Console) -> None:
         f"  {count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing",
     )
-    if coverage.batches:
-        _line(console, f"  besides: {count_batches(coverage.batches)}")
+    if coverage.metrics:
+        _line(console, f"  {count(coverage.metrics, 'metric')}")
     skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
     _line(
         console,
@@ -192,11 +190,9 @@ def _render_environment(verdict: Verdict, console: Console) -> None:
 def _render_next(verdict: Verdict, first: Divergence, console: Console) -> None:
     _heading(console, "Next")
     rank = f" --rank {first.rank}" if first.rank else ""
-    if is_batch_point((first.name or "").partition(":")[0]):
-        _line(console, f"  det-callbacks diff {verdict.reference} {verdict.current}")  # no step has it
-        return
+    step = "" if first.phase == "metric" else f" --step {first.step}{rank}"  # no step has it
     for path in dict.fromkeys((verdict.reference, verdict.current)):
-        _line(console, f"  det-callbacks show {path} --step {first.step}{rank}")
+        _line(console, f"  det-callbacks show {path}{step}")
     if verdict.record_next is not None:
         _render_record_next(verdict.record_next, console)
 

@@ -15,6 +15,8 @@ LEVELS: tuple[str, ...] = get_args(Level)
 COMPILED: tuple[str, ...] = get_args(Compiled)
 PHASES: tuple[str, ...] = get_args(Phase)
 
+_LEFT_OUT = "!metric/"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -23,7 +25,8 @@ class Selection:
     Attributes:
         level: "op" (every op output), "module" (outputs and output gradients of modules) or "state" (batch, loss,
             gradients, parameters, buffers, optimizer state); each holds the ones below it.
-        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included.
+        modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included. All
+            metrics are recorded but those that a pattern "!metric/val_*" leaves out by their name.
         phases: among forward, backward and optimizer, for ops and module outputs.
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
@@ -47,8 +50,13 @@ class Selection:
             raise SelectionError(f"compiled must be one of {', '.join(COMPILED)}; got {self.compiled!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
         object.__setattr__(self, "phases", as_names("phases", self.phases))
-        if not self.modules:
+        if not self._module_patterns:
             raise SelectionError('modules must hold at least one pattern; ("*",) selects everything.')
+        for pattern in self.modules:
+            if pattern.startswith(("!", "metric/")) and not pattern.startswith(_LEFT_OUT):
+                raise SelectionError(
+                    f'modules: {pattern!r} chooses no modules; a metric is left out by "{_LEFT_OUT}NAME" beside them.'
+                )
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown or not self.phases:
             raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(self.phases)!r}.")
@@ -74,9 +82,18 @@ class Selection:
         steps = self.only_steps
         return f"every_n_steps={self.every_n_steps}" if steps is None else f"only_steps={list(steps)}"
 
+    @property
+    def _module_patterns(self) -> list[str]:
+        return [pattern for pattern in self.modules if not pattern.startswith(_LEFT_OUT)]
+
     def selects_module(self, module: str) -> bool:
         """Return whether ops of this module (its qualified name) are selected."""
-        return any(fnmatchcase(module, pattern) for pattern in self.modules)
+        return any(fnmatchcase(module, pattern) for pattern in self._module_patterns)
+
+    def selects_metric(self, name: str) -> bool:
+        """Return whether a metric that the module logs is recorded."""
+        left_out = [pattern.removeprefix(_LEFT_OUT) for pattern in self.modules if pattern.startswith(_LEFT_OUT)]
+        return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
     def selects_phase(self, phase: str) -> bool:
         """Return whether ops of this phase are selected; phases outside the choice always are."""
@@ -88,7 +105,7 @@ class Selection:
 
     def check_modules(self, names: Sequence[str]) -> None:
         """Raise ``SelectionError`` when a pattern matches none of a model's module names."""
-        for pattern in self.modules:
+        for pattern in self._module_patterns:
             if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                 shown = ", ".join(repr(name) for name in list(names)[:12]) + (", ..." if len(names) > 12 else "")
                 raise SelectionError(

@@ -6,6 +6,7 @@
     rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
     rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``trace/evidence.py``)
+    rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``trace/metrics.py``), where it logs something
     rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
 
@@ -21,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceNotFoundError
-from det_callbacks.trace.eval_batches import are_stages
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.trace.evidence import read_unseen_writes
 from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
 from det_callbacks.trace.run_files import (
@@ -41,6 +41,13 @@ from det_callbacks.trace.run_files import (
 from det_callbacks.trace.stream import StreamFile
 
 _CACHED = 64
+
+_VERSIONS = ("format_version", "digest_version", "det_callbacks_version")
+_FIELDS = frozenset(
+    {*_VERSIONS, "digest", "run_id", "purpose", "recorded_by", "keeps", "world_size", "attempts"}
+    | {"selection", "settings", "environment", "replay", "keep_tensors"}
+)
+_ATTEMPT_FIELDS = frozenset({"segments", "resumed_from"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,10 +157,6 @@ class RankRun:
         file: StreamFile = self._files[fit.files[fit.find(step)]]
         return file.path
 
-    def streams(self, segment: int) -> list[Path]:
-        """Return the files of a segment, one an attempt, also those that hold no step."""
-        return [file.path for file in self._files if file.segment == segment]
-
     def attempt_of(self, segment: int, step: int) -> int:
         """Return the attempt that a step counts from; KeyError when there is no such step."""
         fit = self._fits[segment]
@@ -218,7 +221,7 @@ class Run:
                 and _is_count(manifest["world_size"])
                 and isinstance(manifest["attempts"], list)
                 and bool(manifest["attempts"])
-                and all(_is_count(attempt["segments"]) and are_stages(attempt) for attempt in manifest["attempts"])
+                and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
                 and all(
                     isinstance(entry[name], int)
                     for attempt in manifest["attempts"]
@@ -230,6 +233,14 @@ class Run:
             raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
         if not is_known:
             raise damaged(path / MANIFEST, "an entry has no sensible value")
+        others = {name for attempt in manifest["attempts"] for name in attempt} - _ATTEMPT_FIELDS
+        if unknown := sorted({*manifest} - _FIELDS | others):
+            raise ReferenceFormatError(
+                f"{path / MANIFEST} tells of {', '.join(unknown)}, which this version of det_callbacks does not know, "
+                "so it could not compare all that was recorded. Use the version that recorded it, or record the run "
+                "again.",
+                str(path / MANIFEST),
+            )
         run = cls(path, manifest, ranks)
         if check_steps:
             for rank in run.ranks:
@@ -318,24 +329,34 @@ class Run:
 
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
-        first_segment = 0
-        for attempt, entry in enumerate(self.manifest["attempts"]):
-            first_segment = entry.get("first_segment", first_segment)
-            for number in range(entry["segments"]):
-                file = StreamFile(
-                    stream_path(self.path, rank, attempt, number),
-                    run_id=self.run_id,
-                    rank=rank,
-                    attempt=attempt,
-                    segment=first_segment + number,
-                )
-                files.append(file)
-                # only of an attempt that another one went on with the last fit may have no end
-                is_resumed = attempt < len(self.manifest["attempts"]) - 1 and number == entry["segments"] - 1
-                if not is_resumed and self.incomplete_reason is None:
-                    self.incomplete_reason = file.unfinished
-            first_segment = files[-1].segment
+        places = [*self._places()]
+        for (attempt, number, segment), (later, *_) in zip(places, [*places[1:], places[-1]], strict=True):
+            path = stream_path(self.path, rank, attempt, number)
+            file = StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment)
+            files.append(file)
+            # only of an attempt that another one went on with the last fit may have no end
+            if attempt == later and self.incomplete_reason is None:
+                self.incomplete_reason = file.unfinished
         return RankRun(rank, files)
+
+    def streams(self, rank: int, segment: int) -> list[Path]:
+        """Return the files of a process's fit, one an attempt, also those that hold no step."""
+        return [
+            stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
+        ]
+
+    @property
+    def segments(self) -> list[int]:
+        """The fits that were begun, from 0; one of no steps where there was no fit."""
+        return sorted({segment for *_, segment in self._places()})
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield attempt, number in the attempt and fit of each stream; an attempt goes on with the last fit."""
+        segment = 0
+        for attempt, entry in enumerate(self.manifest["attempts"]):
+            for number in range(entry["segments"]):
+                segment += number > 0
+                yield attempt, number, segment
 
 
 _COLUMNS = tuple(field.name for field in fields(Fit))

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.eval_batches import FIT, stages_of_segments
 from det_callbacks.trace.evidence import EvidenceWriter, Row, evidence_path
+from det_callbacks.trace.metrics import Reading, append_reading, metrics_path
 from det_callbacks.trace.peers import ALONE, Peers, agree_on_folder, count_processes
 from det_callbacks.trace.program import Layout, Program, chain_digest
 from det_callbacks.trace.run_files import (
@@ -65,7 +65,6 @@ class RunWriter:
         peers: Peers = ALONE,
         purpose: str = "record",
         keeps: str = "all",
-        stage: str = FIT,
         overwrite: bool = False,
     ) -> "RunWriter":
         """Start a new run.
@@ -76,7 +75,6 @@ class RunWriter:
             peers: the processes that write it.
             purpose: "record" or "verify".
             keeps: "all" steps, or those "diverging".
-            stage: what the first segment is: a fit, or a test and so on, which has no steps.
             overwrite: delete a run that is there; only files of ours are deleted.
 
         Raises:
@@ -91,7 +89,7 @@ class RunWriter:
             "purpose": purpose,
             "keeps": keeps,
             "world_size": peers.world_size,
-            "attempts": [_with_stage({"segments": 0}, stage)],
+            "attempts": [{"segments": 1}],
             **manifest,
         }
         return cls(path, peers, content, attempt=0, segment=0)
@@ -108,12 +106,9 @@ class RunWriter:
         run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         agree_on_folder(path, peers, is_new=False)
         content = {key: value for key, value in run.manifest.items() if key != "digest"}
-        stages = stages_of_segments(content)
-        # the fit that goes on is the last one; a test after it is made again, or is no longer the run's last word
-        segment = max((number for number, stage in stages.items() if stage == FIT), default=max(stages) + 1)
-        first = {} if segment == run.rank(peers.rank).segments[-1] else {"first_segment": segment}
-        content["attempts"] = [*content["attempts"], {"segments": 1, **first}]
-        return cls(run.path, peers, content, attempt=len(content["attempts"]) - 1, segment=segment)
+        content["attempts"] = [*content["attempts"], {"segments": 1}]
+        attempt = len(content["attempts"]) - 1
+        return cls(run.path, peers, content, attempt=attempt, segment=run.segments[-1])
 
     @property
     def run_id(self) -> str:
@@ -193,22 +188,30 @@ class RunWriter:
         if self._evidence is not None:
             self._evidence.flush()
 
+    def put_reading(self, reading: Reading) -> None:
+        """Add what the module logged, also after the fit; by rank 0."""
+        append_reading(metrics_path(self.stream), reading, run_id=self.run_id)
+
     def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
         """Keep the list of ops without a deterministic implementation that this process has called so far."""
         replace_atomically(
             self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, json.dumps(list(ops), indent=1).encode()
         )
 
-    def start_segment(self, stage: str = FIT) -> None:
-        """Go on with the steps of another fit of this process, or with another stage, which has none."""
+    def reopen(self) -> None:
+        """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
+        if self._file is None:
+            self._peers.do(self._open_stream, task=f"opening its stream in {self.path}")
+
+    def start_segment(self) -> None:
+        """Go on with the steps of another fit of this process."""
         finished = self._file
         self._end_evidence()
         self._segment += 1
         self._last_step = -1
         self._chain = 0
-        attempts = self._manifest["attempts"]
-        attempts[self._attempt] = _with_stage(attempts[self._attempt], stage)
-        self._peers.do(self._open_stream, task=f"opening its stream in {self.path}")
+        self._manifest["attempts"][self._attempt]["segments"] += 1
+        self._peers.do(self._open_new_stream, task=f"opening its stream in {self.path}")
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
@@ -233,7 +236,7 @@ class RunWriter:
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         for number in range(segments):
             stream = stream_path(self.path, self._rank, self._attempt, number)
-            for path in (stream, evidence_path(stream)):
+            for path in (stream, evidence_path(stream), metrics_path(stream)):
                 path.unlink(missing_ok=True)
 
     def _write_manifest(self) -> None:
@@ -244,6 +247,10 @@ class RunWriter:
     def _open_first(self) -> None:
         for folder in (self.path / PROGRAMS, self.path / LAYOUTS, self.stream.parent):
             folder.mkdir(parents=True, exist_ok=True)
+        self._open_new_stream()
+
+    def _open_new_stream(self) -> None:
+        metrics_path(self.stream).unlink(missing_ok=True)  # of an attempt killed before run.json told of it
         self._open_stream()
 
     def _open_stream(self) -> None:
@@ -278,14 +285,6 @@ class RunWriter:
         with file:
             if complete:
                 self.bytes_written += file.write(END_OF_STREAM)
-
-
-def _with_stage(attempt: Mapping[str, Any], stage: str) -> dict[str, Any]:
-    """Return what run.json says of an attempt that has one more segment; as long as all are fits, only how many."""
-    num_segments = attempt["segments"]
-    stages = [*attempt.get("stages", [FIT] * num_segments), stage]
-    told = {} if set(stages) == {FIT} else {"stages": stages}
-    return {**attempt, "segments": num_segments + 1, **told}
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

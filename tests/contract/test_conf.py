@@ -144,10 +144,6 @@ def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> N
         "keep_tensors": ["backward/*:aten.mm.default"],
         "tensor_budget_mib": 64,
         "resume": "exact",
-        "validation_batches": False,
-        "sanity_batches": False,
-        "test_batches": False,
-        "predict_batches": False,
         "log_metrics": True,
     }
 

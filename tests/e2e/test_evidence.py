@@ -14,9 +14,8 @@ from styles import Classifier, Samples
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, compare_runs
+from det_callbacks import DeterminismCallback
 from det_callbacks.callback import evidence
-from det_callbacks.errors import SelectionError
 from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
 from det_callbacks.trace.store import Run
 from det_callbacks.verdict import Verdict
@@ -228,71 +227,10 @@ def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> N
     assert any("could not be used" in line and str(path) in line for line in verdict.evidence) is (damage == "flip")
 
 
-SWAPPED = [1, 0, *range(2, len(Samples()))]
-"""Indices of the samples, the first two in another order."""
-
-
 class Validated(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, _ = batch
         self(inputs)
-
-
-def validated(mode: str, reference: Path, loader: DataLoader[Any], **arguments: Any) -> Verdict | None:
-    """Train for two epochs of six steps, each followed by a validation with this loader."""
-    torch.manual_seed(0)
-    options = {"on_divergence": "warn"} if mode == "verify" else {"validation_batches": True}
-    callback = DeterminismCallback(reference, mode=mode, **{**options, **arguments})
-    trainer = quiet_trainer(callback, max_epochs=2, num_sanity_val_steps=1, default_root_dir=reference.parent)
-    trainer.fit(Validated(), DataLoader(Samples(), 4), loader)
-    return callback.verdict
-
-
-class Changed(Samples):
-    """Samples of which one is another."""
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, label = super().__getitem__(index)
-        return (inputs + 1 if index == 6 else inputs), label
-
-
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
-@pytest.mark.parametrize(
-    ("loader", "cause", "name"),
-    [
-        (lambda: DataLoader(Samples(), 4), None, None),
-        (lambda: DataLoader(Changed(), 4), "data_content", "validation batch 1: batch[0]"),
-        (lambda: DataLoader(Samples(), 4, sampler=SWAPPED), "data_order", "validation batch 0: batch[0]"),
-        (lambda: DataLoader(Samples(), 4, sampler=range(8)), "data_content", "validation batch 2: batch[0]"),
-    ],
-    ids=["equal", "other sample", "other order", "fewer"],
-)  # fmt: skip
-def test_the_batches_of_validations_are_compared_when_asked(
-    tmp_path: Path, loader: Any, cause: str | None, name: str | None
-) -> None:
-    validated("record", tmp_path / "run", DataLoader(Samples(), 4))
-    verdict = validated("verify", tmp_path / "run", loader())
-    assert verdict is not None
-    assert (verdict.verdict, verdict.cause) == ("diverged" if cause else "match", cause)
-    if name is not None:
-        assert verdict.first_divergence is not None
-        assert (verdict.first_divergence.name, verdict.first_divergence.phase) == (name, "data")
-        how = "is only in the reference" if verdict.first_divergence.kind == "missing" else "differs"
-        assert f"{name[1:]} {how} in the validation ahead of step" in verdict.explanation
-    validated("record", tmp_path / "other", loader())
-    compared = compare_runs(tmp_path / "run", tmp_path / "other")
-    assert (compared.verdict, compared.cause) == (verdict.verdict, cause)
-
-
-@pytest.mark.parametrize("selection", [{"every_n_steps": 2}, {"every_n_steps": 5}, {"only_steps": [3]}], ids=str)
-def test_validations_are_compared_whatever_steps_are_recorded(tmp_path: Path, selection: dict[str, Any]) -> None:
-    validated("record", tmp_path / "run", DataLoader(Samples(), 4), **selection)
-    verdict = validated("verify", tmp_path / "run", DataLoader(Samples(), 4))
-    assert verdict is not None
-    assert (verdict.verdict, verdict.evidence) == ("match", ())
-    validated("record", tmp_path / "other", DataLoader(Changed(), 4), **selection)
-    compared = compare_runs(tmp_path / "run", tmp_path / "other")
-    assert (compared.verdict, compared.cause) == ("diverged", "data_content")
 
 
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
@@ -334,11 +272,3 @@ def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
     verdict = fit("verify", tmp_path / "run", loader, model=OfNamed)
     assert verdict is not None
     assert verdict.verdict == "match"
-
-
-def test_validations_that_the_reference_has_not_cannot_be_compared(tmp_path: Path) -> None:
-    validated("record", tmp_path / "run", DataLoader(Samples(), 4), validation_batches=False)
-    validated("record", tmp_path / "other", DataLoader(Samples(), 4))
-    assert "Batches of validations were not compared" in compare_runs(tmp_path / "run", tmp_path / "other").explanation
-    with pytest.raises(SelectionError, match="without validation_batches"):
-        validated("verify", tmp_path / "run", DataLoader(Samples(), 4), validation_batches=True)

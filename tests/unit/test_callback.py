@@ -113,9 +113,6 @@ def reference(recorded: Path, tmp_path: Path) -> Path:
         ),
         ({"levle": "op"}, "DeterminismCallback has no argument levle."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
-        ({"test_batches": 1}, "test_batches must be True or False; got 1."),
-        ({"mode": "audit", "validation_batches": True}, "leave validation_batches at its default. Got True"),
-        ({"mode": "audit", "predict_batches": True}, "leave predict_batches at its default"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:

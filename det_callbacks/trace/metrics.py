@@ -1,0 +1,155 @@
+"""What a module logs, as Lightning computed it: at the end of validations, epochs and tests, the values of rank 0.
+
+    rank-00000/attempt-000.metrics.jsonl      one line a reading, beside the stream of the fit
+
+A reading is written whole when its validation, epoch or test has ended; a kill loses at most the one under way.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from det_callbacks.digest import digest_bytes, format_digest
+from det_callbacks.trace.run_files import damaged
+from det_callbacks.trace.store import Run
+
+CALLS = ("trainer.validate", "trainer.test")
+"""Where metrics come from without a fit."""
+
+RESUMED = "resumed"
+"""A reading without metrics: a process went on from a checkpoint, and may lack readings of this step.
+
+Lightning leaves out what was over when a checkpoint was saved, and begins the mean of an epoch anew in its middle.
+"""
+
+WHERE = (RESUMED, "validation", "epoch", *CALLS)
+"""Where readings are made, in the order in which those of one step come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One value: its dtype and shape, the digest of its bits, and the value as text."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    value: str
+
+    @property
+    def bits(self) -> tuple[str, tuple[int, ...], str]:
+        """What has to be equal in two runs."""
+        return self.dtype, self.shape, self.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The metrics that were computed at one place.
+
+    Attributes:
+        where: one of WHERE.
+        number: the step of a reading in a fit; of a call outside of a fit, how many of its kind came before it.
+        step: the last training step before it, -1 before the first.
+        epoch: counted from 0.
+        metrics: name -> what was computed, in the order of the module's log.
+        evidence: what explains a difference, compared only then: states of generators, what the data are.
+    """
+
+    where: str
+    number: int
+    step: int
+    epoch: int
+    metrics: Mapping[str, Metric]
+    evidence: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What a reading of one run and one of another have in common when they are to be compared."""
+        return self.where, self.number
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What readings of one fit are sorted by."""
+        return self.step, WHERE.index(self.where), self.number
+
+    @property
+    def place(self) -> str:
+        """Where the reading was made, in words."""
+        if self.where in CALLS:
+            return f"in {self.where}" + (f" (call {self.number + 1})" if self.number else "")
+        return f"in the validation after step {self.step}" if self.where == "validation" else f"of epoch {self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """The readings of one fit, and of the calls after it.
+
+    Attributes:
+        by_key: in their order.
+        resumed: steps of which readings may be lacking, see RESUMED.
+    """
+
+    by_key: dict[tuple[str, int], Reading] = field(default_factory=dict)
+    resumed: set[int] = field(default_factory=set)
+
+
+def metrics_path(stream: Path) -> Path:
+    """Return where the metrics beside a stream of steps lie."""
+    return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
+
+
+def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
+    """Add a reading to a file."""
+    content = json.dumps(asdict(reading))
+    line = json.dumps({"digest": _digest(content, run_id), "reading": json.loads(content)})
+    with path.open("ab") as file:
+        file.write(f"{line}\n".encode())
+
+
+def read_metrics(run: Run, segment: int) -> Readings:
+    """Return the readings of a fit: of what several attempts have, the latest one's.
+
+    A test after a fit that was gone on with is not a test of that fit any more.
+
+    Raises:
+        ReferenceFormatError: a file is damaged.
+    """
+    found = Readings()
+    for stream in run.streams(0, segment):
+        for key in [key for key in found.by_key if key[0] in CALLS]:
+            del found.by_key[key]
+        for reading in _read(metrics_path(stream), run.run_id):
+            if reading.where == RESUMED:
+                found.resumed.add(reading.step)
+            else:
+                found.by_key[reading.key] = reading
+    ordered = sorted(found.by_key.values(), key=lambda reading: reading.order)
+    return Readings(by_key={reading.key: reading for reading in ordered}, resumed=found.resumed)
+
+
+def _read(path: Path, run_id: str) -> Iterator[Reading]:
+    if not path.is_file():
+        return
+    *lines, _ = path.read_bytes().split(b"\n")  # after the last one stands what a kill left half written
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            is_whole = row["digest"] == _digest(json.dumps(row["reading"]), run_id)
+            reading = _from_dict(row["reading"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise damaged(path, f"line {number} is no reading of metrics ({error!r})") from error
+        if not is_whole or reading.where not in WHERE:
+            raise damaged(path, f"line {number} is not what its digest says")
+        yield reading
+
+
+def _from_dict(content: Mapping[str, Any]) -> Reading:
+    metrics = {
+        name: Metric(**{**metric, "shape": tuple(metric["shape"])}) for name, metric in content["metrics"].items()
+    }
+    return Reading(**{**content, "metrics": metrics})
+
+
+def _digest(content: str, run_id: str) -> str:
+    return format_digest(digest_bytes(f"{run_id}{content}".encode()))
