@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.metrics import timed
+from det_callbacks.callback.rank_state import local_part
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import MarksPoints
@@ -197,7 +198,7 @@ def _evaluated(trainer: pl.Trainer) -> set[str]:
 
 
 def _metric(value: Tensor | float) -> Metric:
-    tensor = as_tensor(value).detach().cpu()
+    tensor = local_part(as_tensor(value).detach()).cpu()
     shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
     return Metric(
         dtype=str(tensor.dtype).removeprefix("torch."),

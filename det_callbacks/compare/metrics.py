@@ -222,8 +222,9 @@ def _cause(name: str, evidence: list[str]) -> tuple[Cause, str]:
     if found := first(FIRST_BATCH):
         return "data_content", f"Look at the data that it is computed from: the {found} differs"
     return "unknown", (
-        "Look at how it is computed, and at the data it is computed from, of which the generators and the first batch "
-        f'agree; what can never repeat, such as a wall clock, is left out by modules=["*", "!metric/{name}"]'
+        "Look at how it is computed, and from what: the generators agree, and what is known of the data of evaluations "
+        '(their number, the first batch). What can never repeat, such as a wall clock, is left out by modules=["*", '
+        f'"!metric/{name}"]'
     )
 
 

@@ -193,7 +193,7 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     ("changed", "cause", "name", "said"),
     [
         ({"validation": lambda: loader(Changed)}, "data_content", "val/loss", "first batch of loader 0: batch[0]"),
-        ({"validation": lambda: loader(LateChanged)}, "unknown", "val/loss", "the first batch agree"),
+        ({"validation": lambda: loader(LateChanged)}, "unknown", "val/loss", "what is known of the data"),
         ({"validation": lambda: loader(num_samples=8)}, "data_content", "val/loss", "samples of loader 0"),
         ({"model": Draws}, "structure", "val/drawn", "only in the current run"),
         ({"model": Rounds}, "unknown", "val/loss", '"!metric/val/loss"'),
