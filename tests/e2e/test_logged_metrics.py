@@ -361,7 +361,7 @@ def test_a_run_with_what_is_gone_is_refused(tmp_path: Path, field: str, entry: s
     ) as caught:
         Session("verify", reference).fit()
     assert caught.value.exit_code == 2
-    with pytest.raises(TypeError, match="validation_batches"):
+    with pytest.raises(SelectionError, match="no argument validation_batches any more: what the module logs"):
         DeterminismCallback(tmp_path / "new", mode="record", validation_batches=True)
 
 
