@@ -25,8 +25,8 @@ class ReplicaAuditCallback(Callback):
     batch norm (each rank's are of its own batches), all buffers under DDP with ``broadcast_buffers=False``, and what
     DDP was told to ignore. It changes no bit of the training, and talks in a gloo group of its own.
 
-    An audit takes one pass over that state at the speed of digests (on GPUs a copy to the host) and, while all agree,
-    one collective of 16 bytes a rank. ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
+    An audit takes one pass over that state at the speed of digests (on GPUs a copy to the host) and one collective,
+    which gathers 8 bytes a tensor. ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
         every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.

@@ -168,7 +168,7 @@ def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_i
         ("transformer", "aot_eager"),
         ("transformer", "inductor"),
         pytest.param("resnet", "aot_eager", marks=pytest.mark.soak),
-        ("resnet", "inductor"),
+        pytest.param("resnet", "inductor", marks=pytest.mark.soak),
     ],
 )
 def test_the_networks_of_the_overhead_recipe(
