@@ -48,6 +48,8 @@ class OriginFinder:
             if self.is_written_unseen(row):
                 for view, changed, position in zip(self._views, self._changed, self._places(row), strict=True):
                     changed.update((place, position) for place in view.program.sites[position].inputs)
+        called_otherwise = (row for row, kind in changes.kinds.items() if kind != "content" and self._is_called(row))
+        self._first_called_otherwise = next(called_otherwise, len(alignment))
         self._first_readable = next(filter(self._is_readable, np.flatnonzero(changes.differs).tolist()), len(alignment))
 
     def is_origin(self, row: int) -> bool | None:
@@ -101,10 +103,11 @@ class OriginFinder:
     def may_be_passed_on(self, row: int) -> bool:
         """Return whether a difference may follow from one that Python could read before, past every edge.
 
-        A shape, a number and whether an op runs at all may come from any shape, number or host tensor of lengths that
-        was there before; other bits from the same inputs may not.
+        A shape, a number and whether an op runs at all may come from any shape, number, tensor of the batch or host
+        tensor of lengths that was there before, and in a backward pass from how the ops of the forward pass were
+        called; other bits from the same inputs may not.
         """
-        if not self.is_after_readable(row):
+        if not (self.is_after_readable(row) or self._is_backward_of_other_calls(row)):
             return False
         return self._changes.kinds[row] != "content" or self.is_rewired(row)
 
@@ -118,6 +121,10 @@ class OriginFinder:
         # rows that only the reference has stand before those that only the current step has
         return row > first or (self.is_leading(first) and not self.is_leading(row))
 
+    def _is_backward_of_other_calls(self, row: int) -> bool:
+        """Return whether a row is of a backward pass, and an op before it was called otherwise, or by one side only."""
+        return row > self._first_called_otherwise and self.site(row).phase == "backward"
+
     def is_rewired(self, row: int) -> bool:
         """Return whether an op with other bits reads other sites than its partner in the reference does."""
         left, right = self._places(row)
@@ -129,13 +136,18 @@ class OriginFinder:
         inputs = [self._partners.get(place, -1) for place in self._views[1].program.sites[right].inputs]
         return sorted(inputs) != sorted(self._views[0].program.sites[left].inputs)
 
+    def _is_called(self, row: int) -> bool:
+        """Return whether a row is of an op that runs before a backward pass does."""
+        site = self.site(row)
+        return bool(site.op) and site.phase in ("forward", "other")
+
     def _is_readable(self, row: int) -> bool:
         """Return whether Python may know of the difference at a row: another structure, or a number that it reads."""
         left, right = self._places(row)
         site = self.site(row)
         if site.role == "value" or (site.role == "generator" and site.name in _HOST_GENERATORS):
             return True
-        if left < 0 or right < 0:
+        if site.phase == "data" or left < 0 or right < 0:
             return site.phase == "data"
         ours, theirs = self._views[0].layout.entries[left], self._views[1].layout.entries[right]
         return ours != theirs or (theirs is not None and theirs.dtype in _READ_UNSEEN)

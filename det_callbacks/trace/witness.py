@@ -162,8 +162,10 @@ class Witness:
 
 
 def _tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a call that it does not write."""
+    """Return the tensors among the arguments of a call that it reads, and does not write."""
     written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+    if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
+        args = args[1:]
     read: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         items = value if isinstance(value, list | tuple) else (value,)

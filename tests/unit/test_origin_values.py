@@ -86,6 +86,7 @@ def bits_of_an_op(step, is_current):
 
 
 READABLE = (
+    other_content,
     a_batch_of_another_shape,
     other_lengths_in_a_batch,
     another_number_in_a_batch,
@@ -97,21 +98,21 @@ READABLE = (
 )
 
 
-def another_argument(step, is_current):
-    step.op("aten.mul.Scalar", "?y", module="last", arguments={"other": 2 + is_current})
+def another_argument(step, is_current, **place):
+    step.op("aten.mul.Scalar", "?y", **{"module": "last", **place}, arguments={"other": 2 + is_current})
 
 
 def another_structure(step, is_current):
     step.op("aten.addmm.default", "?y", module="last", layout=LONGER if is_current else FLOAT)
 
 
-def a_missing_op(step, is_current):
+def a_missing_op(step, is_current, **place):
     if not is_current:
-        step.op("aten.slice_backward.default", "?y", module="last")
+        step.op("aten.slice_backward.default", "?y", module="last", **place)
 
 
-def an_extra_op(step, is_current):
-    a_missing_op(step, not is_current)
+def an_extra_op(step, is_current, **place):
+    a_missing_op(step, not is_current, **place)
 
 
 def another_tensor_that_is_read(step, is_current):
@@ -119,8 +120,8 @@ def another_tensor_that_is_read(step, is_current):
     step.op("aten.sin.default", places[is_current], module="last")
 
 
-def other_bits_from_the_same_inputs(step, is_current):
-    step.op("aten.exp.default", "?y", module="last", noise=is_current)
+def other_bits_from_the_same_inputs(step, is_current, **place):
+    step.op("aten.exp.default", "?y", module="last", noise=is_current, **place)
 
 
 def judged(*parts):
@@ -152,9 +153,24 @@ LATER = (an_op_with_another_structure, a_number_read_back, indices_that_an_op_co
 @pytest.mark.parametrize(
     "last", [another_argument, another_structure, a_missing_op, an_extra_op, another_tensor_that_is_read]
 )
-@pytest.mark.parametrize("other", [other_content, bits_of_an_op, *LATER])
-def test_floats_of_a_tensor_and_what_comes_later_are_passed_on_by_nobody(other, last):
+@pytest.mark.parametrize("other", [bits_of_an_op, *LATER])
+def test_floats_that_an_op_computed_and_what_comes_later_are_passed_on_by_nobody(other, last):
     assert judged(*((last, other) if other in LATER else (other, last))) == [True]
+
+
+@pytest.mark.parametrize(
+    ("last", "is_origin"),
+    [
+        (partial(another_argument, phase="backward"), None),
+        (partial(an_extra_op, phase="backward"), None),
+        (partial(another_argument, phase="optimizer"), True),
+        (partial(other_bits_from_the_same_inputs, phase="backward"), True),
+    ],
+)
+def test_how_ops_of_a_backward_pass_are_called_may_follow_from_the_forward_pass(last, is_origin):
+    assert judged(last) == [True]
+    assert judged(partial(another_argument, module="first"), last) == [is_origin]
+    assert judged(partial(another_argument, module="first", phase="optimizer"), last) == [True]
 
 
 def test_all_outputs_of_the_first_call_of_another_structure_are_origins():

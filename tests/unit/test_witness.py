@@ -113,6 +113,16 @@ def test_nothing_is_unseen_where_everything_agrees():
     assert trace.unseen_writes == frozenset()
 
 
+@pytest.mark.parametrize("beta", [0, 1])
+def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta: int):
+    def body(is_other: bool):
+        x = torch.ones(1, 2, 2)
+        torch.baddbmm(torch.empty(1, 2, 2), x, x, beta=beta, alpha=2 + is_other)
+
+    _, trace = differing_step(body)
+    assert trace.unseen_writes == ({position_of(trace, "baddbmm.default")} if beta else set())
+
+
 @pytest.mark.usefixtures("_everywhere")
 def test_the_number_of_inputs_digested_again_is_bounded():
     expected = Expectation.of(np.zeros(0, dtype=np.uint64))
