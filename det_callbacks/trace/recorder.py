@@ -46,6 +46,12 @@ _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.devi
 _DIGEST = OpKind.DIGEST
 _MAX_SIBLINGS = 64
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_READ_BACK = torch.ops.aten._local_scalar_dense.default
+
+
+def _may_be_passed_on(func: Any, phase: str) -> bool:
+    """Return whether Python gets a number that may become an argument of an op in any module."""
+    return func is _READ_BACK and phase != "optimizer"
 
 
 class Recorder:
@@ -180,7 +186,7 @@ class Recorder:
                 func, plan = _ADD, self._plan_of_accumulation(args)
         if plan.is_reducing and self.passing.is_in_reducer(context):
             return self.passing.reducing(plan, args, kwargs)
-        if not self._selects_all and not self.selects(phase, context):
+        if not self._selects_all and not self.selects(phase, context) and not _may_be_passed_on(func, phase):
             return self.passing.unselected(plan, func, phase, context, args, kwargs)
 
         digests = self.digests

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from step_builder import FLOAT, StepBuilder
+from torch import nn
 from tracing import step_of
 
 from det_callbacks.compare import compare_steps
@@ -179,3 +180,19 @@ def test_all_outputs_of_the_first_call_of_another_structure_are_origins():
         step.op("aten.native_layer_norm.default", "?x", outputs=3, layout=layout)
     divergences = compare_steps(reference.view(), current.view()).divergences
     assert [item.is_origin for item in divergences] == [True, True, True]
+
+
+class Scaled(nn.Module):
+    def forward(self, values: torch.Tensor, factor: float) -> torch.Tensor:
+        return values * factor
+
+
+def test_a_number_read_back_outside_the_selected_modules_is_not_lost():
+    model = nn.Sequential(Scaled())
+
+    def body(addend: float) -> None:
+        model[0](DATA, (DATA + addend).sum().item())
+
+    views = [step_of(HashMode(model, modules=("0",)), partial(body, addend)).view() for addend in (0.5, 0.25)]
+    found = [(entry.op, entry.is_origin) for entry in compare_steps(*views).divergences if entry.op]
+    assert found == [("aten._local_scalar_dense.default", False), ("aten.mul.Tensor", None)]
