@@ -27,7 +27,8 @@ class Selection:
             gradients, parameters, buffers, optimizer state); each holds the ones below it.
         modules: fnmatch patterns over qualified module names; "*" is everything, ops outside any module included. All
             metrics are recorded but those that a pattern "!metric/val_*" leaves out by their name.
-        phases: among forward, backward and optimizer, for ops and module outputs.
+        phases: among forward, backward and optimizer, for ops and module outputs. A number that Python reads back from
+            a tensor (``item``) is recorded anywhere but in the optimizer, since any op may be called with it.
         every_n_steps: steps whose number is a multiple of it are recorded.
         only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
         compiled: "run" runs what torch.compile compiled, "eager" the code that it was compiled from.
