@@ -60,7 +60,7 @@ def test_the_closing_line_is_whole_and_the_bar_says_how_far_it_is(
     lines = see(*([callback, bar()] if is_first else [bar(), callback]))
     (line,) = [line for line in lines if "det_callbacks:" in line]
     assert line == (
-        f"det_callbacks: match: verified 8 steps, 345 sites at level state, against {reference} "
+        f"det_callbacks: match: verified 8 steps, 345 sites at level state, 2 metrics, against {reference} "
         f"(verdict and diverging steps: {tmp_path / 'current'})"
     )
     (drawn,) = bars_of(lines)

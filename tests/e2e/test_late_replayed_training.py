@@ -15,6 +15,7 @@ from safetensors import safe_open
 from styles import Classifier, Samples
 from torch import Tensor, library
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
@@ -46,10 +47,9 @@ def noisy_(x: Tensor) -> None:
 
 
 def disturb(gradient: Tensor) -> Tensor:
-    """Change a gradient where no mode sees it."""
-    array = gradient.detach().numpy()
-    array *= 1 + entropy()
-    return gradient
+    """Return another gradient at each call, where no mode sees it."""
+    with _disable_current_modes():
+        return gradient + gradient.detach() * entropy()  # its own gradient is what it would be without
 
 
 class Noisy(Classifier):

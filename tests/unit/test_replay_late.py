@@ -4,7 +4,6 @@ import gc
 import weakref
 from array import array
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ NO_DIGESTS = array("Q")
 
 
 def sites() -> LateSites:
-    return LateSites(lambda _: None, lambda: False, nullcontext())
+    return LateSites()
 
 
 def settle(late: LateSites, device: LateDevice) -> None:
