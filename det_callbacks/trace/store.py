@@ -17,6 +17,7 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -329,13 +330,13 @@ class Run:
 
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
-        places = [*self._places()]
-        for (attempt, number, segment), (later, *_) in zip(places, [*places[1:], places[-1]], strict=True):
+        # one after the other: a number of fits that is nonsense ends at the first file that is not there
+        for (attempt, number, segment), later in pairwise(chain(self._places(), [None])):
             path = stream_path(self.path, rank, attempt, number)
             file = StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment)
             files.append(file)
             # only of an attempt that another one went on with the last fit may have no end
-            if attempt == later and self.incomplete_reason is None:
+            if (later is None or later[0] == attempt) and self.incomplete_reason is None:
                 self.incomplete_reason = file.unfinished
         return RankRun(rank, files)
 

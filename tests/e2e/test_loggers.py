@@ -173,7 +173,8 @@ def test_what_differs_is_told_with_the_verdict(reference: Path, tmp_path: Path) 
     assert (first["differing"], "chain" in first) == (0.0, True)
     assert second["differing"] > 0
     assert "chain" not in second  # the curve ends where the runs part
-    assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing, 8.0)
+    # of the steps; the loss of the epoch, a metric, differs too and is known when the fit has ended
+    assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing - 1, 8.0)
     assert texts.texts == [("determinism/verdict", f"diverged: {verdict.explanation}", 7)]
 
 
