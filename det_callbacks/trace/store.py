@@ -17,7 +17,7 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +331,9 @@ class Run:
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
         # one after the other: a number of fits that is nonsense ends at the first file that is not there
-        for (attempt, number, segment), later in pairwise(chain(self._places(), [None])):
+        following = islice(self._places(), 1, None)
+        for attempt, number, segment in self._places():
+            later = next(following, None)
             path = stream_path(self.path, rank, attempt, number)
             file = StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment)
             files.append(file)
