@@ -351,8 +351,10 @@ class Recorder:
         event = Event(parent, func, phase, context, consts, reads, names, len(outputs), tuple(kwargs))
         self.backward.note_functions(event)
         is_named = not plan.is_functional
+        # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
+        name_of = self.names.of if phase == "backward" else self.names.of_written
         output_names = [
-            self.names.of_written(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
+            name_of(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
             for output in outputs
         ]
         build_op_event(
