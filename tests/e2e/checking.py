@@ -84,12 +84,26 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return run
 
 
-def fork_process(words: Sequence[str], *, variables: Mapping[str, str]) -> int:
-    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process."""
+def fork_process(
+    words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
+) -> int:
+    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process.
+
+    Args:
+        words: Python, the script and its arguments.
+        variables: the environment.
+        folder: working directory; None is this one.
+        output: file that gets what is printed, errors included; None leaves both where they are.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if not process:
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        if folder is not None:
+            os.chdir(folder)
         _run(words, variables)
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status)
@@ -103,6 +117,7 @@ def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
             del os.environ[name]
         os.environ.update(variables)
         sys.argv = [*words[1:]]
+        sys.path.insert(0, str(Path(words[1]).resolve().parent))
         warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
         torch.set_num_threads(1)  # threads of the parent's pool are not there
         GlobalHydra.instance().clear()

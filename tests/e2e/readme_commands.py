@@ -2,9 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from checking import fork_process
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
@@ -43,17 +47,16 @@ def run_readme(recipe: str, folder: Path, *, added: str = "") -> int:
         if command == "echo $?":
             assert promised == [str(status)]
             continue
-        done = subprocess.run(
-            ["bash", "-c", f"{command} {added}" if command.startswith("python") else command],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        status = done.returncode
+        words = shlex.split(command)
+        with (folder / "said").open("w+b") as said:
+            if words[0] == "python":
+                words = [sys.executable, *words[1:], *shlex.split(added)]
+                status = fork_process(words, variables=environment, folder=folder, output=said.fileno())
+            else:
+                options: dict[str, Any] = {"cwd": folder, "env": environment, "check": False, "timeout": 200}
+                status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, **options).returncode
+            said.seek(0)
+            text = said.read().decode()
         for line in promised:
-            assert re.search(pattern_of(line), done.stdout), f"{command}\npromised: {line}\nsaid:\n{done.stdout}"
+            assert re.search(pattern_of(line), text), f"{command}\npromised: {line}\nsaid:\n{text}"
     return len(commands)
