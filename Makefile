@@ -28,11 +28,11 @@ demo: $(INSTALLED)
 	fi; \
 	echo "demo: the planted fault was found (exit status 1); the runs are in $(DEMO)/"
 
-# The everyday tier: at most 5 minutes on two cores, with lint and types.
+# The everyday tier: 7 minutes on two cores, with lint and types.
 test: lint
 	$(PYTEST)
 
-# Tests of several seconds or more, and the rest of grids: at most 12 minutes.
+# Tests of several seconds or more, and the rest of grids.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m 'slow and not soak'
 
