@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.live import VERDICT_FILE, reference_environment
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 Factor = Literal["workers", "threads", "hash-seed"]

@@ -10,9 +10,9 @@ from det_callbacks.compare.live import reference_environment
 from det_callbacks.digest import device_choice
 from det_callbacks.environment import capture_environment, compare_environments
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.runs.store import Run
 from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import too_late
-from det_callbacks.trace.store import Run
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.errors import ExportError
-from det_callbacks.trace.program import StepView
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
 from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.compiled.hook import WATCHERS
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.steps import StepTrace
 
 COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),

@@ -7,11 +7,11 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from det_callbacks.trace.program import Layout, Program, Role, Site, TensorLayout
-from det_callbacks.trace.run_files import read_manifest
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.files import read_manifest
+from det_callbacks.runs.program import Layout, Program, Role, Site, TensorLayout
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 SELECTION = Selection().to_dict()
 

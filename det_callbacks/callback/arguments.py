@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.trace.selection import Selection
+from det_callbacks.runs.selection import Selection
 
 MODES = ("record", "verify", "audit", "disabled")
 STEPS = ("all", "common")

@@ -13,7 +13,7 @@ from det_callbacks.compare.live import free_folder
 from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.report import audit_line, audit_lines, print_closing_line
-from det_callbacks.trace.run_files import replace_atomically
+from det_callbacks.runs.files import replace_atomically
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"

@@ -21,7 +21,7 @@ from det_callbacks.checkpoint import SaveContext
 from det_callbacks.checkpoint.saving import new_id
 from det_callbacks.checkpoint.sidecar import Sidecar
 from det_callbacks.environment import capture_environment
-from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.runs.peers import ALONE, Peers
 
 
 class Checkpointing:

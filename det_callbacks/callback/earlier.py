@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.errors import RankError, SelectionError
-from det_callbacks.trace.peers import Peers
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.peers import Peers
+from det_callbacks.runs.store import Run
 
 
 def is_there(path: Path, peers: Peers) -> bool:

@@ -14,8 +14,8 @@ from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.callback.workers import NumWorkers
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.resume import find_generators
+from det_callbacks.runs.evidence import Row
 from det_callbacks.trace.components import has_parts, holds_data
-from det_callbacks.trace.evidence import Row
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.ledger import CONSTANTS, Ledger
 

@@ -17,11 +17,11 @@ from det_callbacks.callback.tracing import MarksPoints
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH
 from det_callbacks.digest import digest_tensor, format_digest, unobserved
+from det_callbacks.runs.metrics import RESUMED, Metric, Reading
+from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.ledger import Ledger
-from det_callbacks.trace.metrics import RESUMED, Metric, Reading
-from det_callbacks.trace.selection import Selection
 
 CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}
 """What logs metrics without a fit."""

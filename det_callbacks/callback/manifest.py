@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 from det_callbacks.callback.choices import trainer_choices
 from det_callbacks.command_line import command_choice
 from det_callbacks.environment import capture_environment
+from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import settings_in_force
-from det_callbacks.trace.selection import Selection
 
 
 def manifest_of(

@@ -30,13 +30,13 @@ from det_callbacks.report import (
     recorded_call_line,
     recorded_line,
 )
-from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.metrics import Reading
-from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.trace.program import Program
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.program import Program
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Verdict
 
 

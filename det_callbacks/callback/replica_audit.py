@@ -13,7 +13,7 @@ from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.replicas import OnDivergence, Replicas
 from det_callbacks.errors import NothingComparedError, SettingsError
 from det_callbacks.ranks import ReplicaReport
-from det_callbacks.trace.selection import as_names
+from det_callbacks.runs.selection import as_names
 
 
 class ReplicaAuditCallback(Callback):

@@ -25,7 +25,7 @@ from det_callbacks.report import print_closing_line, unrestored_line
 from det_callbacks.resume import ResumeState
 from det_callbacks.resume.ranks import belong_together, problems_of, row_of
 from det_callbacks.resume.state import buffers_file, gradients_file, state_file
-from det_callbacks.trace.peers import ALONE, Peers
+from det_callbacks.runs.peers import ALONE, Peers
 
 Resume = Literal["exact", "warn", "plain"]
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.trace.peers import Peers
-from det_callbacks.trace.selection import Selection
+from det_callbacks.runs.peers import Peers
+from det_callbacks.runs.selection import Selection
 
 
 class RunArguments(Protocol):

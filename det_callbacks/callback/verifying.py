@@ -31,13 +31,13 @@ from det_callbacks.report import (
     verified_line,
     waiting_line,
 )
-from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.metrics import Reading
-from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.trace.run_files import stream_path
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 

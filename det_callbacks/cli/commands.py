@@ -40,7 +40,7 @@ from det_callbacks.report import (
     write_report,
 )
 from det_callbacks.report.tables import make_console
-from det_callbacks.trace.store import RankRun, Run
+from det_callbacks.runs.store import RankRun, Run
 
 INTERRUPTED = 130
 

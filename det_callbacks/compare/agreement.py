@@ -12,10 +12,10 @@ from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments
-from det_callbacks.trace.evidence import Row
-from det_callbacks.trace.program import Program, StepView
-from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.program import Program, StepView
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Counts, Verdict
 
 LAST_STEPS = 16

@@ -14,7 +14,7 @@ import numpy as np
 
 from det_callbacks.compare.sequence import Budget, Gap, Pairs, gaps_between, match_longest, match_unique, trim
 from det_callbacks.compare.units import DIGEST, NUM_LEVELS, OP, STRUCTURE, Interner, Units, are_compatible, group
-from det_callbacks.trace.program import Site, StepView
+from det_callbacks.runs.program import Site, StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

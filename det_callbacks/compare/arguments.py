@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from det_callbacks.trace.program import StepView
+from det_callbacks.runs.program import StepView
 from det_callbacks.trace.tree import argument_bits, plain_value
 
 _UNKNOWN = "a value that was kept as a digest only"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 MAX_STEPS = 2_000
 """Steps that are searched, the nearest ones; some 100 microseconds each."""

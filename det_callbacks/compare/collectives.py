@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 import torch
 
 from det_callbacks.compare.align import Alignment
+from det_callbacks.runs.program import Site, StepView
 from det_callbacks.trace.deliveries import IN_FLIGHT
-from det_callbacks.trace.program import Site, StepView
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["own", "outside", "open", "none"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.compare.whole_steps import WholeSteps
-from det_callbacks.trace.run_files import damaged, rank_folder, read_list, replace_atomically
+from det_callbacks.runs.files import damaged, rank_folder, read_list, replace_atomically
 
 COMPARED_FILE = "compared.json"
 

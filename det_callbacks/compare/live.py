@@ -22,15 +22,15 @@ from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.environment import Environment, compare_environments, digested_on
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.evidence import UNSEEN_WRITE, Row
-from det_callbacks.trace.metrics import Reading, Readings, read_metrics
-from det_callbacks.trace.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.trace.program import StepView
-from det_callbacks.trace.run_files import MANIFEST, PROGRAMS, rank_folder, read_manifest
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import Expectation, StepTrace
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.evidence import UNSEEN_WRITE, Row
+from det_callbacks.runs.files import MANIFEST, PROGRAMS, rank_folder, read_manifest
+from det_callbacks.runs.metrics import Reading, Readings, read_metrics
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Counts, Divergence, Verdict
 
 KEPT_STEPS = 100

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from det_callbacks.compare.first_difference import Words
-from det_callbacks.trace.metrics import CALLS, Metric, Reading, Readings
+from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, Kind
 
 GENERATOR, LENGTH, FIRST_BATCH = "generator ", "samples of ", "first batch of "

@@ -8,10 +8,10 @@ from typing import Any
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NotComparableError, ReferenceFormatError, SelectionError
-from det_callbacks.trace.metrics import read_metrics
-from det_callbacks.trace.peers import ALONE, Peers, count_processes
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.peers import ALONE, Peers, count_processes
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
 
 
 def open_reference(

@@ -6,9 +6,9 @@ import numpy as np
 
 from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.changes import Changes
+from det_callbacks.runs.program import UNREAD, Program, Site, StepView
 from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
-from det_callbacks.trace.program import UNREAD, Program, Site, StepView
 
 SOURCE_ROLES = ("input", "generator", "samples")
 SOURCE_PHASES = ("data", "rng", "input")

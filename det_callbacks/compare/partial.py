@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from det_callbacks.compare.align import align
-from det_callbacks.trace.program import Layout, Program, StepView
+from det_callbacks.runs.program import Layout, Program, StepView
 
 
 def reached_part(reference: StepView, current: StepView) -> StepView:

@@ -22,7 +22,7 @@ from typing import Any
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, WorkerError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 MAX_JOBS = 8
 """Processes that are started without being asked for: at 400 MB each."""

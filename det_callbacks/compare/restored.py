@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from det_callbacks.compare.origin import num_leading_sites
-from det_callbacks.trace.program import StepView
+from det_callbacks.runs.program import StepView
 
 
 def find_unrestored(before: StepView, state: Mapping[str, int]) -> tuple[str, ...]:

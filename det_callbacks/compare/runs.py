@@ -18,9 +18,9 @@ from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
 from det_callbacks.environment import compare_environments, digested_on
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
-from det_callbacks.trace.metrics import read_metrics
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 SMALL_BYTES = 256 * 2**20

@@ -18,7 +18,7 @@ from det_callbacks.compare.collectives import (
     is_in_flight,
 )
 from det_callbacks.compare.origin import OriginFinder
-from det_callbacks.trace.program import Site, StepView, TensorLayout
+from det_callbacks.runs.program import Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
 STARTS_BACKWARD = "aten.ones_like.default"

@@ -15,8 +15,8 @@ from det_callbacks.compare.changes import Changes, find_changes
 from det_callbacks.compare.compared import ComparedSteps
 from det_callbacks.compare.origin import OriginFinder
 from det_callbacks.compare.walk import num_equal_steps
-from det_callbacks.trace.program import Site, StepView
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import Site, StepView
+from det_callbacks.runs.store import Run
 
 _MAX_PROGRAMS = 16
 

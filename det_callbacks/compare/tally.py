@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from det_callbacks.trace.program import Program
+from det_callbacks.runs.program import Program
 from det_callbacks.verdict import Counts, Coverage
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from det_callbacks.compare.restored import find_unrestored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.trace.program import StepView
-from det_callbacks.trace.steps import StepTrace
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.steps import StepTrace
+from det_callbacks.runs.store import Run
 
 
 def add_traced_step(

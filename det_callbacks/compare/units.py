@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from det_callbacks.compare.arguments import ArgumentReader
-from det_callbacks.trace.program import Site, StepView
+from det_callbacks.runs.program import Site, StepView
 
 DIGEST, ARGUMENTS, LAYOUT, STRUCTURE, OP = range(5)
 """Levels of keys: same bits, arguments, layouts, outputs and names; op alone.

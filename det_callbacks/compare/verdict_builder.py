@@ -17,7 +17,7 @@ from det_callbacks.compare.tally import Tally
 from det_callbacks.compare.whole_steps import WholeSteps, explain_whole_steps, steps_agree
 from det_callbacks.compare.wording import count, explain_match, show_choices, show_machine
 from det_callbacks.errors import NothingComparedError
-from det_callbacks.trace.program import Program, StepView
+from det_callbacks.runs.program import Program, StepView
 from det_callbacks.verdict import Counts, Divergence, EnvironmentDifference, Verdict, VerdictName
 
 FindBatch = Callable[[int, int, int, Mapping[str, int]], int | None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.trace.store import Fit, Run
+from det_callbacks.runs.store import Fit, Run
 
 _SECONDS_A_STEP = 2e-4
 """Of two runs' step of 4,000 sites each, read and compared."""

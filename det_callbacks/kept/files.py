@@ -12,8 +12,8 @@ from pathlib import Path
 
 from det_callbacks.kept.counts import Shortage
 from det_callbacks.replay.files import step_path, stream_folder
-from det_callbacks.trace.run_files import damaged, rank_folder, replace_atomically
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import damaged, rank_folder, replace_atomically
+from det_callbacks.runs.store import Run
 
 KEPT = "kept"
 

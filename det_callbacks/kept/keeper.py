@@ -19,10 +19,10 @@ from det_callbacks.replay.late import Copy, copy_in_order, settled
 from det_callbacks.replay.ops import OpSelection
 from det_callbacks.replay.parts import SavedTensor, num_bytes
 from det_callbacks.replay.saving import MIB, RESERVED_BYTES
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.late_sites import LateSites
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.steps import StepTrace
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.replay.files import StepPlace, read_header, read_tensor
 from det_callbacks.replay.parts import SavedTensor
-from det_callbacks.trace.run_files import damaged
+from det_callbacks.runs.files import damaged
 from det_callbacks.verdict import Divergence
 
 

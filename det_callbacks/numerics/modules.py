@@ -16,8 +16,8 @@ from det_callbacks.numerics.result import NumericsReport, TensorComparison
 from det_callbacks.numerics.side import Side
 from det_callbacks.numerics.sinks import Comparer, Record
 from det_callbacks.numerics.tolerances import Given, ToleranceTable
+from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
-from det_callbacks.trace.selection import as_names
 
 _AS_THEY_ARE = DeterminismSettings(
     deterministic_algorithms=None, cublas_workspace_config=None, cudnn_benchmark=None, cudnn_deterministic=None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from det_callbacks.errors import NumericsError
 from det_callbacks.report import numerics_text, write_numerics_report
-from det_callbacks.trace.run_files import replace_atomically
+from det_callbacks.runs.files import replace_atomically
 
 Phase = Literal["initial", "module", "input", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]

@@ -21,13 +21,13 @@ from det_callbacks.errors import (
 from det_callbacks.observe.observations import Observations
 from det_callbacks.observe.registry import activate, deactivate
 from det_callbacks.replay import TENSOR_BUDGET_MIB, SavedStep, SavedTensors, check_budget
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import Expectation
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
 from det_callbacks.trace.peek import trace_so_far
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import Expectation
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_NAME_BYTES = 255

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch  # looked at in torch 2.13: hides what runs inside from open modes
 
 from det_callbacks.errors import DetCallbacksError, RankError
-from det_callbacks.trace.peers import END_OF_FIT
+from det_callbacks.runs.peers import END_OF_FIT
 
 TIMEOUT_SECONDS = 30.0
 

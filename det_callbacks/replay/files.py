@@ -23,7 +23,7 @@ from torch import Tensor
 from det_callbacks.digest import digest_bytes, digest_memory, format_digest, unobserved
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.replay.parts import Part, SavedTensor
-from det_callbacks.trace.run_files import damaged
+from det_callbacks.runs.files import damaged
 
 REPLAY_FORMAT_VERSION = 1
 REPLAY = "replay"

@@ -8,7 +8,7 @@ from torch import Tensor
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.replay.files import StepFile, StepPlace, read_header, read_tensor, replay_path
 from det_callbacks.replay.parts import SavedTensor, misfit
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 class SavedStep:

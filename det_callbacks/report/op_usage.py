@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import OpFact, may_apply
 from det_callbacks.report.closing import count
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.store import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

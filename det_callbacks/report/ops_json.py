@@ -7,7 +7,7 @@ import torch
 
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact
 from det_callbacks.report.op_usage import OpUsage
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 def op_facts_to_dict(facts: Sequence[OpFact]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from det_callbacks.nondeterminism import BEHAVIOURS, OpFact
 from det_callbacks.report.closing import count
 from det_callbacks.report.op_usage import OpUsage
 from det_callbacks.report.tables import print_table
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 _MEANINGS = {
     "alternate algorithm": "takes another algorithm under torch.use_deterministic_algorithms(True)",

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from det_callbacks.digest import format_digest
-from det_callbacks.trace.metrics import read_metrics
-from det_callbacks.trace.program import StepRecord, StepView
-from det_callbacks.trace.store import RankRun, Run
+from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.program import StepRecord, StepView
+from det_callbacks.runs.store import RankRun, Run
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest import Bits, Derived, digest_bytes, digest_rows
+from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.leaves import is_constant, leaves
 from det_callbacks.trace.named import record_bits, record_group
-from det_callbacks.trace.program import UNREAD
 from det_callbacks.trace.recorder import Recorder
 
 MAX_SAMPLES = 1024

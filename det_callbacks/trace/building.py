@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+from det_callbacks.runs.program import Site
 from det_callbacks.trace.cuda_graphs import LeftName
 from det_callbacks.trace.deliveries import DeliveredName
 from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program import Site
 from det_callbacks.trace.source import capture_source, is_of_torch
 from det_callbacks.trace.tree import (
     VARYING,

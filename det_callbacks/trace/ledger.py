@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, LateDigests, digest_bytes, tensor_bits, value_of
-from det_callbacks.trace.evidence import Row
+from det_callbacks.runs.evidence import Row
 from det_callbacks.trace.generators import (
     NUMPY,
     PYTHON,

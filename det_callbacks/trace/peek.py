@@ -1,9 +1,11 @@
 """Looking at a step that is still under way."""
 
+from functools import partial
+
 import numpy as np
 
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.steps import StepTrace
 
 
 def trace_so_far(recorder: Recorder) -> StepTrace:
@@ -24,6 +26,5 @@ def trace_so_far(recorder: Recorder) -> StepTrace:
         digests=np.array(recorder.digests, dtype=np.uint64),
         layout_id=recorder.layouts.layout_id(indices),
         unseen_writes=frozenset(),
-        _layout_indices=indices,
-        _layouts=recorder.layouts,
+        _make_layout=partial(recorder.layouts.layout, indices),
     )

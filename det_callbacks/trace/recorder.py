@@ -7,6 +7,7 @@ event predicted at this position costs look-ups and comparisons, its reads, and 
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory
+from det_callbacks.runs.selection import PHASES, Selection
+from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.appending import append_special
@@ -32,8 +35,6 @@ from det_callbacks.trace.nodes import ENGINE, BackwardMap
 from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
-from det_callbacks.trace.selection import PHASES, Selection
-from det_callbacks.trace.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits
 from det_callbacks.trace.witness import Witness
@@ -146,8 +147,7 @@ class Recorder:
             digests=np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64),
             layout_id=self.layouts.layout_id(self.layout_indices),
             unseen_writes=frozenset() if self._expected is None else frozenset(self._expected.unseen_writes),
-            _layout_indices=self.layout_indices,
-            _layouts=self.layouts,
+            _make_layout=partial(self.layouts.layout, self.layout_indices),
         )
         self.abandon()
         return trace

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from det_callbacks.digest import digest_bytes
-from det_callbacks.trace.program import Program, Site
+from det_callbacks.runs.program import Program, Site
 
 MAX_EVENTS = 200_000
 

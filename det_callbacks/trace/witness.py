@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, value_of
+from det_callbacks.runs.program import Program
+from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program import Program
-from det_callbacks.trace.steps import Expectation
 from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:

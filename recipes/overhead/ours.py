@@ -6,7 +6,7 @@ import torch
 from models import Workload
 
 from det_callbacks import HashMode
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.writer import RunWriter
 
 
 class Ours:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
-from det_callbacks.trace.run_files import read_manifest
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.files import read_manifest
+from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
+from det_callbacks.runs.writer import RunWriter
 
 MANIFEST = {
     "selection": {"level": "op", "modules": ["*"], "phases": ["forward", "backward", "optimizer"], "every_n_steps": 1},

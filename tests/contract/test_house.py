@@ -45,12 +45,12 @@ PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
     ("recipes/overhead/bandwidth.py", "det_callbacks.digest.queue"): "likewise, without the wait for them",
     (
         "recipes/overhead/ours.py",
-        "det_callbacks.trace.writer",
+        "det_callbacks.runs.writer",
     ): "measures what a step leaves on disk",
     ("recipes/overhead/run.py", "det_callbacks.digest"): "says how the device's digests were computed",
-    ("recipes/scale/synthetic.py", "det_callbacks.trace.program"): "writes runs without a training",
-    ("recipes/scale/synthetic.py", "det_callbacks.trace.run_files"): "likewise",
-    ("recipes/scale/synthetic.py", "det_callbacks.trace.writer"): "likewise",
+    ("recipes/scale/synthetic.py", "det_callbacks.runs.program"): "writes runs without a training",
+    ("recipes/scale/synthetic.py", "det_callbacks.runs.files"): "likewise",
+    ("recipes/scale/synthetic.py", "det_callbacks.runs.writer"): "likewise",
 }
 
 

@@ -16,8 +16,8 @@ import pytest
 import xxhash
 from stored_runs import append, create, digests_of, record, small_layout, small_program
 
-from det_callbacks.trace.program import Role
-from det_callbacks.trace.stream import END_OF_STREAM, encode_step
+from det_callbacks.runs.program import Role
+from det_callbacks.runs.stream import END_OF_STREAM, encode_step
 
 PROGRAM = "6992a2677c253c5c"
 LAYOUT = "9d790b2ff43dcaba"

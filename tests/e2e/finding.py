@@ -8,7 +8,7 @@ import pytest
 from faults import Training
 
 from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, cli, compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 def verify(reference: Path, training: Training, current: Path, **options: Any) -> Verdict:

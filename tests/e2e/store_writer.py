@@ -12,10 +12,10 @@ import numpy as np
 from stored_runs import digests_of, small_layout, small_program
 
 from det_callbacks.environment import capture_environment
-from det_callbacks.trace.program import Layout, Program
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.program import Layout, Program
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 STEPS_OF_A_FIT = 60
 STEPS_OF_A_PROGRAM = 7

@@ -20,7 +20,7 @@ from det_callbacks import (
     SelectionError,
     compare_runs,
 )
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -14,7 +14,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.digest import format_digest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

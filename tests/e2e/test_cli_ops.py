@@ -15,7 +15,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import cli
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

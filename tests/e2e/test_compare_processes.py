@@ -13,7 +13,7 @@ import pytest
 from stored_runs import SELECTION, OneOf, append, join
 
 from det_callbacks.compare import compare_runs
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.writer import RunWriter
 
 pytestmark = [pytest.mark.soak, pytest.mark.ddp]
 

@@ -12,9 +12,9 @@ from stored_runs import SELECTION
 from det_callbacks.cli import main
 from det_callbacks.doctor import WHY, diagnose
 from det_callbacks.environment import capture_environment
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
 
 Capture = pytest.CaptureFixture[str]
 

@@ -16,8 +16,8 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.callback import evidence
-from det_callbacks.trace.evidence import Row, evidence_path, read_evidence
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.evidence import Row, evidence_path, read_evidence
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 # workers are forked from a process with threads, which Python 3.12 warns of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError, compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

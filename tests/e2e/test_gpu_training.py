@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # loo
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, HashMode
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 PROGRAM = Path(__file__).with_name("gpu_fits.py")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -18,8 +18,8 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
 from det_callbacks.report import write_report
-from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Divergence
 
 pytestmark = [LIGHTNING_ADVICE, NEEDS_CHROMIUM]

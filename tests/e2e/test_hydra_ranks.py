@@ -14,7 +14,7 @@ from hydra_apps import CONFIG, VERIFY, RunApp
 from omegaconf import DictConfig
 
 from det_callbacks.callback import fits as fits_of_process
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 SPAWNING = """
     import sys

@@ -117,7 +117,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path)
 
 def test_it_is_known_what_has_to_be_shipped() -> None:
     names = set(shipped(ROOT))
-    assert {"det_callbacks/py.typed", "det_callbacks/trace/store.py", "det_callbacks/conf/__init__.py"} <= names
+    assert {"det_callbacks/py.typed", "det_callbacks/runs/store.py", "det_callbacks/conf/__init__.py"} <= names
     assert "det_callbacks/conf/determinism/record.yaml" in names
     assert {f"det_callbacks/report/html/{name}" for name in ("templates/report.js", "vendor/d3.min.js")} <= names
     assert not [name for name in names if "default.yaml" in name], "it would hide the user's own"

@@ -23,7 +23,7 @@ from det_callbacks import DeterminismCallback, SelectionError, compare_runs
 from det_callbacks.cli import main
 from det_callbacks.kept import keeper
 from det_callbacks.report.verdict_text import verdict_lines
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = [
     LIGHTNING_ADVICE,

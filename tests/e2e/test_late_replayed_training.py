@@ -26,9 +26,9 @@ from det_callbacks import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.trace.evidence import evidence_path, read_evidence
-from det_callbacks.trace.run_files import stream_path
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.evidence import evidence_path, read_evidence
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 pytestmark = LIGHTNING_ADVICE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 CLI_APPLICATION = """
 import lightning.pytorch as pl, torch

@@ -41,9 +41,9 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
-from det_callbacks.trace.metrics import read_metrics
-from det_callbacks.trace.run_files import write_manifest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import write_manifest
+from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 pytestmark = [LIGHTNING_ADVICE]

@@ -20,8 +20,8 @@ from det_callbacks.callback import metrics
 from det_callbacks.callback.metrics import Metrics
 from det_callbacks.callback.progress import Progress
 from det_callbacks.digest import format_digest
+from det_callbacks.runs.store import Run
 from det_callbacks.trace import hash_mode
-from det_callbacks.trace.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

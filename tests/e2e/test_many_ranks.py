@@ -14,7 +14,7 @@ from step_builder import training_step
 from stored_runs import OneOf, join
 
 from det_callbacks import cli
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "scale"

@@ -24,8 +24,8 @@ from det_callbacks import (
     enforce_determinism,
 )
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
+from det_callbacks.runs.store import Run
 from det_callbacks.trace.alerts import Alerts
-from det_callbacks.trace.store import Run
 
 PLACES = ("forward", "backward", "validation", "test", "predict")
 PUT = "aten.put_.default"

@@ -11,7 +11,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = [
     LIGHTNING_ADVICE,

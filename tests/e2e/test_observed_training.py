@@ -25,8 +25,8 @@ from det_callbacks import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed

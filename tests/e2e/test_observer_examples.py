@@ -25,7 +25,7 @@ from det_callbacks import (
     observe_non_deterministic_grad,
 )
 from det_callbacks.replay import SavedStep, put_back
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 Observed = Callable[[ObserverContext], object]
 

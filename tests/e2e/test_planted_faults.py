@@ -28,7 +28,7 @@ from finding import find, first_of, verify
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.compare import compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 

@@ -15,7 +15,7 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, SettingsError
 from det_callbacks.ranks import RankGroup
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 

@@ -19,7 +19,7 @@ from trainers import quiet_trainer
 
 from det_callbacks import NotResumableError, check_checkpoint, prove_resume
 from det_callbacks.compare import compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 

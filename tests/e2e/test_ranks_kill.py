@@ -10,7 +10,7 @@ import pytest
 from processes import run_ranks, train
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = [pytest.mark.ddp, pytest.mark.soak]
 

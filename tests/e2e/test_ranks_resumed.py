@@ -18,7 +18,7 @@ from det_callbacks import check_checkpoint
 from det_callbacks.checkpoint.files import digest_path
 from det_callbacks.checkpoint.parts import Part
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 

@@ -10,7 +10,7 @@ import pytest
 import ranks_program
 from processes import run_ranks
 
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 PROGRAM = Path(ranks_program.__file__)
 

@@ -6,7 +6,7 @@ import pytest
 from readme_commands import run_readme
 from safetensors import safe_open
 
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 @pytest.mark.slow

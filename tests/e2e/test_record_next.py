@@ -17,7 +17,7 @@ from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 
 from det_callbacks import DeterminismCallback, DivergenceError, Verdict, cli, compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
 

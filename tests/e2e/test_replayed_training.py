@@ -23,7 +23,7 @@ from det_callbacks import (
     SelectionError,
 )
 from det_callbacks.cli import main
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed

@@ -29,7 +29,7 @@ from det_callbacks import (
     SettingsError,
 )
 from det_callbacks.callback import runs_finished
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 

@@ -7,7 +7,7 @@ from resuming import BATCHES, STYLES, Checkpoints, fit
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 SETTINGS = DeterminismSettings(seed=0)
 

@@ -11,7 +11,7 @@ from fits import Fit, RaiseAt, StopError, record
 
 from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning
 from det_callbacks.callback import take_unfinished
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed

@@ -14,8 +14,8 @@ from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, next_step, write
 
 from det_callbacks.compare import compare_runs
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 HERE = Path(__file__).parent
 KILLS = 30

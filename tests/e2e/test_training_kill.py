@@ -12,7 +12,7 @@ import pytest
 from faults import STEPS
 
 from det_callbacks import ReferenceFormatError, compare_runs
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 TRAIN = f"""
 import sys

@@ -9,7 +9,7 @@ from tiers import rest_slow
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = [
     LIGHTNING_ADVICE,

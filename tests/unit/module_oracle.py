@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from det_callbacks.runs.program import Site
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.program import Site
 
 _NAMED_FRAME = re.compile(r'File "<module (.*?)>", line')
 _ENGINE_FRAME = re.compile(r'torch/autograd/graph\.py", line \d+, in _engine_run_backward')

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks import ObserverContext, observe
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.store import Run
 
 
 def sites(folder: Path, step: int = 0) -> tuple[Site, ...]:

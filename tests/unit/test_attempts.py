@@ -6,8 +6,8 @@ import pytest
 from stored_runs import append, create, everything_in, record, resume
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.run_files import read_manifest, write_manifest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import read_manifest, write_manifest
+from det_callbacks.runs.store import Run
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from module_oracle import Attributions, judge
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from det_callbacks.runs.program import Site
 from det_callbacks.trace import checkpoints, modules, nodes
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.program import Site
 
 # the inner of two nested reentrant checkpoints: the outer one runs it without gradients first
 # torch's, of hooks on inputs without gradients

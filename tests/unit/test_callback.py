@@ -25,7 +25,7 @@ from det_callbacks import (
     cli,
 )
 from det_callbacks.errors import NothingComparedError
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 

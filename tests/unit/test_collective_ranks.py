@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from det_callbacks import HashMode, digest_tensor
 from det_callbacks.compare.collectives import RankDifference, classify
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.trace.steps import StepTrace
+from det_callbacks.runs.steps import StepTrace
 
 pytestmark = pytest.mark.ddp
 WORLD_SIZE = 2

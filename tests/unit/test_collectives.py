@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tracing import position_of, site_of, step_of, traced
 
 from det_callbacks import HashMode, digest_tensor
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.collective_calls import shown_ranks
 from det_callbacks.trace.deliveries import Delivery
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.steps import StepTrace
 
 # torch 2.13 renames some of them
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own functions

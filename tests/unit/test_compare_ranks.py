@@ -15,12 +15,12 @@ from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
-from det_callbacks.trace.program import Layout, Program
-from det_callbacks.trace.run_files import read_manifest, stream_path
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.stream import StreamFile
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.files import read_manifest, stream_path
+from det_callbacks.runs.program import Layout, Program
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.stream import StreamFile
+from det_callbacks.runs.writer import RunWriter
 
 VIEWS = (
     training_step(muls=2, lr_varies=True).view(),

@@ -16,10 +16,10 @@ from det_callbacks.errors import (
     SelectionError,
 )
 from det_callbacks.report.verdict_text import render_verdict
-from det_callbacks.trace.run_files import read_manifest, write_manifest
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.files import read_manifest, write_manifest
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 ENVIRONMENT = capture_environment().to_dict()
 

@@ -12,9 +12,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from tracing import step_of, traced
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import StepTrace
 
 pytestmark = COMPILING
 

@@ -19,11 +19,11 @@ from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.observe.observations import Observations
 from det_callbacks.report.closing import level_words
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.compiled import hook
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.selection import Selection
-from det_callbacks.trace.steps import StepTrace
 from det_callbacks.trace.storages import StorageLedger
 
 pytestmark = COMPILING

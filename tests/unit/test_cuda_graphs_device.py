@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tracing import assert_same, step_of, with_role
 
 from det_callbacks.digest import digest_tensor
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.steps import StepTrace
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytestmark = COMPILING

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.evidence import STEPS_PER_BATCH, EvidenceWriter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import STEPS_PER_BATCH, EvidenceWriter, Row, evidence_path, read_evidence
 
 
 def rows_of(step: int) -> list[Row]:

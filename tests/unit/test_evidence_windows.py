@@ -8,7 +8,7 @@ import torch
 
 from det_callbacks.compare.evidence import LiveEvidence, Window, compare_windows, gather_window
 from det_callbacks.compare.proof import show_change, what_ran
-from det_callbacks.trace.evidence import Row
+from det_callbacks.runs.evidence import Row
 from det_callbacks.trace.ledger import Ledger
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")

@@ -8,8 +8,8 @@ from stored_runs import OneOf, append, create, join, record, resume, small_layou
 from det_callbacks import export
 from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.export import EXPORT_SCHEMA, export_run
-from det_callbacks.trace.run_files import read_manifest, stream_path, write_manifest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import read_manifest, stream_path, write_manifest
+from det_callbacks.runs.store import Run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from det_callbacks.patterns import OpPattern
 from det_callbacks.report.html.grid import MAX_COLUMNS, Cells, Grid, Placing, group_modules, phase_rows
 from det_callbacks.report.html.listing import _first_of_each
-from det_callbacks.trace.program import Program, Site
+from det_callbacks.runs.program import Program, Site
 
 
 def test_each_module_has_a_row_as_long_as_they_fit() -> None:

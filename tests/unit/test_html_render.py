@@ -17,7 +17,7 @@ from det_callbacks.report.html.rows import CARRIED, STARTS, SiteRow
 from det_callbacks.report.html.settings_table import Setting
 from det_callbacks.report.html.source_text import SourceLine, SourceText
 from det_callbacks.report.html.step_table import StepTable
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
 NASTY = "</script></style></title>\"'><img src=x onerror=alert(1)><!--{{ 7*7 }}"

@@ -15,9 +15,9 @@ from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.kept import Keeper, KeptStep, kept_path, read_shortage
 from det_callbacks.replay.files import StepPlace
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.run_files import stream_path
-from det_callbacks.trace.steps import StepTrace
 from det_callbacks.verdict import Divergence, Numbers
 
 Body = Callable[[], Any]

@@ -12,10 +12,10 @@ from torch import library, nn
 from tracing import assert_same, position_of, step_of, traced, verified
 
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.names import address_of
 from det_callbacks.trace.peek import trace_so_far
-from det_callbacks.trace.steps import StepTrace
 
 EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
 NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}

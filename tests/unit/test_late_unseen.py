@@ -9,7 +9,7 @@ from late_device import LateDevice, late_device
 from torch import Tensor, nn
 
 from det_callbacks import HashMode, ObserverContext, disable_hash_mode, enable_hash_mode, observe
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 class InPlace(nn.Module):

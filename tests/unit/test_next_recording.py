@@ -7,7 +7,7 @@ import pytest
 from verdicts import DIVERGED, DIVERGENCE, MATCH
 
 from det_callbacks.compare.next_recording import with_next_recording
-from det_callbacks.trace.selection import Selection
+from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Divergence, Verdict
 
 STATE = replace(DIVERGENCE, step=40, op="", module="", phase="state", name="net.weight", is_origin=None)

@@ -31,7 +31,7 @@ from det_callbacks import (
     observe_non_deterministic_grad,
 )
 from det_callbacks.observe.registry import REGISTRY
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from det_callbacks import (
     observe,
 )
 from det_callbacks.observe.registry import REGISTRY
-from det_callbacks.trace.run_files import read_manifest, write_manifest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import read_manifest, write_manifest
+from det_callbacks.runs.store import Run
 
 
 @pytest.fixture(autouse=True)

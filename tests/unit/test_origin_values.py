@@ -9,8 +9,8 @@ from torch import nn
 from tracing import step_of
 
 from det_callbacks.compare import compare_steps
+from det_callbacks.runs.program import TensorLayout
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.program import TensorLayout
 
 DATA = torch.arange(1.0, 5.0)
 

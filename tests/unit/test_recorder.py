@@ -19,8 +19,8 @@ from tracing import (
 )
 
 from det_callbacks.digest import digest_output, digest_tensor
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.steps import StepTrace
 
 
 class Small(nn.Module):

@@ -17,9 +17,9 @@ from det_callbacks import HashMode
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import ReplayError, TraceError
 from det_callbacks.replay import OpReplayer, OpSaver, ReplayCounts, replay, replay_apart
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.ledger import Ledger
-from det_callbacks.trace.steps import StepTrace
 
 NO_DIGESTS = array("Q")
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from stored_runs import flipped, layouts, programs, record, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
-from det_callbacks.trace.program import Layout, Program, Site, TensorLayout
-from det_callbacks.trace.run_files import (
+from det_callbacks.runs.files import (
     LAYOUTS,
     PROGRAMS,
     layout_path,
@@ -27,6 +26,7 @@ from det_callbacks.trace.run_files import (
     write_manifest,
     write_program,
 )
+from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -3,7 +3,7 @@
 import pytest
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.trace.selection import Selection
+from det_callbacks.runs.selection import Selection
 
 
 def test_only_the_named_steps_are_selected() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from stored_runs import append, create
 
 from det_callbacks.errors import RankError, RunExistsError
-from det_callbacks.trace.run_files import read_manifest
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import read_manifest
+from det_callbacks.runs.store import Run
 
 
 class Thread:

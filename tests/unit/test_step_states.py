@@ -11,8 +11,8 @@ from det_callbacks.compare.compared import ComparedSteps, ranges_of, read_compar
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.step_states import differing_sites, first_difference, walk_outcomes
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 FAULTS: list[dict[str, Any]] = [
     {"noise_at": 7},

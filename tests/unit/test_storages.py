@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tracing import position_of, traced
 
-from det_callbacks.trace.program import Program
-from det_callbacks.trace.steps import StepTrace
+from det_callbacks.runs.program import Program
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.storages import UNKNOWN, PartialWrites, Region, StorageLedger, region_of
 
 NUM_ELEMENTS = 24

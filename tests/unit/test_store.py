@@ -24,11 +24,11 @@ from stored_runs import (
 )
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
-from det_callbacks.trace import writer as writer_module
-from det_callbacks.trace.program import chain_digest
-from det_callbacks.trace.run_files import stream_path
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.writer import RunWriter
+from det_callbacks.runs import writer as writer_module
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.program import chain_digest
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 
 WHOLE_STEPS = st.integers(1, 3).flatmap(
     lambda num_sites: st.tuples(

@@ -9,14 +9,14 @@ import pytest
 from stored_runs import append, create, digests_of, everything_in, flipped, record, resume, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.trace.run_files import (
+from det_callbacks.runs.files import (
     read_manifest,
     stream_path,
     write_layout,
     write_manifest,
     write_program,
 )
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stored_runs import DIGESTS, digests_of, flipped
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.program import chain_digest
-from det_callbacks.trace.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
+from det_callbacks.runs.program import chain_digest
+from det_callbacks.runs.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
 
 PLACE = {"run_id": "ab12", "rank": 3, "attempt": 1, "segment": 2}
 HEADER = encode_header(**PLACE)

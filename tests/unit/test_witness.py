@@ -12,8 +12,8 @@ from tracing import (
     traced,
 )
 
+from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.steps import Expectation
 
 
 @pytest.fixture(params=["on the host", "on a device"])

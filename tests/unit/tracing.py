@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.program import Site
-from det_callbacks.trace.steps import Expectation, StepTrace
 
 
 def traced(body: Callable[[], Any], model: nn.Module | None = None, **selection: Any) -> StepTrace:

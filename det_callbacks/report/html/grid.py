@@ -9,8 +9,8 @@ import numpy as np
 from det_callbacks.compare.step_states import SiteDifferences
 from det_callbacks.patterns import OpPattern
 from det_callbacks.report.html.rows import module_label
-from det_callbacks.trace.program import Program, Site
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.program import Program, Site
+from det_callbacks.runs.store import Run
 
 MAX_COLUMNS = 200
 """Columns of a heat map; longer runs have several steps in one."""

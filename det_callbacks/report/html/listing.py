@@ -8,7 +8,7 @@ from det_callbacks.compare.step_states import SiteDifferences
 from det_callbacks.report.html.grid import Places, Placing
 from det_callbacks.report.html.rows import source_of
 from det_callbacks.report.run_text import describe_tensor
-from det_callbacks.trace.program import TensorLayout
+from det_callbacks.runs.program import TensorLayout
 
 MAX_LISTED = 20_000
 """Sites listed in one report."""

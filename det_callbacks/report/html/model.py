@@ -21,7 +21,7 @@ from det_callbacks.report.html.listing import MAX_LISTED, Listing
 from det_callbacks.report.html.rows import SiteRows
 from det_callbacks.report.html.settings_table import Setting, list_settings
 from det_callbacks.report.html.step_table import MAX_STEPS, StepTable
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_MAPS = 32

@@ -21,7 +21,7 @@ from det_callbacks.report.numerics_text import (
     row_of,
     summary_rows,
 )
-from det_callbacks.trace.run_files import replace_atomically
+from det_callbacks.runs.files import replace_atomically
 
 if TYPE_CHECKING:
     from det_callbacks.numerics.result import NumericsReport, TensorComparison

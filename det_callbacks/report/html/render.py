@@ -21,8 +21,8 @@ from det_callbacks.report.closing import count
 from det_callbacks.report.html.model import Report, build_report
 from det_callbacks.report.numbers_text import histogram, how_much, input_lines, place_of, shown_numbers
 from det_callbacks.report.verdict_text import KINDS, role_of
-from det_callbacks.trace.run_files import replace_atomically
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 _HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from det_callbacks.compare.step_states import SiteDifferences
 from det_callbacks.report.run_text import describe_site, describe_tensor
-from det_callbacks.trace.program import Site, StepView
+from det_callbacks.runs.program import Site, StepView
 
 OUTSIDE = "(outside any module)"
 UNKNOWN = "(module not known)"

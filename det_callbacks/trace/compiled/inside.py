@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from det_callbacks.digest import Bits
-from det_callbacks.trace.program import Site
+from det_callbacks.runs.program import Site
 from det_callbacks.trace.tree import Context, Event, module_of, scalar_bits
 
 if TYPE_CHECKING:

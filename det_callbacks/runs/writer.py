@@ -1,4 +1,4 @@
-"""Writing a run: what its folder looks like stands in ``trace/store.py``."""
+"""Writing a run: what its folder looks like stands in ``runs/store.py``."""
 
 import json
 import os
@@ -10,11 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.evidence import EvidenceWriter, Row, evidence_path
-from det_callbacks.trace.metrics import Reading, append_reading, metrics_path
-from det_callbacks.trace.peers import ALONE, Peers, agree_on_folder, count_processes
-from det_callbacks.trace.program import Layout, Program, chain_digest
-from det_callbacks.trace.run_files import (
+from det_callbacks.runs.evidence import EvidenceWriter, Row, evidence_path
+from det_callbacks.runs.files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
     PROGRAMS,
@@ -25,8 +22,11 @@ from det_callbacks.trace.run_files import (
     write_manifest,
     write_program,
 )
-from det_callbacks.trace.store import Run
-from det_callbacks.trace.stream import END_OF_STREAM, encode_header, encode_step
+from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
+from det_callbacks.runs.peers import ALONE, Peers, agree_on_folder, count_processes
+from det_callbacks.runs.program import Layout, Program, chain_digest
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 
 
 class RunWriter:
@@ -178,7 +178,7 @@ class RunWriter:
         return chain
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Keep what explains a step, beside the steps of this fit; see ``trace/evidence.py``."""
+        """Keep what explains a step, beside the steps of this fit; see ``runs/evidence.py``."""
         if self._evidence is None:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
         self._evidence.append(rows)

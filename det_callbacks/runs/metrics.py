@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.digest import digest_bytes, format_digest
-from det_callbacks.trace.run_files import damaged
-from det_callbacks.trace.store import Run
+from det_callbacks.runs.files import damaged
+from det_callbacks.runs.store import Run
 
 CALLS = ("trainer.validate", "trainer.test")
 """Where metrics come from without a fit."""

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from det_callbacks.digest import DIGEST_VERSION
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.program import StepRecord, chain_digest
-from det_callbacks.trace.run_files import FORMAT_VERSION, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, damaged
+from det_callbacks.runs.program import StepRecord, chain_digest
 
 STREAM_SCHEMA = pa.schema(
     [

@@ -1,13 +1,13 @@
 """One traced step in memory, and what a verify run expects of it."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from det_callbacks.errors import TraceError
-from det_callbacks.trace.layouts import LayoutTable
-from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
+from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 
 MAX_INPUT_CHECKS = 32
 """Ops per step whose inputs are digested again because their output differs: the first ones are the origins."""
@@ -28,13 +28,12 @@ class StepTrace:
     digests: np.ndarray
     layout_id: int
     unseen_writes: frozenset[int]
-    _layout_indices: list[int]
-    _layouts: LayoutTable
+    _make_layout: Callable[[], Layout]
 
     @property
     def layout(self) -> Layout:
         """The layout of each site; built on demand, valid until the next step begins."""
-        return self._layouts.layout(self._layout_indices)
+        return self._make_layout()
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""

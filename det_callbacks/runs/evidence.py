@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from det_callbacks.digest import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.trace.run_files import FORMAT_VERSION, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
     [

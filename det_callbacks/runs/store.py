@@ -5,8 +5,8 @@
     layouts/<id>.parquet                        one row a site: dtype, shape and stride
     rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
-    rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``trace/evidence.py``)
-    rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``trace/metrics.py``), where it logs something
+    rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``runs/evidence.py``)
+    rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``runs/metrics.py``), where it logs something
     rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
 
@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.trace.evidence import read_unseen_writes
-from det_callbacks.trace.program import Layout, Program, StepRecord, StepView
-from det_callbacks.trace.run_files import (
+from det_callbacks.runs.evidence import read_unseen_writes
+from det_callbacks.runs.files import (
     MANIFEST,
     NONDETERMINISTIC_FILE,
     damaged,
@@ -39,7 +38,8 @@ from det_callbacks.trace.run_files import (
     read_program,
     stream_path,
 )
-from det_callbacks.trace.stream import StreamFile
+from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
+from det_callbacks.runs.stream import StreamFile
 
 _CACHED = 64
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from det_callbacks.errors import RankError
-from det_callbacks.trace.run_files import MANIFEST, make_room
+from det_callbacks.runs.files import MANIFEST, make_room
 
 Value = TypeVar("Value")
 
