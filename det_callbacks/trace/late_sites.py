@@ -103,6 +103,10 @@ class LateSites:
         self.end_group()
         return bits
 
+    def output_bits(self, tensor: Tensor) -> Bits:
+        """Return the digest of a tensor as it is now, in memory order where it is dense."""
+        return output_bits(tensor, self._digests)
+
     def digest_rows(self, tensor: Tensor) -> list[Bits]:
         """Return the digest of each row (dimension 0) of a tensor of a device that computes digests."""
         with unobserved(), torch.no_grad():

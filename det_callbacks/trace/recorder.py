@@ -109,6 +109,7 @@ class Recorder:
     def phase(self, phase: str) -> None:
         self.late.flush()
         self._phase = phase
+        self.witness.begin_update()
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
@@ -198,7 +199,7 @@ class Recorder:
         writers = ledger.writers
         is_functional = plan.is_functional
         expected = self._expected
-        was_changed = False
+        before = None
         kept = None
         try:
             if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
@@ -224,8 +225,8 @@ class Recorder:
                 self.reads.read_generator(args, kwargs, reads, names)
             if not is_functional and (expected is not None or self.late.is_used):
                 written = written_arguments(plan, args, kwargs)
-                if expected is not None and phase != "optimizer" and not plan.is_overwrite:
-                    was_changed = self.witness.has_changed(written)
+                if expected is not None and not plan.is_overwrite:
+                    before = self.witness.look_before(written, mark, is_update=phase == "optimizer")
                 if self.late.is_used:
                     self.late.before_write(written)
             if self.keeper is not None:
@@ -313,7 +314,7 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self.witness.compare(expected, mark, first, plan, args, kwargs, was_changed)
+            self.witness.compare(expected, mark, first, plan, args, kwargs, before)
         return out
 
     def append(self, tensor: Tensor) -> LayoutSlot:

@@ -7,21 +7,35 @@ Where digests are known at the step's end only, so is what differs: then what is
 """
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, value_of
+from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, digest_tensor, value_of
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.calls import written_arguments
-from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
+
+
+@dataclass(slots=True)
+class Before:
+    """What is found of the arguments that an op is about to write.
+
+    Attributes:
+        is_changed: one of them is not what its recorded writer left; in an optimizer's update: may not be.
+        pairs: digests that are known at the step's end, of what lies there and of what the writer left.
+    """
+
+    is_changed: bool = False
+    pairs: list[tuple[Bits, Bits]] = field(default_factory=list)
 
 
 class Witness:
@@ -33,10 +47,54 @@ class Witness:
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
+        self._update = 0
 
-    def has_changed(self, tensors: list[Tensor]) -> bool:
-        """Return whether one of them is not what the recorded site that wrote it had left."""
-        return any(self._is_changed(tensor) for tensor in tensors)
+    def begin_update(self) -> None:
+        """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
+        self._update = len(self._recorder.digests)
+
+    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> "Before":
+        """Return what is found of the arguments that an op is about to write, whose bits nobody can read afterwards.
+
+        What the optimizer's own update has read or written so far is as it left it. The other memory that an optimizer
+        writes has to be what its recorded writers left, or nobody can be called the origin of what is there afterwards.
+
+        Args:
+            tensors: that the call writes.
+            mark: sites that the step had before the call.
+            is_update: the call is one of an optimizer's own update.
+        """
+        before = Before()
+        trusted = self._update if is_update else mark
+        for tensor in tensors:
+            writer = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+            if writer.__class__ is int and writer >= trusted:  # type: ignore[operator]  # a position
+                continue
+            if is_update:
+                self._look_before_update(tensor, before)
+            else:
+                before.is_changed = before.is_changed or self._is_changed(tensor)
+        return before
+
+    def _look_before_update(self, tensor: Tensor, before: "Before") -> None:
+        recorder = self._recorder
+        for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
+            if not part.numel():
+                continue
+            known = recorder.ledger.writers.get(part.untyped_storage()._cdata)
+            if isinstance(known, PartialWrites):
+                region = region_of(part)
+                left = known.untouched(region)
+                before.is_changed |= (
+                    not part.is_cpu
+                    or sum(one.high - one.low for one, _ in left) != region.high - region.low
+                    or self._is_part_changed(part, known)
+                )
+            elif known in recorder.late.bits:
+                before.pairs.append((recorder.late.output_bits(part), recorder.late.bits[known]))
+            else:
+                slot = recorder.layouts.of(part)
+                before.is_changed |= known is None or not slot.is_raw or self._is_changed(part)
 
     def compare(
         self,
@@ -46,7 +104,7 @@ class Witness:
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        was_changed: bool,
+        before: "Before | None",
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
@@ -60,17 +118,21 @@ class Witness:
             plan: of the op.
             args: of the call.
             kwargs: of the call.
-            was_changed: what ``has_changed`` said, before the call, of the arguments that it wrote.
+            before: what was found of the arguments that it wrote; None where it wrote none that it read.
         """
         digests, late = self._recorder.digests, self._recorder.late.bits
         positions = range(first, len(digests))
+        if before is not None and before.pairs:
+            parts = [bits for pair in before.pairs for bits in pair]
+            self._recorder.late.ask(parts, lambda known: self._note_changed(expected, known, positions))
         waiting = [position for position in positions if position in late]
         differs = expected.checks_left and any(
             position not in late and expected.differs(position, digests[position]) for position in positions
         )
         if differs:
             expected.checks_left -= 1
-            if was_changed or self.has_changed(_tensors_read(plan, args, kwargs)):
+            is_changed = before is not None and before.is_changed
+            if is_changed or any(map(self._is_changed, _tensors_read(plan, args, kwargs))):
                 expected.unseen_writes.update(positions)
         elif waiting:
             for tensor in _tensors_read(plan, args, kwargs):
@@ -80,6 +142,11 @@ class Witness:
                     else self._is_unwritten(tensor)
                 ):
                     expected.unseen_writes.update(waiting)
+
+    @staticmethod
+    def _note_changed(expected: Expectation, known: list[int], positions: range) -> None:
+        if known[::2] != known[1::2]:
+            expected.unseen_writes.update(positions)
 
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
@@ -143,7 +210,9 @@ class Witness:
         left = recorder.layouts.at(recorder.layout_indices[writer])
         if not slot.is_raw or not left.is_raw or slot.num_bytes != left.num_bytes:
             return False
-        return digest_output(tensor) != recorder.digests[writer]
+        digest = recorder.digests[writer]
+        # a named tensor is digested in row-major order, whatever its strides
+        return digest_output(tensor) != digest and (left.is_row_major or digest_tensor(tensor) != digest)
 
     def _is_part_changed(self, tensor: Tensor, known: PartialWrites) -> bool:
         """Return whether bytes without holes, which one site wrote, are others now; the rest cannot be told."""

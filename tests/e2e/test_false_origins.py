@@ -5,11 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from faults import Deep, Training, below
+from faults import Deep, Training, add_ulp, below
 from finding import first_of, verify
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError, compare_runs
@@ -110,6 +113,69 @@ def test_an_unseen_writer_makes_no_origin(shift: float, tmp_path: Path, referenc
     assert "cannot be proven" in verdict.explanation
     kept = compare_runs(reference, tmp_path / "current")
     assert (kept.first_divergence, kept.origins) == (first, ())
+
+
+class WritesBeforeUpdate(pl.Callback):
+    """Writes one element of a weight through NumPy when the step has read it for the last time, in the second step."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 1:
+            weight = module.net[3].up.weight.detach().numpy()
+            weight[0, 0] = np.nextafter(weight[0, 0], np.float32(np.inf))
+
+
+UPDATES: dict[str, tuple[Any, str]] = {
+    "SGD": (Deep, "aten.add_.Tensor"),
+    "AdamW": (partial(Deep, optimizer=torch.optim.AdamW), "aten.mul_.Tensor"),
+    "AdamW, foreach": (partial(Deep, optimizer=torch.optim.AdamW, foreach=True), "aten._foreach_mul_.Scalar"),
+    "AdamW, fused": (partial(Deep, optimizer=torch.optim.AdamW, fused=True), "aten._fused_adamw_.default"),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_weight_written_unseen_before_its_update_makes_no_origin(
+    update: str, tmp_path: Path, references: Callable[..., Path]
+) -> None:
+    model, op = UPDATES[update]
+    reference = references(model)
+    verdict = verify(reference, Training(model=model, callbacks=(WritesBeforeUpdate(),)), tmp_path / "current")
+    first = first_of(verdict)
+    assert (first.step, first.phase, first.op, first.name) == (1, "optimizer", op, "net.3.up.weight")
+    assert (first.kind, first.is_origin, verdict.origins) == ("content", None, ())
+    assert "something that the trace did not see wrote what it reads" in verdict.explanation
+    kept = compare_runs(reference, tmp_path / "current")
+    assert (kept.first_divergence, kept.origins) == (first, ())
+
+
+class WrongUpdate(TorchDispatchMode):
+    """Makes one element of a weight one ULP larger when an op has written it in place, in the second step."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.num_struck = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        weight = self.model.net[3].up.weight
+        written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        is_written = func._schema.is_mutable and any(tensor is weight for tensor in written)
+        if is_written and self.model.global_step == 1 and not self.num_struck:
+            self.num_struck += 1
+            add_ulp(weight)
+        return output
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_that_computes_something_else_is_the_origin(
+    update: str, tmp_path: Path, references: Callable[..., Path]
+) -> None:
+    model, op = UPDATES[update]
+    verdict = verify(references(model), Training(model=model, around=WrongUpdate), tmp_path / "current")
+    first = first_of(verdict)
+    assert (first.step, first.phase, first.op, first.name) == (1, "optimizer", op, "net.3.up.weight")
+    assert (first.kind, first.is_origin) == ("content", True)
+    assert verdict.origins[0] == first
 
 
 def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:
