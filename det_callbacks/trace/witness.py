@@ -68,7 +68,7 @@ class Witness:
         trusted = self._update if is_update else mark
         for tensor in tensors:
             writer = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
-            if writer.__class__ is int and writer >= trusted:  # type: ignore[operator]  # a position
+            if writer.__class__ is int and writer >= trusted:
                 continue
             if is_update:
                 self._look_before_update(tensor, before)
