@@ -67,7 +67,7 @@ def test_settings_are_in_force_before_the_task_and_gone_after_it(run_app: RunApp
     assert process_state() == before
 
 
-@pytest.mark.parametrize("settings", [(), ("determinism.settings.seed=3",), ("determinism.settings=null",)])
+@pytest.mark.parametrize("settings", [("determinism.settings.seed=3",), ("determinism.settings=null",)])
 def test_every_job_of_a_multirun_starts_where_the_first_did(settings: tuple[str, ...], run_app: RunApp) -> None:
     before: dict[str, Any] = process_state()
     starts: list[dict[str, Any]] = []
@@ -86,14 +86,13 @@ def test_every_job_of_a_multirun_starts_where_the_first_did(settings: tuple[str,
     assert process_state() == before
 
 
-@pytest.mark.parametrize("multirun", [False, True])
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "multirun"),
     [
-        (DivergenceError("it diverged"), 1),
-        (ReferenceNotFoundError("no such run", "refs/run1"), 2),
-        (SettingsError("not in force"), 2),
-        (NotComparableError("another machine"), 3),
+        (DivergenceError("it diverged"), 1, False),
+        (ReferenceNotFoundError("no such run", "refs/run1"), 2, False),
+        (SettingsError("not in force"), 2, True),
+        (NotComparableError("another machine"), 3, False),
     ],
 )
 def test_our_errors_are_a_message_and_their_own_status(
@@ -214,30 +213,28 @@ def test_other_failures_are_left_to_hydra(run_app: RunApp, capsys: pytest.Captur
     ("arguments", "told"),
     [
         (
-            (*VERIFY, "determinism.settings.deterministic_algorithms=off"),
+            ("--multirun", "seed=1,2", *VERIFY, "determinism.settings.deterministic_algorithms=off"),
             "deterministic_algorithms='off' is not allowed",
         ),
         ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
         ((*VERIFY, "+determinism.audit_steps=[3]"), "no argument audit_steps any more: only_steps chooses the steps"),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
         ((*VERIFY, "+determinism.test_batches=true"), "no argument test_batches any more: what the module logs"),
-        (("+determinism=verify",), "determinism.reference is not set"),
+        (("--multirun", "seed=1,2", "+determinism=verify"), "determinism.reference is not set"),
         (
             ("+hydra.callbacks.determinism._target_=det_callbacks.hydra.DeterminismJobCallback",),
             "determinism.mode is not",
         ),
     ],
 )
-@pytest.mark.parametrize("multirun", [(), ("--multirun", "seed=1,2")])
 def test_what_cannot_be_applied_starts_no_job(
     arguments: tuple[str, ...],
     told: str,
-    multirun: tuple[str, ...],
     run_app: RunApp,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, jobs = process_state(), []
-    assert run_app(jobs.append, *multirun, *arguments) == 2
+    assert run_app(jobs.append, *arguments) == 2
     assert told in capsys.readouterr().err
     assert jobs == []
     assert process_state() == before
@@ -313,7 +310,8 @@ def test_jobs_leave_no_exit_handlers(run_app: RunApp, monkeypatch: pytest.Monkey
     assert handlers == []
 
 
-@pytest.mark.parametrize(("fits", "status"), [(0, 2), pytest.param(1, 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("fits", "status"), [(0, 2), (1, 0)])
 def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(CONFIG)

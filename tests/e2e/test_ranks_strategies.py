@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,12 @@ PROGRAM = Path(ranks_program.__file__)
 pytestmark = pytest.mark.ddp
 
 
-def assert_match(folder: Path, start: Callable[[str], object], *, world_size: int = 2) -> Run:
-    for mode in ("record", "verify"):
-        start(mode)
+def start_forked(mode: str, folder: Path, name: str, world_size: int = 2) -> None:
+    ended = run_ranks(lambda rank: ranks_program.run(mode, folder, name), folder / mode, world_size=world_size)
+    assert [one.exit_code for one in ended] == [0] * world_size, ended
+
+
+def assert_match(folder: Path, world_size: int = 2) -> Run:
     verdict = json.loads((folder / "current" / "verdict.json").read_text())
     assert verdict["verdict"] == "match"
     assert verdict["coverage"]["ranks"] == world_size
@@ -32,11 +34,9 @@ def assert_match(folder: Path, start: Callable[[str], object], *, world_size: in
 
 @pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), pytest.param("mesh", 4, marks=pytest.mark.slow)])
 def test_sharded_parameters_are_recorded_by_their_shards(name: str, world_size: int, tmp_path: Path) -> None:
-    def start(mode: str) -> None:
-        ended = run_ranks(lambda rank: ranks_program.run(mode, tmp_path, name), tmp_path / mode, world_size=world_size)
-        assert [one.exit_code for one in ended] == [0] * world_size, ended
-
-    run = assert_match(tmp_path, start, world_size=world_size)
+    for mode in ("record", "verify"):
+        start_forked(mode, tmp_path, name, world_size)
+    run = assert_match(tmp_path, world_size)
     views = [run.view(rank, 0, 3) for rank in run.ranks]
     sites = enumerate(views[0].program.sites)
     (site,) = [place for place, site in sites if (site.phase, site.name) == ("state", "first.weight")]
@@ -54,9 +54,16 @@ LAUNCHERS = {
     ("launcher", "name"), [("subprocesses", "ddp"), ("torchrun", "ddp"), ("subprocesses", "ddp_spawn")]
 )
 def test_launchers(launcher: str, name: str, tmp_path: Path) -> None:
-    def start(mode: str) -> None:
-        command = [*LAUNCHERS[launcher], mode, str(tmp_path), name]
+    started, forked = ("verify", "record") if name == "ddp_spawn" else ("record", "verify")
+
+    def start() -> None:
+        command = [*LAUNCHERS[launcher], started, str(tmp_path), name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    assert_match(tmp_path, start)
+    if started == "record":
+        start()
+    start_forked(forked, tmp_path, "ddp")
+    if started == "verify":
+        start()
+    assert_match(tmp_path)

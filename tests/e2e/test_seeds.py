@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checking import fork_process
 
 pytestmark = pytest.mark.slow
 
@@ -60,20 +60,13 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, *seeds: int) -> dict[str, Any]:
-    script = folder / "train.py"
+    script, output = folder / "train.py", folder / "output.txt"
     script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTHONHASHSEED"))}
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(seeds)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTHONHASHSEED"))}
+    with output.open("wb") as file:
+        words = [sys.executable, str(script), json.dumps(seeds)]
+        assert fork_process(words, variables=variables, folder=folder, output=file.fileno()) == 0, output.read_text()
+    return json.loads(output.read_text().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
