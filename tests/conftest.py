@@ -1,5 +1,6 @@
 """Every test starts from the same seeds and leaves the process, and the repository's root, as it found them."""
 
+import gc
 import random
 from collections.abc import Iterator
 
@@ -11,6 +12,13 @@ import torch
 # What torch.use_deterministic_algorithms imports when it is first called; the import sets TORCHINDUCTOR_CACHE_DIR and a
 # warning filter of sympy, which would otherwise be charged to whichever test calls it first.
 import torch._inductor.config
+
+
+# What was imported stays for good. Without this each collection walks all of it, and so does each seeding.
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
 
 _THINGS = guards.watched_things()
 
