@@ -6,7 +6,7 @@ import numpy as np
 
 from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.changes import Changes
-from det_callbacks.runs.program import UNREAD, Program, Site, StepView
+from det_callbacks.runs.program import UNREAD, UNWRITTEN, Program, Site, StepView
 from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
 from det_callbacks.trace.deliveries import IN_FLIGHT
 
@@ -72,7 +72,7 @@ class OriginFinder:
         is_comparable = known is None or known.is_known
         if not site.op or not is_comparable or self._places(row)[1] in self._views[1].unseen_writes:
             return None
-        if site.role == "delivered" or self._reads_in_flight(row):
+        if site.role == "delivered" or self._reads_unknown(row):
             return None
         if site.role == "entering" or self.is_inside_region(row):
             return None
@@ -196,11 +196,12 @@ class OriginFinder:
         """Return whether a compiled region reads parameters that are no sites: below level op."""
         return any(site.role == "graph" and MISSES_PARAMETERS in site.arguments for site in self._sites_read(row))
 
-    def _reads_in_flight(self, row: int) -> bool:
-        """Return whether something that was read at a row had not arrived from a collective yet."""
+    def _reads_unknown(self, row: int) -> bool:
+        """Return whether something read at a row has no bits: a collective brings it, or nobody saw its writer."""
         for position, view in zip(self._places(row), self._views, strict=True):
             places = view.program.sites[position].inputs if position >= 0 else ()
-            if any((entry := view.layout.entries[place]) is not None and entry.detail == IN_FLIGHT for place in places):
+            entries = (view.layout.entries[place] for place in places)
+            if any(entry is not None and entry.detail in (IN_FLIGHT, UNWRITTEN) for entry in entries):
                 return True
         return False
 

@@ -50,6 +50,9 @@ inside: digest of the digests of what ops gave that were seen inside a compiled 
 left: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 
+UNWRITTEN = "written by nothing seen"
+"""Layout detail of the input sites, without bits, that stand for allocated memory which no recorded op has written."""
+
 UNREAD = "not looked into"
 """Layout detail of the sites that say, by the dtype, what type of object a batch holds that cannot be looked into."""
 

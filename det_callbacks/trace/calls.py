@@ -46,6 +46,18 @@ def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[
     return outputs
 
 
+def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call that it reads, and does not write."""
+    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+    if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
+        args = args[1:]
+    read: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, list | tuple) else (value,)
+        read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
+    return read
+
+
 def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:

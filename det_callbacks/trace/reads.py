@@ -7,7 +7,8 @@ from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.digest import digest_memory
-from det_callbacks.trace.calls import goes_to_device
+from det_callbacks.runs.program import UNWRITTEN
+from det_callbacks.trace.calls import goes_to_device, tensors_read
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.cuda_graphs import LeftName
 from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
@@ -35,6 +36,8 @@ class Reads:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []
         self._is_for_device = False
+        self.unwritten: list[Tensor] = []
+        """Tensors of the call under way that were allocated in this step, and that no recorded op has written."""
 
     def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
@@ -64,6 +67,8 @@ class Reads:
             edges = tuple(known.writers(region))
             reads.extend(edges)
             if known.covers(region):
+                if known.is_empty and not edges:
+                    self.unwritten.append(tensor)
                 return
             delivered = known.deliveries(region)
             if delivered:
@@ -172,6 +177,26 @@ class Reads:
         self.row_edges.append(recorder.generators.read(name, position, passed))
         recorder.append_bits(digest_generator(generator), recorder.layouts.none)
         reads.append(position)
+
+    def read_unwritten(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
+    ) -> None:
+        """Make sites without bits of the memory that a call reads and that something unseen must have written.
+
+        Not of what the call itself writes, nor of what it is told to ignore: that may be uninitialised.
+        """
+        unwritten, self.unwritten = self.unwritten, []
+        recorder = self._recorder
+        read = {id(tensor) for tensor in tensors_read(plan, args, kwargs)}
+        for tensor in unwritten:
+            if id(tensor) in read:
+                position = len(recorder.digests)
+                names.append(recorder.names.of(tensor))
+                self.row_edges.append(())
+                reads.append(position)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                recorder.append_bits(0, recorder.layouts.special(dtype, tuple(map(int, tensor.shape)), UNWRITTEN))
+                recorder.ledger.write(tensor, position)
 
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int

@@ -223,6 +223,8 @@ class Recorder:
                         self.reads.gather(value, consts, reads, names)
             if plan.draws_random:
                 self.reads.read_generator(args, kwargs, reads, names)
+            if self.reads.unwritten:
+                self.reads.read_unwritten(plan, args, kwargs, reads, names)
             if not is_functional and (expected is not None or self.late.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None and not plan.is_overwrite:

@@ -16,7 +16,7 @@ from torch import Tensor
 from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, digest_tensor, value_of
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.calls import written_arguments
+from det_callbacks.trace.calls import tensors_read
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.storages import PartialWrites, region_of
@@ -132,15 +132,11 @@ class Witness:
         if differs:
             expected.checks_left -= 1
             is_changed = before is not None and before.is_changed
-            if is_changed or any(map(self._is_changed, _tensors_read(plan, args, kwargs))):
+            if is_changed or any(map(self._is_changed, tensors_read(plan, args, kwargs))):
                 expected.unseen_writes.update(positions)
         elif waiting:
-            for tensor in _tensors_read(plan, args, kwargs):
-                if (
-                    (not self._is_read_first(tensor, mark) and self._is_changed(tensor))
-                    if tensor.is_cpu
-                    else self._is_unwritten(tensor)
-                ):
+            for tensor in tensors_read(plan, args, kwargs):
+                if tensor.is_cpu and not self._is_read_first(tensor, mark) and self._is_changed(tensor):
                     expected.unseen_writes.update(waiting)
 
     @staticmethod
@@ -188,16 +184,7 @@ class Witness:
         known = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
         return isinstance(known, int) and known >= mark
 
-    def _is_unwritten(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is as it was allocated, for all that was recorded: something unseen wrote it."""
-        if has_parts(tensor) or not tensor.numel():
-            return False
-        known = self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
-        return isinstance(known, PartialWrites) and known.is_empty and not known.writes
-
     def _is_changed(self, tensor: Tensor) -> bool:
-        if self._is_unwritten(tensor):
-            return True
         recorder = self._recorder
         if has_parts(tensor):
             return False
@@ -228,15 +215,3 @@ class Witness:
                 if now != recorder.digests[writer]:
                     return True
         return False
-
-
-def _tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a call that it reads, and does not write."""
-    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
-    if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
-        args = args[1:]
-    read: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        items = value if isinstance(value, list | tuple) else (value,)
-        read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
-    return read

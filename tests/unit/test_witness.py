@@ -7,11 +7,11 @@ import pytest
 import torch
 from late_device import late_device
 from torch import nn
-from tracing import (
-    position_of,
-    traced,
-)
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from tracing import position_of, site_of, traced
 
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.runs.program import UNWRITTEN
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.hash_mode import HashMode
 
@@ -115,12 +115,25 @@ def test_nothing_is_unseen_where_everything_agrees():
 
 @pytest.mark.parametrize("beta", [0, 1])
 def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta: int):
-    def body(is_other: bool):
-        x = torch.ones(1, 2, 2)
-        torch.baddbmm(torch.empty(1, 2, 2), x, x, beta=beta, alpha=2 + is_other)
+    x = torch.ones(1, 2, 2)
+    trace = traced(lambda: torch.baddbmm(torch.empty(1, 2, 2), x, x, beta=beta))
+    read = [trace.layout.entries[position] for position in site_of(trace, "baddbmm.default").inputs]
+    assert [entry.detail for entry in read if entry is not None] == [""] if not beta else ["", UNWRITTEN]
 
-    _, trace = differing_step(body)
-    assert trace.unseen_writes == ({position_of(trace, "baddbmm.default")} if beta else set())
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted: bool):
+    """What ``pad_packed_sequence`` returns as lengths is written by C++, into memory that an op allocated."""
+
+    def body(*lengths: int):
+        packed = pack_padded_sequence(torch.ones(3, 5, 2), torch.tensor(lengths), True, is_sorted)
+        padded, found = pad_packed_sequence(packed, batch_first=True)
+        return padded.sum(1) / (found - 1)[:, None]
+
+    reference, current = (traced(lambda lengths=lengths: body(*lengths)) for lengths in ((5, 3, 2), (5, 4, 2)))
+    found = compare_steps(reference.view(), current.view())
+    assert "aten.div.Tensor" in {item.op for item in found.divergences}
+    assert found.origins == ()
 
 
 @pytest.mark.usefixtures("_everywhere")
