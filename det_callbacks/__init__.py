@@ -1,11 +1,9 @@
 """Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from det_callbacks.audit import AuditFinding, AuditReport
-from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
-from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
-from det_callbacks.compare import compare_runs
-from det_callbacks.digest import StateDigest, digest_state, digest_tensor
-from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import (
     AuditError,
     CheckpointFormatError,
@@ -35,20 +33,27 @@ from det_callbacks.errors import (
     TraceError,
     WorkerError,
 )
-from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
-from det_callbacks.observe import (
-    ObserverContext,
-    disable_hash_mode,
-    enable_hash_mode,
-    observe,
-    observe_grad,
-    observe_non_deterministic,
-    observe_non_deterministic_grad,
-)
-from det_callbacks.ranks import ReplicaDifference, ReplicaReport
-from det_callbacks.settings import DeterminismSettings, enforce_determinism
-from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
+
+if TYPE_CHECKING:
+    from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
+    from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
+    from det_callbacks.compare import compare_runs
+    from det_callbacks.digest import StateDigest, digest_state, digest_tensor
+    from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
+    from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
+    from det_callbacks.observers import (
+        ObserverContext,
+        disable_hash_mode,
+        enable_hash_mode,
+        observe,
+        observe_grad,
+        observe_non_deterministic,
+        observe_non_deterministic_grad,
+    )
+    from det_callbacks.ranks import ReplicaDifference, ReplicaReport
+    from det_callbacks.settings import DeterminismSettings, enforce_determinism
+    from det_callbacks.trace.hash_mode import HashMode
 
 __all__ = [
     "AuditError",
@@ -114,3 +119,63 @@ __all__ = [
     "observe_non_deterministic_grad",
     "prove_resume",
 ]
+
+_HOMES = {
+    "det_callbacks.callback": (
+        "DeterminismCallback",
+        "ReplicaAuditCallback",
+        "prove_resume",
+    ),
+    "det_callbacks.checkpoint": (
+        "CheckpointReport",
+        "EntryDifference",
+        "check_checkpoint",
+    ),
+    "det_callbacks.compare": ("compare_runs",),
+    "det_callbacks.digest": (
+        "StateDigest",
+        "digest_state",
+        "digest_tensor",
+    ),
+    "det_callbacks.equivalence": (
+        "BitwiseEquivalenceMode",
+        "OpMismatch",
+    ),
+    "det_callbacks.numerics": (
+        "NumericsReport",
+        "TensorComparison",
+        "compare_compiled",
+        "compare_modules",
+    ),
+    "det_callbacks.observers": (
+        "ObserverContext",
+        "disable_hash_mode",
+        "enable_hash_mode",
+        "observe",
+        "observe_grad",
+        "observe_non_deterministic",
+        "observe_non_deterministic_grad",
+    ),
+    "det_callbacks.ranks": (
+        "ReplicaDifference",
+        "ReplicaReport",
+    ),
+    "det_callbacks.settings": (
+        "DeterminismSettings",
+        "enforce_determinism",
+    ),
+    "det_callbacks.trace.hash_mode": ("HashMode",),
+}
+"""Public names that are loaded on first use: reading a run needs neither torch nor Lightning."""
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,8 +8,9 @@ import torch
 
 from det_callbacks.compare.live import reference_environment
 from det_callbacks.digest import device_choice
-from det_callbacks.environment import capture_environment, compare_environments
+from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import too_late

@@ -36,13 +36,11 @@ most often come with the machine.
 
 import enum
 import importlib.metadata
-import json
 import math
 import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,14 +50,9 @@ import torch
 
 from det_callbacks.code_state import code_state
 from det_callbacks.digest import device_choice
+from det_callbacks.runs.environment import DIGEST, Environment, EnvironmentEntry
 from det_callbacks.settings import settings_in_force
 from det_callbacks.settings.process import start_environment
-from det_callbacks.verdict import EnvironmentDifference
-
-NOT_RECORDED = "<not recorded>"
-
-DIGEST = "digest."
-"""Begins the names of entries that say how digests are computed on a device."""
 
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -113,49 +106,6 @@ _SECRET = re.compile(
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentEntry:
-    """One fact about where or how a run ran.
-
-    Attributes:
-        value: JSON-able.
-        is_machine: True for a machine fact, False for a choice.
-        changes_bits: whether another value can by itself change the bits of a computation.
-    """
-
-    value: Any
-    is_machine: bool
-    changes_bits: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Everything known to decide the bits of a run, by dotted name.
-
-    It holds no host or user names, no absolute paths, no addresses and no secrets.
-    """
-
-    entries: Mapping[str, EnvironmentEntry]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, sorted by name, so that equal environments are equal bytes."""
-        return {
-            name: {"value": entry.value, "is_machine": entry.is_machine, "changes_bits": entry.changes_bits}
-            for name, entry in sorted(self.entries.items())
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any) -> "Environment":
-        """Return the environment that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: the structure is another one; the message names the entry. Whoever read the file names it.
-        """
-        if not isinstance(data, Mapping):
-            raise ValueError(f"an environment is a mapping of names to entries, not {type(data).__name__}")
-        return cls(entries=MappingProxyType({name: _entry_from_dict(name, row) for name, row in data.items()}))
-
-
 def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) -> Environment:
     """Return the environment of this process as it is now.
 
@@ -187,40 +137,6 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
             raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=name not in _ONLY_NAMES)
     return Environment(entries=MappingProxyType(entries))
-
-
-def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
-    """Return the entries that differ, sorted by name.
-
-    Values are compared as JSON, so 1, 1.0 and true differ. An entry that only one side has differs from "not recorded".
-    Where the two sides classify an entry differently, it excuses nothing: it is a choice if either side says so.
-    """
-    differences = []
-    for name in sorted({*reference.entries, *current.entries}):
-        sides = [environment.entries.get(name) for environment in (reference, current)]
-        known = [side for side in sides if side is not None]
-        values = [NOT_RECORDED if side is None else side.value for side in sides]
-        if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
-            continue
-        differences.append(
-            EnvironmentDifference(
-                name=name,
-                reference=values[0],
-                current=values[1],
-                changes_bits=any(side.changes_bits for side in known),
-                is_machine=all(side.is_machine for side in known),
-            )
-        )
-    return tuple(differences)
-
-
-def digested_on(environment: Environment) -> dict[str, str]:
-    """Return the devices that an environment computes digests for, besides the host, with how it does that."""
-    return {
-        name.removeprefix(DIGEST): str(entry.value)
-        for name, entry in environment.entries.items()
-        if name.startswith(DIGEST)
-    }
 
 
 def is_secret(name: str) -> bool:
@@ -356,16 +272,6 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, inner) for inner in value]
     # Not repr(value): it holds addresses that differ from run to run, or whole tensors.
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
-
-
-def _entry_from_dict(name: Any, row: Any) -> EnvironmentEntry:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"an environment entry has the name {name!r}, not a text")
-    if not isinstance(row, Mapping) or set(row) != {"value", "is_machine", "changes_bits"}:
-        raise ValueError(f"the environment entry {name!r} does not hold exactly value, is_machine and changes_bits")
-    if not isinstance(row["is_machine"], bool) or not isinstance(row["changes_bits"], bool):
-        raise ValueError(f"is_machine and changes_bits of the environment entry {name!r} must be true or false")
-    return EnvironmentEntry(value=row["value"], is_machine=row["is_machine"], changes_bits=row["changes_bits"])
 
 
 def _version(distribution: str) -> str | None:

@@ -14,10 +14,10 @@ from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.callback.workers import NumWorkers
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.resume import find_generators
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.ledger import CONSTANTS, Ledger
+from det_callbacks.trace.ledger import Ledger
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""

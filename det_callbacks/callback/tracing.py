@@ -14,7 +14,7 @@ from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import TraceError
-from det_callbacks.observe import Observations, activate, deactivate
+from det_callbacks.observers import Observations, activate, deactivate
 from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.hash_mode import HashMode

@@ -12,11 +12,9 @@ from importlib.metadata import version
 
 from rich.progress import Progress
 
-from det_callbacks.checkpoint import check_checkpoint
 from det_callbacks.cli.checking import add_check
 from det_callbacks.cli.output import print_error, print_json
 from det_callbacks.compare import compare_runs
-from det_callbacks.doctor import diagnose
 from det_callbacks.errors import DetCallbacksError, SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
@@ -137,6 +135,8 @@ def _ops(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from det_callbacks.doctor import diagnose
+
     against = None if options.against is None else Run.open(options.against)
     diagnosis = diagnose(against=against)
     if options.json:
@@ -147,6 +147,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check_checkpoint(options: argparse.Namespace) -> int:
+    from det_callbacks.checkpoint import check_checkpoint
+
     report = check_checkpoint(options.checkpoint, options.other)
     if options.json:
         print_json(report.to_dict())

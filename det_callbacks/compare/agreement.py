@@ -11,7 +11,7 @@ from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.environment import Environment, compare_environments
+from det_callbacks.runs.environment import Environment, compare_environments
 from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.program import Program, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-import torch
-
 from det_callbacks.compare.align import Alignment
-from det_callbacks.runs.program import Site, StepView
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
+from det_callbacks.runs.values import itemsize
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["own", "outside", "open", "none"]
@@ -334,9 +332,9 @@ def _num_bytes(view: StepView, position: int) -> int:
     total = 0
     for place in places:
         entry = entries[place]
-        dtype = None if entry is None else getattr(torch, entry.dtype, None)
-        if entry is not None and isinstance(dtype, torch.dtype):
-            total += math.prod(entry.shape) * dtype.itemsize
+        size = None if entry is None else itemsize(entry.dtype)
+        if entry is not None and size is not None:
+            total += math.prod(entry.shape) * size
     return total
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from det_callbacks.runs.evidence import UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
-from det_callbacks.trace.ledger import CONSTANTS, SEED
 
 SKETCHED = 4
 """Samples of a batch that are looked for in the reference: those with the smallest digests."""

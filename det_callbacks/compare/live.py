@@ -20,8 +20,8 @@ from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.environment import Environment, compare_environments, digested_on
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.runs.environment import Environment, compare_environments, digested_on
 from det_callbacks.runs.evidence import UNSEEN_WRITE, Row
 from det_callbacks.runs.files import MANIFEST, PROGRAMS, rank_folder, read_manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics

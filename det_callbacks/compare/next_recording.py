@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from det_callbacks.compare.numbers import to_keep
+from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
-from det_callbacks.trace.compiled import REGION
 from det_callbacks.verdict import Verdict
 
 MAX_OP_STEPS = 10

@@ -17,8 +17,8 @@ from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.replay.files import StepPlace
 from det_callbacks.replay.parts import Part
 from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.trace.compiled import REGION
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16

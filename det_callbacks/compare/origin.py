@@ -6,9 +6,16 @@ import numpy as np
 
 from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.changes import Changes
-from det_callbacks.runs.program import UNREAD, UNWRITTEN, Program, Site, StepView
-from det_callbacks.trace.compiled import MISSES_PARAMETERS, REGION
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.runs.program import (
+    IN_FLIGHT,
+    MISSES_PARAMETERS,
+    REGION,
+    UNREAD,
+    UNWRITTEN,
+    Program,
+    Site,
+    StepView,
+)
 
 SOURCE_ROLES = ("input", "generator", "samples")
 SOURCE_PHASES = ("data", "rng", "input")

@@ -16,8 +16,8 @@ from det_callbacks.compare.numbers import KeptNumbers, KeptRun
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.compare.walk import RankWalk
-from det_callbacks.environment import compare_environments, digested_on
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
+from det_callbacks.runs.environment import compare_environments, digested_on
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run

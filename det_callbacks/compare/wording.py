@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from det_callbacks.compare.step import Finding
-from det_callbacks.runs.program import TensorLayout
-from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.runs.program import IN_FLIGHT, REGION, TensorLayout
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference
 
 MAX_NAMED = 3

@@ -9,7 +9,11 @@ from det_callbacks.digest.components import (
     tensor_bits,
 )
 from det_callbacks.digest.device import device_choice
-from det_callbacks.digest.host import (
+from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
+from det_callbacks.digest.state import StateDigest, digest_state
+from det_callbacks.digest.streaming import DigestStream
+from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.host_digest import (
     DIGEST_VERSION,
     digest_bytes,
     digest_memory,
@@ -17,10 +21,6 @@ from det_callbacks.digest.host import (
     digest_spans,
     format_digest,
 )
-from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
-from det_callbacks.digest.state import StateDigest, digest_state
-from det_callbacks.digest.streaming import DigestStream
-from det_callbacks.digest.unobserved import unobserved
 
 __all__ = [
     "DIGEST_VERSION",

@@ -46,10 +46,10 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from det_callbacks.digest.device import ALONE_BYTES
-from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
 from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
 
 # Anything else may compute its attributes in Python.
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 from det_callbacks.digest.integer_digest import IntegerDigest
 from det_callbacks.digest.queue import DeviceDigest
 from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
 INTEGER_DEVICES = frozenset({"cuda", "mps", "xpu"})
 """Devices whose tensors are strided memory of their own; others may have no integer ops, or no memory to show."""

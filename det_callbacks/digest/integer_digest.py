@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from det_callbacks.digest.capture import require_no_capture
-from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.integer_ops import digest_flat
 from det_callbacks.digest.queue import Span
 from det_callbacks.digest.xxh3 import unsigned
+from det_callbacks.host_digest import digest_memory
 
 INTEGER_BYTES = 64 * 1024 * 1024
 """From here on integer ops beat a copy to the host: the 1,700 launches of a chunk, at some 5 us each, take 9 ms, in

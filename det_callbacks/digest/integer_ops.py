@@ -1,6 +1,6 @@
 """The digest from torch's integer ops alone: for devices that have a torch and no Triton.
 
-The specification is in ``det_callbacks.digest.host``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
+The specification is in ``det_callbacks.host_digest``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
 All leaves of a chunk are taken together: sixteen steps add up their blocks, and at most 255 scramble them, so a chunk
 costs some 1,700 small launches however many leaves it holds. int64 wraps around as uint64 does, and the logical shift
 that torch has not is an arithmetic one and a mask. Ops run where the tensor is, nothing is fetched.
@@ -10,7 +10,6 @@ import functools
 
 import torch
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
 from det_callbacks.digest.xxh3 import (
     AVALANCHE_PRIME,
     EMPTY_HASH,
@@ -25,6 +24,7 @@ from det_callbacks.digest.xxh3 import (
     STRIPES_PER_BLOCK,
     signed,
 )
+from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES
 
 CHUNK_BYTES = 128 * 1024 * 1024
 """Bytes looked at together, a multiple of a leaf: with what they are turned into, at most twice as many are held."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES
 from det_callbacks.digest.pinned import PinnedRing
+from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES
 
 MAX_ROWS = 1024
 """Spans whose sums wait at most."""

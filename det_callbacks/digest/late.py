@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from det_callbacks.digest.device import device_choice
-from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.queue import DigestQueue
 from det_callbacks.digest.transfers import Transfers
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.host_digest import digest_bytes
 
 
 class LateBits:

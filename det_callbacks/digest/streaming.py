@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from det_callbacks.digest.host import BLOCK_BYTES, LEAF_BYTES, _join_leaves
+from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, _join_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on

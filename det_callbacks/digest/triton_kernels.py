@@ -1,6 +1,6 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
 
-The specification is in ``det_callbacks.digest.host``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
+The specification is in ``det_callbacks.host_digest``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
 What makes XXH3 parallel here: the 16 stripes of a block of 1 KiB only add to the eight accumulators, so the sums of all
 blocks are found at once. Between two blocks the accumulators are scrambled, one after the other, which takes a leaf of
 256 blocks some microseconds however few leaves there are. So there are two stages, and only the first reads the spans:

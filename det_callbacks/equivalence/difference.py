@@ -9,8 +9,8 @@ from torch import Tensor
 from det_callbacks.digest import digest_output, digest_tensor
 from det_callbacks.digest.ulps import count_differing
 from det_callbacks.equivalence.copies import is_special
+from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.tree import scalar_bits
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -8,16 +8,11 @@ there, by the table ``ALIASES``.
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-
 from det_callbacks.errors import OpFactsError
-
-# looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
-_all_op_names = torch._C._dispatch_get_all_op_names
 
 Behaviour = Literal["alternate algorithm", "error", "random"]
 """What an op does: under ``use_deterministic_algorithms(True)`` it takes another algorithm or raises RuntimeError;
@@ -97,13 +92,20 @@ def read_op_facts() -> tuple[OpFact, ...]:
         >>> [fact.behaviour for fact in read_op_facts() if fact.name == "torch.histc"]
         ['error']
     """
-    registered = _aten_overloads()
+    import torch
+
+    # looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
+    registered = _aten_overloads(torch._C._dispatch_get_all_op_names())
+
+    def draws(name: str, overload: str) -> bool:
+        return torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags
+
     facts = [
         *parse_docstring(torch.use_deterministic_algorithms.__doc__ or "", registered),
         *(
             OpFact(name=f"aten.{name}", ops=(f"aten.{name}",), behaviour="random", device="any")
             for name, overloads in registered.items()
-            if any(_draws(name, overload) for overload in overloads)
+            if any(draws(name, overload) for overload in overloads)
         ),
     ]
     return tuple(sorted(facts, key=lambda fact: (BEHAVIOURS.index(fact.behaviour), fact.name, fact.condition)))
@@ -123,7 +125,7 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
         raise OpFactsError(
-            f"The docstring of torch.use_deterministic_algorithms in torch {torch.__version__} has no list of ops for: "
+            f"The docstring of torch.use_deterministic_algorithms has no list of ops for: "
             f"{', '.join(sorted(missing))}. Its form is that of torch 2.13; python -OO removes it."
         )
     return facts
@@ -197,15 +199,11 @@ def _aten_names(name: str, condition: str) -> set[str]:
     return {base, f"{base}_"}
 
 
-def _aten_overloads() -> dict[str, list[str]]:
+def _aten_overloads(full_names: Iterable[str]) -> dict[str, list[str]]:
     overloads: dict[str, list[str]] = {}
-    for full_name in sorted(_all_op_names()):
+    for full_name in sorted(full_names):
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
         if namespace == "aten":
             overloads.setdefault(name, []).append(overload or "default")
     return overloads
-
-
-def _draws(name: str, overload: str) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags

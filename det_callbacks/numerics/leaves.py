@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from det_callbacks.equivalence.copies import is_special
-from det_callbacks.observe.values import leaves_of
+from det_callbacks.observers.values import leaves_of
 from det_callbacks.trace.components import has_parts, parts_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,20 +1,22 @@
 """Checkpoints and their digests as text."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.checkpoint import CheckpointReport, EntryDifference
 from det_callbacks.report.closing import count, size
 from det_callbacks.report.tables import print_table
+
+if TYPE_CHECKING:
+    from det_callbacks.checkpoint import CheckpointReport, EntryDifference
 
 MAX_ENTRIES = 20
 """Entries that a message names; all of them stand in the JSON."""
 
 
-def render_checkpoint(report: CheckpointReport, console: Console) -> None:
+def render_checkpoint(report: "CheckpointReport", console: Console) -> None:
     """Draw what a check found."""
     if report.other is not None:
         console.print(Text(_two_line(report), style="green" if report.equal else "bold red"))
@@ -32,7 +34,7 @@ def render_checkpoint(report: CheckpointReport, console: Console) -> None:
     console.print(Text(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}"))
 
 
-def mismatch_text(report: CheckpointReport) -> str:
+def mismatch_text(report: "CheckpointReport") -> str:
     """Return what is wrong with a checkpoint, what was still right, and what to do."""
     lines = [f"{report.path} is not what was saved{_likely(report)}."]
     lines += [f"  {entry_text(entry)}" for entry in report.entries[:MAX_ENTRIES]]
@@ -52,7 +54,7 @@ def mismatch_text(report: CheckpointReport) -> str:
     return "\n".join(lines)
 
 
-def entry_text(entry: EntryDifference) -> str:
+def entry_text(entry: "EntryDifference") -> str:
     """Return one difference in a line."""
     if entry.exchanged_with is not None:
         return f"{entry.section}: {entry.path} and {entry.exchanged_with} are exchanged"
@@ -100,14 +102,14 @@ def _entries(number: int) -> str:
     return f"{number:,} {'entry' if number == 1 else 'entries'}"
 
 
-def _two_line(report: CheckpointReport) -> str:
+def _two_line(report: "CheckpointReport") -> str:
     if report.equal:
         same = "" if report.has_same_bytes else "; the files' bytes differ"
         return f"{report.path} and {report.other} hold the same: {_entries(sum(report.sections.values()))}{same}"
     return f"{report.path} and {report.other} differ in {_entries(len(report.entries))}"
 
 
-def _print_entries(console: Console, entries: Sequence[EntryDifference]) -> None:
+def _print_entries(console: Console, entries: "Sequence[EntryDifference]") -> None:
     words = {"missing": "only in the first", "extra": "only in the second"}
     rows = []
     for entry in entries:
@@ -122,14 +124,14 @@ def _print_entries(console: Console, entries: Sequence[EntryDifference]) -> None
     print_table(console, ["section", "entry", "difference"], rows)
 
 
-def _counts(entry: EntryDifference) -> str:
+def _counts(entry: "EntryDifference") -> str:
     if entry.num_differing is None:
         return ""
     ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
     return f"{entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
-def _opened(report: CheckpointReport) -> str:
+def _opened(report: "CheckpointReport") -> str:
     if report.is_opened:
         return ", in the file's bytes and in every entry"
     if set(report.sections) == {"files"}:
@@ -137,7 +139,7 @@ def _opened(report: CheckpointReport) -> str:
     return ", in the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
 
 
-def _saved(report: CheckpointReport) -> str:
+def _saved(report: "CheckpointReport") -> str:
     assert report.sidecar is not None
     context = report.sidecar.context
     parts = [f"saved after step {context.step}" if context.step is not None else "saved before the first step"]
@@ -153,7 +155,7 @@ def _run(run: Mapping[str, Any] | None) -> str:
     return f", run {run.get('id')} ({run.get('mode')}{reference})"
 
 
-def _likely(report: CheckpointReport) -> str:
+def _likely(report: "CheckpointReport") -> str:
     """Say so where nearly nothing agrees: the file was replaced, or has another's digests beside it."""
     num_compared = sum(report.sections.values())
     tensors = [entry for entry in report.entries if entry.section == "state_dict"]

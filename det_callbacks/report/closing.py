@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.kept import KeptCounts
-from det_callbacks.trace.compiled import REGION
-from det_callbacks.trace.cuda_graphs import GRAPH
+from det_callbacks.runs.program import GRAPH, REGION
 from det_callbacks.verdict import Verdict
+
+if TYPE_CHECKING:
+    from det_callbacks.kept import KeptCounts
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
@@ -48,7 +49,7 @@ def recorded_line(
     saved: Mapping[str, Any] | None = None,
     num_agreed: int | None = None,
     num_ranks: int = 1,
-    kept: KeptCounts | None = None,
+    kept: "KeptCounts | None" = None,
     num_metrics: int = 0,
 ) -> str:
     """Return the closing line of a recording.
@@ -77,7 +78,7 @@ def recorded_line(
     )
 
 
-def kept_words(kept: KeptCounts) -> str:
+def kept_words(kept: "KeptCounts") -> str:
     """Return what was kept, and what was not, as the end of a closing line."""
     text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
     short = kept.shortage

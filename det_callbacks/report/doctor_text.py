@@ -1,16 +1,20 @@
 """The doctor's findings on one screen."""
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.doctor import Diagnosis, SettingFinding
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
+
+if TYPE_CHECKING:
+    from det_callbacks.doctor import Diagnosis, SettingFinding
 
 _STYLES = {"in force": "green", "not in force": "bold red", "too late": "bold red", "no effect here": "dim"}
 
 
-def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+def render_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
     """Print what is in force, what is not with the line to add, and what differs from a reference."""
     facts = diagnosis.facts
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
@@ -42,11 +46,11 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         )
 
 
-def _asker(diagnosis: Diagnosis) -> str:
+def _asker(diagnosis: "Diagnosis") -> str:
     return "the defaults of DeterminismSettings" if diagnosis.against is None else f"in force in {diagnosis.against}"
 
 
-def _render_setting(finding: SettingFinding, console: Console) -> None:
+def _render_setting(finding: "SettingFinding", console: Console) -> None:
     line = Text(f"  {finding.state:<16}", style=_STYLES[finding.state])
     line.append(f"{finding.name} = {finding.wanted!r}", style="default")
     if finding.state != "in force":
@@ -56,7 +60,7 @@ def _render_setting(finding: SettingFinding, console: Console) -> None:
         console.print(Text(f"{' ' * 18}{finding.to_do}", style="cyan"), soft_wrap=True)
 
 
-def _render_differences(diagnosis: Diagnosis, console: Console) -> None:
+def _render_differences(diagnosis: "Diagnosis", console: Console) -> None:
     console.print(Text(f"\nDifferent from {diagnosis.against}", style="bold"), soft_wrap=True)
     if not diagnosis.differences:
         console.print(Text("nothing"))

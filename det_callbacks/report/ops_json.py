@@ -1,9 +1,8 @@
 """What torch says of its ops, and which of them a run uses, as JSON-able data, for ``det-callbacks ops --json``."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact
 from det_callbacks.report.op_usage import OpUsage
@@ -40,7 +39,7 @@ def op_usage_to_dict(usage: OpUsage, facts: Sequence[OpFact], run: Run) -> dict[
 
 def _head(facts: Sequence[OpFact]) -> dict[str, Any]:
     counts = {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
-    return {"schema": 1, "torch": str(torch.__version__), "counts": counts}
+    return {"schema": 1, "torch": version("torch"), "counts": counts}
 
 
 def _fact_to_dict(fact: OpFact) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What torch says of its ops, and which of them a run uses, in tables."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -21,7 +21,7 @@ _MEANINGS = {
 
 def render_op_facts(facts: Sequence[OpFact], console: Console) -> None:
     """Print a table of all that torch says of its ops."""
-    _print_line(console, f"torch {torch.__version__}: {_counts(facts)}")
+    _print_line(console, f"torch {version('torch')}: {_counts(facts)}")
     _print_meanings(console)
     rows = [
         (
@@ -44,7 +44,7 @@ def render_op_usage(usage: OpUsage, facts: Sequence[OpFact], run: Run, console: 
     _print_line(console, f"recorded: {selection}")
     _print_line(
         console,
-        f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}; torch {torch.__version__}: "
+        f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}; torch {version('torch')}: "
         f"{_counts(facts)}; {len(usage.uses)} may be about this run",
     )
     if not usage.uses:

@@ -1,9 +1,12 @@
 """What an audit of the replicas found, in words."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from det_callbacks.ranks import ReplicaDifference, ReplicaReport, ReplicaValue
 from det_callbacks.report.closing import count, size
+
+if TYPE_CHECKING:
+    from det_callbacks.ranks import ReplicaDifference, ReplicaReport, ReplicaValue
 
 MAX_NAMED = 10
 """Tensors that a message names; the others are counted."""
@@ -22,7 +25,7 @@ _LEFT_OUT = {
 }
 
 
-def replicas_text(report: ReplicaReport) -> str:
+def replicas_text(report: "ReplicaReport") -> str:
     """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
     differences = report.differences
     num_names = len({found.name for found in differences})
@@ -43,7 +46,7 @@ def replicas_text(report: ReplicaReport) -> str:
     return "\n".join(lines)
 
 
-def replicas_line(report: ReplicaReport, *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
+def replicas_line(report: "ReplicaReport", *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
     """Return the closing line of a fit whose replicas were compared.
 
     Args:
@@ -69,13 +72,13 @@ def _when(step: int) -> str:
     return "before the first step" if step < 0 else f"after step {step}"
 
 
-def _agreement(report: ReplicaReport) -> str:
+def _agreement(report: "ReplicaReport") -> str:
     if report.last_agreement is None:
         return "It is the first time that they were compared."
     return f"They last agreed {_when(report.last_agreement)}."
 
 
-def _difference(found: ReplicaDifference, step: int) -> str:
+def _difference(found: "ReplicaDifference", step: int) -> str:
     first, *others = found.values
     since = "" if found.step == step else f", {_when(found.step)}"
     if not found.is_tie:
@@ -85,7 +88,7 @@ def _difference(found: ReplicaDifference, step: int) -> str:
     return f"{found.name}{since}: {held}; neither is a majority"
 
 
-def _held(value: ReplicaValue) -> str:
+def _held(value: "ReplicaValue") -> str:
     return "not there" if value.digest is None else value.digest
 
 

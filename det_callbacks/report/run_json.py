@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from det_callbacks.digest import format_digest
+from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import StepRecord, StepView
 from det_callbacks.runs.store import RankRun, Run

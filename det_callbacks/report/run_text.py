@@ -7,14 +7,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from det_callbacks.digest import format_digest
+from det_callbacks.host_digest import format_digest
 from det_callbacks.kept import shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
+from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
-from det_callbacks.trace.alerts import NondeterministicOp
 
 HEAD = 10
 """Steps shown from either end of a long run."""

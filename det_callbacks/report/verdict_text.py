@@ -12,7 +12,7 @@ from rich.text import Text
 from det_callbacks.report.closing import count
 from det_callbacks.report.numbers_text import render_numbers
 from det_callbacks.report.tables import print_table, to_text
-from det_callbacks.trace.compiled import REGION
+from det_callbacks.runs.program import REGION
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_ORIGINS = 20

@@ -8,16 +8,17 @@ step; what was gathered since the last record batch is lost in a kill, and with 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from det_callbacks.digest import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -29,6 +30,12 @@ EVIDENCE_SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+
+SEED = "seed of "
+"""Begins the name of the row that holds the seed of a torch generator."""
+
+CONSTANTS = "constant initial tensors"
+"""Name of the row with the number of parameters and buffers that hold one value only, at the start of a fit."""
 
 UNSEEN_WRITE = "unseen write"
 """Point of the rows that a verification adds to a step that it keeps: their values are ``StepView.unseen_writes``."""
@@ -58,6 +65,44 @@ class Row(NamedTuple):
     name: str
     value: int
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NondeterministicOp:
+    """An op without a deterministic implementation, at one place of the program.
+
+    Attributes:
+        op: ``namespace.op.overload``.
+        phase: of the call.
+        module: qualified name, "" outside any module, "?" when unknown.
+        source: the user's lines, innermost first.
+        message: what torch says of it, in short.
+        is_allowed: whether the allow-list lets it through; False under "warn" for the others.
+        num_calls: how often it was called.
+    """
+
+    op: str
+    phase: str
+    module: str
+    source: tuple[str, ...]
+    message: str
+    is_allowed: bool
+    num_calls: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self) | {"source": list(self.source)}
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> "NondeterministicOp":
+        """Return what ``to_dict`` wrote."""
+        return cls(**{**form, "source": tuple(form["source"])})
+
+    @property
+    def place(self) -> str:
+        """Where it was called, in words."""
+        module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        return f"{self.op} {module}" + (f" at {self.source[0]}" if self.source else "") + f" ({self.phase})"
 
 
 def evidence_path(stream: Path) -> Path:

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from det_callbacks.digest import DIGEST_VERSION, digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
+from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_digest
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
 FORMAT_VERSION = 1

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.digest import digest_bytes, format_digest
+from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from det_callbacks.digest import digest_bytes
+from det_callbacks.host_digest import digest_bytes
 
 Role = Literal[
     "output",
@@ -52,6 +52,18 @@ left: digest of memory that a replay of a CUDA graph may have written, at its fi
 
 UNWRITTEN = "written by nothing seen"
 """Layout detail of the input sites, without bits, that stand for allocated memory which no recorded op has written."""
+
+REGION = "compiled."
+"""Namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``."""
+
+MISSES_PARAMETERS = "reads_parameters_without_digest"
+"""Argument in the graph's row of a region whose parameters are no sites, so that it cannot be told an origin."""
+
+GRAPH = "cuda_graph"
+"""Stands for the graphs that were replayed, in the coverage."""
+
+IN_FLIGHT = "in flight"
+"""Detail of the layout of a row whose tensor was read before the collective was done: it has no digest."""
 
 UNREAD = "not looked into"
 """Layout detail of the sites that say, by the dtype, what type of object a batch holds that cannot be looked into."""

@@ -11,8 +11,8 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.digest import DIGEST_VERSION
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.host_digest import DIGEST_VERSION
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 from det_callbacks.runs.program import StepRecord, chain_digest
 

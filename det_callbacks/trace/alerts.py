@@ -8,8 +8,8 @@ the outermost call from Python returns, for a backward pass at its end; so the o
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
+from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.knobs import algorithms_in_force
 from det_callbacks.trace.source import Entry, capture_source, engine_entry
 
@@ -27,44 +28,6 @@ _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 """Raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which the docstring of torch 2.13 does not say."""
 
 _set_flags = torch._C._set_deterministic_algorithms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NondeterministicOp:
-    """An op without a deterministic implementation, at one place of the program.
-
-    Attributes:
-        op: ``namespace.op.overload``.
-        phase: of the call.
-        module: qualified name, "" outside any module, "?" when unknown.
-        source: the user's lines, innermost first.
-        message: what torch says of it, in short.
-        is_allowed: whether the allow-list lets it through; False under "warn" for the others.
-        num_calls: how often it was called.
-    """
-
-    op: str
-    phase: str
-    module: str
-    source: tuple[str, ...]
-    message: str
-    is_allowed: bool
-    num_calls: int = 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self) | {"source": list(self.source)}
-
-    @classmethod
-    def from_dict(cls, form: Mapping[str, Any]) -> "NondeterministicOp":
-        """Return what ``to_dict`` wrote."""
-        return cls(**{**form, "source": tuple(form["source"])})
-
-    @property
-    def place(self) -> str:
-        """Where it was called, in words."""
-        module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
-        return f"{self.op} {module}" + (f" at {self.source[0]}" if self.source else "") + f" ({self.phase})"
 
 
 class Alerts:

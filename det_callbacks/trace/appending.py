@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.tree import scalar_bits
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder

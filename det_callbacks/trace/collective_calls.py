@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from det_callbacks.runs.values import plain_value
 from det_callbacks.trace.calls import tensors_in
-from det_callbacks.trace.tree import plain_value
 
 _resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 _NOT_TOLD = frozenset({"async_op", "timeout", "sparse_indices", "asyncOp"})

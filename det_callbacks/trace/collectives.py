@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.runs.program import Site
+from det_callbacks.runs.program import IN_FLIGHT, Site
 from det_callbacks.trace.building import input_row, source_of
 from det_callbacks.trace.calls import tensors_in
 from det_callbacks.trace.collective_calls import arguments_of, group_of, received_tensors, sent_tensors
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.deliveries import IN_FLIGHT, DeliveredName, Delivery, work_of
+from det_callbacks.trace.deliveries import DeliveredName, Delivery, work_of
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.source import capture_source

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from det_callbacks.runs.program import GRAPH
 from det_callbacks.trace.replaced import Replaced
 from det_callbacks.trace.tree import Event
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-
-GRAPH = "cuda_graph"
-"""Stands for the graphs that were replayed, in the coverage."""
 
 
 class LeftName(str):

@@ -9,10 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from det_callbacks.runs.program import Site
-
-IN_FLIGHT = "in flight"
-"""Detail of the layout of a row whose tensor was read before the collective was done: it has no digest."""
+from det_callbacks.runs.program import IN_FLIGHT, Site
 
 
 class Delivery:

@@ -14,6 +14,7 @@ from det_callbacks.digest import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.batches import Sketch, record_batch
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.leaves import flatten
@@ -30,7 +31,6 @@ from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.region import Interceptor
-from det_callbacks.trace.tree import scalar_bits
 
 
 class HashMode:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, LateDigests, digest_bytes, tensor_bits, value_of
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import SEED, Row
 from det_callbacks.trace.generators import (
     NUMPY,
     PYTHON,
@@ -20,13 +20,6 @@ from det_callbacks.trace.generators import (
     digest_numpy_generator,
     digest_python_generator,
 )
-
-SEED = "seed of "
-"""Begins the name of the row that holds the seed of a torch generator."""
-
-
-CONSTANTS = "constant initial tensors"
-"""Name of the row with the number of parameters and buffers that hold one value only, at the start of a fit."""
 
 
 class Ledger:

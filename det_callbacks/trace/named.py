@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.runs.program import Role, Site
+from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
@@ -26,7 +27,7 @@ from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.names import Place, address_of, has_place, place_of
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.tree import Event, scalar_bits
+from det_callbacks.trace.tree import Event
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided

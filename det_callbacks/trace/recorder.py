@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from det_callbacks.digest import digest_memory
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
+from det_callbacks.runs.values import argument_bits
 from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.allowed import call_if_allowed
 from det_callbacks.trace.appending import append_special
@@ -36,7 +37,7 @@ from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 from det_callbacks.trace.passing import Passing
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tree import Context, Event, ProgramTree, argument_bits
+from det_callbacks.trace.tree import Context, Event, ProgramTree
 from det_callbacks.trace.witness import Witness
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass

@@ -7,16 +7,13 @@ hang on the events, so a step like an earlier one costs comparisons only.
 """
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from det_callbacks.digest import digest_bytes
 from det_callbacks.runs.program import Program, Site
+from det_callbacks.runs.values import plain_value
 
 MAX_EVENTS = 200_000
 
@@ -310,46 +307,3 @@ def arguments_json(names: Sequence[str], consts: Sequence[Any]) -> str:
     return json.dumps(
         {name: plain_value(const) for name, const in pairs if const is not VARYING}, separators=(",", ":")
     )
-
-
-def plain_value(value: Any) -> Any:
-    """Return a JSON-able form of an op's argument that does not depend on the process or on a device index."""
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else repr(value)
-    if isinstance(value, torch.device):
-        return value.type
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | complex):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [plain_value(item) for item in value]
-    return type(value).__name__
-
-
-ArgumentTag = Literal["float", "int", "bool", "digest"]
-
-_AS_WORD = struct.Struct("<Q")
-_AS_DOUBLE = struct.Struct("<d")
-
-
-def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag]:
-    """Return the 64 bits of the arguments that vary, and how to read them.
-
-    One number is kept as it is (IEEE 754 binary64, two's complement, or 0 and 1); anything else as the digest of its
-    JSON form.
-    """
-    if len(values) == 1:
-        return scalar_bits(values[0])
-    return digest_bytes(json.dumps([plain_value(value) for value in values], separators=(",", ":")).encode()), "digest"
-
-
-def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
-    """Return the 64 bits of a Python value, and how to read them."""
-    if isinstance(value, float):
-        return _AS_WORD.unpack(_AS_DOUBLE.pack(value))[0], "float"
-    if isinstance(value, bool):
-        return int(value), "bool"
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return value & 0xFFFF_FFFF_FFFF_FFFF, "int"
-    return digest_bytes(json.dumps([plain_value(value)], separators=(",", ":")).encode()), "digest"

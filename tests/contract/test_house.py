@@ -25,7 +25,7 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
         "report_divergence",
     ): "a page that cannot be made must not hide the divergence that is raised next; a line says so",
     (
-        "det_callbacks/digest/host.py",
+        "det_callbacks/host_digest.py",
         "run",
     ): "the thread that waits for this one raises the error it keeps",
     (

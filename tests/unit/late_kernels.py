@@ -7,7 +7,7 @@ import ctypes
 from types import SimpleNamespace
 
 from det_callbacks.digest import digest_bytes
-from det_callbacks.digest.host import LEAF_BYTES
+from det_callbacks.host_digest import LEAF_BYTES
 
 TILE_BYTES = 32 * 1024
 SUM_BYTES_PER_TILE = 2048

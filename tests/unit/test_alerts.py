@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
+from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.trace.alert_watch import AlertWatch
-from det_callbacks.trace.alerts import Alerts, NondeterministicOp
+from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.dispatch import DispatchMode
 
 PUT = "aten.put_.default"

@@ -9,7 +9,7 @@ from step_builder import StepBuilder, reducing_step
 from det_callbacks.compare.collectives import Begins, CollectiveCall, RankDifference, classify, explain
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.verdict import Verdict
 
 REDUCE = "c10d.allreduce_.default"

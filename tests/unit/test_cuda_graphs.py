@@ -17,7 +17,7 @@ from tracing import assert_same, position_of, site_of, step_of, traced, with_rol
 from det_callbacks.compare.wording import describe
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning
-from det_callbacks.observe.observations import Observations
+from det_callbacks.observers.observations import Observations
 from det_callbacks.report.closing import level_words
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace

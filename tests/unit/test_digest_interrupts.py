@@ -24,11 +24,11 @@ from det_callbacks.digest import (
     triton_digest,
 )
 from det_callbacks.digest.device import Choice, device_choice
-from det_callbacks.digest.host import LEAF_BYTES
 from det_callbacks.digest.integer_digest import IntegerDigest
 from det_callbacks.digest.late import LateDigests
 from det_callbacks.digest.queue import DigestQueue, Span
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import LEAF_BYTES
 
 FILES = (lanes.__file__, triton_digest.__file__)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from det_callbacks.digest import DigestStream, digest_bytes, format_digest
-from det_callbacks.digest.host import LEAF_BYTES
+from det_callbacks.host_digest import LEAF_BYTES
 
 
 @pytest.mark.parametrize(

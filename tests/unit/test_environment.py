@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from det_callbacks.digest.device import Choice
-from det_callbacks.environment import (
+from det_callbacks.environment import capture_environment
+from det_callbacks.runs.environment import (
     NOT_RECORDED,
     Environment,
     EnvironmentEntry,
-    capture_environment,
     compare_environments,
     digested_on,
 )

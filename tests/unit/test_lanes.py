@@ -10,13 +10,13 @@ from late_kernels import LateLaunchers, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest import digest_tensor, lanes, triton_digest
-from det_callbacks.digest.host import LEAF_BYTES
 from det_callbacks.digest.integer_digest import IntegerDigest
 from det_callbacks.digest.pinned import PinnedRing
 from det_callbacks.digest.queue import DigestQueue, Span
 from det_callbacks.digest.triton_digest import TritonDigest
 from det_callbacks.digest.xxh3 import EMPTY_HASH
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import LEAF_BYTES
 
 TILE = 32 * 1024
 

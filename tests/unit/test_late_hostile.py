@@ -18,8 +18,8 @@ from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
 from det_callbacks.errors import TraceError
 from det_callbacks.kept.keeper import Keeper
+from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.trace import names, storages
-from det_callbacks.trace.deliveries import IN_FLIGHT
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot

@@ -30,7 +30,7 @@ from det_callbacks import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.observers.registry import REGISTRY
 from det_callbacks.runs.store import Run
 
 

@@ -16,7 +16,7 @@ from det_callbacks import (
     observe_grad,
     observe_non_deterministic_grad,
 )
-from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.observers.registry import REGISTRY
 
 
 @pytest.fixture(autouse=True)

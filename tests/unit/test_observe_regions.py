@@ -20,7 +20,7 @@ from det_callbacks import (
     observe,
     observe_non_deterministic,
 )
-from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.observers.registry import REGISTRY
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from det_callbacks import (
     TraceError,
     observe,
 )
-from det_callbacks.observe.registry import REGISTRY
+from det_callbacks.observers.registry import REGISTRY
 from det_callbacks.runs.files import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 

@@ -5,7 +5,7 @@ from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import TensorLayout
-from det_callbacks.trace.tree import plain_value
+from det_callbacks.runs.values import plain_value
 
 
 def compare(reference, current, **options):

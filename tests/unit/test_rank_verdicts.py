@@ -14,7 +14,7 @@ from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError
-from det_callbacks.trace.deliveries import IN_FLIGHT
+from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
 NAMES = ("refs/run1", "runs/today")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from tracing import assert_same, site_of, step_of, traced, with_role
 
 from det_callbacks.runs.steps import StepTrace
+from det_callbacks.runs.values import argument_bits, plain_value, scalar_bits
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.tree import ProgramTree, argument_bits, comparable, needs_exact, plain_value, scalar_bits
+from det_callbacks.trace.tree import ProgramTree, comparable, needs_exact
 
 
 def steps_of(body, values, **selection):

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from det_callbacks.environment import Environment, EnvironmentEntry
+from det_callbacks.runs.environment import Environment, EnvironmentEntry
 
 MAX_SETTINGS = 1_000
 _MAX_TEXT = 300

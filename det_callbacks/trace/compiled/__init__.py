@@ -4,9 +4,7 @@ graphs.py describes a graph when Dynamo hands it to a compiler; hook.py is where
 graph runs later; regions.py makes the sites of it.
 """
 
-from det_callbacks.trace.compiled.graphs import REGION
 from det_callbacks.trace.compiled.hook import WATCHERS
 from det_callbacks.trace.compiled.regions import CompiledRegions
-from det_callbacks.trace.compiled.rows import MISSES_PARAMETERS
 
-__all__ = ["MISSES_PARAMETERS", "REGION", "WATCHERS", "CompiledRegions"]
+__all__ = ["WATCHERS", "CompiledRegions"]

@@ -10,9 +10,7 @@ import torch
 from torch import fx, nn
 
 from det_callbacks.digest import digest_bytes
-
-REGION = "compiled."
-"""Namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``."""
+from det_callbacks.runs.program import REGION
 
 _TORCH = str(Path(torch.__file__).parent)
 

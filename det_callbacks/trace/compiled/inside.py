@@ -12,7 +12,8 @@ from torch import Tensor
 
 from det_callbacks.digest import Bits
 from det_callbacks.runs.program import Site
-from det_callbacks.trace.tree import Context, Event, module_of, scalar_bits
+from det_callbacks.runs.values import scalar_bits
+from det_callbacks.trace.tree import Context, Event, module_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder

@@ -14,20 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import Bits, digest_bytes, digest_output
-from det_callbacks.runs.program import Site
+from det_callbacks.runs.program import MISSES_PARAMETERS, Site
+from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import input_row, source_of
 from det_callbacks.trace.calls import tensors_in
 from det_callbacks.trace.compiled.graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.names import has_place
-from det_callbacks.trace.tree import Context, Event, arguments_json, module_of, scalar_bits
+from det_callbacks.trace.tree import Context, Event, arguments_json, module_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-MISSES_PARAMETERS = "reads_parameters_without_digest"
-"""Argument in the graph's row of a region whose parameters are no sites, so that it cannot be told an origin."""
 LEFT_OUT = "left out"
 
 _Row = Callable[[int, tuple[int, ...], tuple[str, ...]], Site]

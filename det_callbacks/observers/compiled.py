@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, library
 from torch._library.effects import EffectType  # looked at in torch 2.13
 
-from det_callbacks.observe.registry import REGISTRY, Leaves
+from det_callbacks.observers.registry import REGISTRY, Leaves
 
 
 @library.custom_op("det_callbacks::observe_leaf", mutates_args=())

@@ -6,9 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from det_callbacks.observe.compiled import observe_in_graph, replay_in_graph
-from det_callbacks.observe.registry import REGISTRY
-from det_callbacks.observe.values import check_name, leaves_of, rebuild
+from det_callbacks.observers.compiled import observe_in_graph, replay_in_graph
+from det_callbacks.observers.registry import REGISTRY
+from det_callbacks.observers.values import check_name, leaves_of, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
 _registry = REGISTRY

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from det_callbacks.errors import CoverageWarning, SelectionError
-from det_callbacks.observe.registry import Leaves
+from det_callbacks.observers.registry import Leaves
 from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, replay, replay_apart
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.named import record_group

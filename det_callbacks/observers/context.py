@@ -18,8 +18,8 @@ from det_callbacks.errors import (
     ReferenceFormatError,
     TraceError,
 )
-from det_callbacks.observe.observations import Observations
-from det_callbacks.observe.registry import activate, deactivate
+from det_callbacks.observers.observations import Observations
+from det_callbacks.observers.registry import activate, deactivate
 from det_callbacks.replay import TENSOR_BUDGET_MIB, SavedStep, SavedTensors, check_budget
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation

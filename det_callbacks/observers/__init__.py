@@ -1,7 +1,7 @@
 """Observations: what a model or a script wants recorded by name, with or without a Trainer."""
 
-from det_callbacks.observe.context import ObserverContext
-from det_callbacks.observe.functions import (
+from det_callbacks.observers.context import ObserverContext
+from det_callbacks.observers.functions import (
     disable_hash_mode,
     enable_hash_mode,
     observe,
@@ -9,8 +9,8 @@ from det_callbacks.observe.functions import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.observe.observations import Observations
-from det_callbacks.observe.registry import ObservationSink, activate, deactivate
+from det_callbacks.observers.observations import Observations
+from det_callbacks.observers.registry import ObservationSink, activate, deactivate
 
 __all__ = [
     "ObservationSink",

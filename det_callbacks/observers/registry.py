@@ -13,7 +13,7 @@ Leaves = Sequence[tuple[str, Any]]
 
 
 class ObservationSink(Protocol):
-    """Takes what is observed; ``det_callbacks.observe.Observations`` is one, for any recorder."""
+    """Takes what is observed; ``det_callbacks.observers.Observations`` is one, for any recorder."""
 
     def observe(self, name: str, leaves: Leaves, *, first: int = 0) -> None:
         """Record values; ``first`` is the index of the first of them among the leaves of this observation."""
