@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from det_callbacks.errors import NumericsError
-from det_callbacks.report import numerics_text, write_numerics_report
+from det_callbacks.report import numerics_text
 from det_callbacks.runs.files import replace_atomically
 
 Phase = Literal["initial", "module", "input", "output", "loss", "gradient", "parameter", "buffer"]
@@ -203,14 +203,6 @@ class NumericsReport:
         content = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         replace_atomically(Path(path), content.encode() + b"\n")
         return Path(path)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write a page to look at: one HTML file that loads nothing; return its path.
-
-        Raises:
-            ReportError: the file cannot be written.
-        """
-        return write_numerics_report(path, self)
 
     def __str__(self) -> str:
         return numerics_text(self)

@@ -28,7 +28,7 @@ from det_callbacks.report.closing import (
 )
 from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
-from det_callbacks.report.html import write_numerics_report, write_report
+from det_callbacks.report.html import write_report
 from det_callbacks.report.leaving import end_process, print_error
 from det_callbacks.report.numerics_text import numerics_text, render_numerics
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
@@ -90,6 +90,5 @@ __all__ = [
     "verdict_of_rank",
     "verified_line",
     "waiting_line",
-    "write_numerics_report",
     "write_report",
 ]

@@ -100,8 +100,6 @@ def main(config: DictConfig) -> None:
         print(report)
         if config.json:
             report.to_json(config.json)
-        if config.html:
-            report.to_html(config.html)
         report.assert_close()
     except DetCallbacksError as error:
         if not isinstance(error, AssertionError):  # that one says what was printed already

@@ -93,7 +93,7 @@ def run(command: list[str], folder: Path) -> str:
 def shipped(root: Path) -> Iterator[str]:
     """Yield what has to be in a wheel, by its name there."""
     for path in sorted((root / "det_callbacks").rglob("*")):
-        is_page = path.is_file() and path.parent.name in ("templates", "vendor")
+        is_page = path.suffix in (".j2", ".css")
         if path.suffix == ".py" or path.name == "py.typed" or is_page:
             yield path.relative_to(root).as_posix()
     for path in sorted((root / "conf").rglob("*")):
@@ -119,7 +119,7 @@ def test_it_is_known_what_has_to_be_shipped() -> None:
     names = set(shipped(ROOT))
     assert {"det_callbacks/py.typed", "det_callbacks/runs/store.py", "det_callbacks/conf/__init__.py"} <= names
     assert "det_callbacks/conf/determinism/record.yaml" in names
-    assert {f"det_callbacks/report/html/{name}" for name in ("templates/report.js", "vendor/d3.min.js")} <= names
+    assert {f"det_callbacks/report/html/{name}" for name in ("report.html.j2", "report.css")} <= names
     assert not [name for name in names if "default.yaml" in name], "it would hide the user's own"
 
 

@@ -1,6 +1,5 @@
 """The report as an HTML file: what it shows, and how it becomes a page."""
 
-from det_callbacks.report.html.numerics import write_numerics_report
 from det_callbacks.report.html.render import write_report
 
-__all__ = ["write_numerics_report", "write_report"]
+__all__ = ["write_report"]

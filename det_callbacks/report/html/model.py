@@ -1,289 +1,304 @@
 """What the HTML report shows: from a verdict and the two runs that it is on to plain data, bounded whatever their size.
 
-The verdict says what is so; the runs are walked through once more for what it leaves out: the state of each module in
-each step, what the first divergence read, and the way that it took.
+The verdict says what is so; the runs are read once more for what it leaves out: the state of each module in each step,
+the first sites of each step that differs, and what the first divergence read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from det_callbacks.compare.compared import read_compared
-from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.step_states import Outcome, SiteDifferences, first_difference, walk_outcomes
-from det_callbacks.patterns import OpPattern
-from det_callbacks.report.html.first import Dataflow, NearView, find_dataflow, find_row, view_nearby
-from det_callbacks.report.html.grid import MAX_COLUMNS, Grid, Placing, group_modules, phase_rows
-from det_callbacks.report.html.listing import MAX_LISTED, Listing
-from det_callbacks.report.html.rows import SiteRows
-from det_callbacks.report.html.settings_table import Setting, list_settings
-from det_callbacks.report.html.step_table import MAX_STEPS, StepTable
+from det_callbacks.report.run_text import describe_site, describe_tensor
+from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Verdict
 
-MAX_MAPS = 32
-"""Heat maps: one a fit and rank, those of the ranks that differ first."""
-WIDE_MAPS = 8
-"""Heat maps that may have all columns; of more, each has fewer, so that the file stays small."""
-MAX_RANKS = 512
+MAX_MAPS = 16
+"""Heat maps: one for each rank and fit, those that differ first."""
+MAX_COLUMNS = 800
+"""Columns of all heat maps together, at most 200 of each; where a fit has more steps, several share one."""
+MAX_ROWS = 100
+"""Rows of a heat map; modules beyond that share one."""
+MAX_STEPS = 200
+"""Differing steps that are listed, of all heat maps together."""
+MAX_SITES, FIRST_STEP = 2_800, 200
+"""Sites that are listed in all, and of the first step of a map; the later steps share the rest."""
+MAX_INPUTS, MAX_RANKS, MAX_SPANS = 50, 512, 50
 MAX_ORIGINS = 100
 """Origins that a verdict lists; one with as many may have left some out."""
 
+MATCH, ORIGIN, CARRIED, NOT_COMPARED = "moc."
+"""The states of a cell."""
+
+_UNSEEN: Mapping[Outcome, str] = {
+    "missing": "only in the reference",
+    "extra": "only in the current run",
+    "unkept": "differ, and were not kept: a verification keeps the first 100",
+    "unknown": "not compared",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSummary:
-    """One fit of one rank in a line.
+class SiteRow:
+    """One site of one step as both runs have it; a digest is "" where a run does not have the site."""
+
+    position: int
+    state: str
+    kind: str
+    phase: str
+    module: str
+    what: str
+    tensor: str
+    reference_digest: str
+    current_digest: str
+    source: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDetails:
+    """One step that differs: the number of its sites, of those that differ and of those where it starts; the first."""
+
+    step: int
+    num_sites: int
+    num_differing: int
+    num_starting: int
+    rows: tuple[SiteRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """The steps of one column of a heat map, a state for each row, and the step below the map that it leads to."""
+
+    first: int
+    last: int
+    num_sites: int
+    num_differing: int
+    num_starting: int
+    states: str
+    leads_to: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """What became of each module in each step of one fit of one rank.
 
     Attributes:
         rank: process.
         segment: fit.
-        number: of its heat map; None where it has none.
-        first: the first step that differs; None where none does.
-        num_steps: steps that either run has; counts below are of them.
-        outcomes: outcome -> number of steps; None without a heat map.
-        num_sites: sites that differ; None without a heat map.
-        num_starting: those of them where a difference starts.
+        labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
+        columns: in order.
+        steps: the first steps that differ.
+        outcomes: how many steps are equal, differ, and so on.
+        unseen: in words, with the first and the last step: those that were not compared site by site.
     """
 
     rank: int
     segment: int
-    number: int | None
+    labels: tuple[str, ...]
+    columns: tuple[Column, ...]
+    steps: tuple[StepDetails, ...]
+    outcomes: Mapping[Outcome, int]
+    unseen: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """One fit of one rank in a line: its first step that differs, and its heat map where it has one."""
+
+    rank: int
+    segment: int
     first: int | None
-    num_steps: int
-    outcomes: dict[Outcome, int] | None = None
-    num_sites: int | None = None
-    num_starting: int | None = None
+    heat_map: HeatMap | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that a report shows.
-
-    Attributes:
-        verdict: what it is on.
-        evidence: sentences that led to the cause.
-        ranks: a line each, the first ones.
-        num_ranks_left_out: fits of ranks without a line.
-        maps: what the page draws: heat maps and the sites listed for them, JSON-able.
-        num_listed: sites listed.
-        is_grouped: whether several modules share a row of a heat map.
-        has_ranges: whether several steps share a column.
-        has_replayed: whether bits of the reference were put back anywhere.
-        steps: what became of the steps of each heat map.
-        near: the first divergence with its surroundings; None where it is a whole step, or there is none.
-        dataflow: from it to a parameter; None where it reaches nothing.
-        settings: environment and settings of both runs.
-        notes: what is not shown, and why.
-    """
+    """All that a report shows: ``inputs`` is what the first divergence read, ``notes`` say what is not shown."""
 
     verdict: Verdict
-    evidence: tuple[str, ...] = ()
     ranks: tuple[RankSummary, ...] = ()
     num_ranks_left_out: int = 0
-    maps: dict[str, Any] = field(default_factory=lambda: {"maps": []})
-    num_listed: int = 0
-    is_grouped: bool = False
-    has_ranges: bool = False
-    has_replayed: bool = False
-    steps: tuple[StepTable, ...] = ()
-    near: NearView | None = None
-    dataflow: Dataflow | None = None
-    settings: tuple[Setting, ...] = ()
+    maps: tuple[HeatMap, ...] = ()
+    inputs: tuple[SiteRow, ...] = ()
+    num_inputs: int = 0
     notes: tuple[str, ...] = ()
 
 
-def build_report(verdict: Verdict, reference: Run, current: Run, *, root: Path) -> Report:
+def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
     """Return the report on two runs; it takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
-
-    Args:
-        verdict: on them.
-        reference: the run that was compared with.
-        current: the run that was compared, or the folder of a verification.
-        root: where source files are looked for.
 
     Raises:
         ReferenceFormatError: a file of a run is damaged.
     """
-    evidence = verdict.evidence
-    settings = list_settings(reference_environment(reference), reference_environment(current))
     if reference.world_size != current.world_size:
         note = "The runs had another number of processes, so that no step of one is a step of the other."
-        return Report(verdict=verdict, evidence=evidence, settings=settings, notes=(note,))
-    return _Builder(verdict, reference, current, root).build(evidence, settings)
+        return Report(verdict=verdict, notes=(note,))
+    return _Builder(verdict, reference, current).build()
 
 
 class _Builder:
-    """Walks through two runs."""
+    """Reads two runs, a step at a time."""
 
-    def __init__(self, verdict: Verdict, reference: Run, current: Run, root: Path) -> None:
+    def __init__(self, verdict: Verdict, reference: Run, current: Run) -> None:
         self._verdict = verdict
         self._runs = reference, current
-        self._root = root
         ranks = [rank for rank in reference.ranks if rank in current.ranks]
         self._compared = {rank: read_compared(current.path, rank) for rank in ranks}
-        self._fits = [
-            (rank, segment)
+        self._first_steps = {
+            (rank, segment): first_difference(reference, current, rank, segment, self._compared[rank])
             for rank in ranks
             for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
-            if any(len(run.rank(rank).fit(segment).steps) for run in self._runs)
-        ]
-        self._first_steps = {
-            fit: first_difference(reference, current, *fit, self._compared[fit[0]]) for fit in self._fits
+            if self._steps(rank, segment)
         }
-        self._origins = frozenset(map(_key, verdict.origins))
         self._known_names: dict[int, set[str]] = {}
-        self._max_columns = MAX_COLUMNS
-        self._near: NearView | None = None
-        self._dataflow: Dataflow | None = None
+        self._row_of: dict[str, int] = {}
+        self._rows_of_program: dict[int, np.ndarray] = {}
+        self._inputs: tuple[SiteRow, ...] = ()
 
-    def build(self, evidence: tuple[str, ...], settings: tuple[Setting, ...]) -> Report:
-        mapped = sorted(self._fits, key=self._urgency)[:MAX_MAPS]
-        mapped.sort()
-        self._max_columns = MAX_COLUMNS * WIDE_MAPS // max(WIDE_MAPS, len(mapped))
-        modules, phases = self._names(mapped)
-        placing = Placing(group_modules(modules), phase_rows(phases), **self._replayed())
-        most_steps = max((self._runs[0].rank(rank).fit(segment).steps.size for rank, segment in mapped), default=0)
-        listing = Listing(placing, per_map=MAX_LISTED // max(1, len(mapped)), num_steps=most_steps)
-        grids, tables, summaries = [], [], {}
-        for number, fit in enumerate(mapped):
-            table = StepTable(rank=fit[0], segment=fit[1], max_steps=max(5, MAX_STEPS // len(mapped)))
-            grid = self._walk(number, fit, placing, listing, table)
-            grids.append(_grid_to_dict(grid, *fit))
-            tables.append(table)
-            summaries[fit] = RankSummary(
-                rank=fit[0],
-                segment=fit[1],
-                number=number,
-                first=self._first_steps[fit],
-                num_steps=sum(table.outcomes.values()),
-                outcomes=dict(table.outcomes),
-                num_sites=int(grid.modules.differing.sum()),
-                num_starting=int(grid.modules.starting.sum()),
-            )
-        lines = [summaries.get(fit) or self._unmapped(fit) for fit in self._fits[:MAX_RANKS]]
-        maps = {
-            "modules": list(placing.modules.labels),
-            "phases": list(placing.phases.labels),
-            "maps": grids,
-            **listing.to_dict(),
-        }
+    def build(self) -> Report:
+        fits = list(self._first_steps)
+        chosen = sorted(sorted(fits, key=self._urgency)[:MAX_MAPS])
+        labels = self._label_rows(chosen)
+        maps = {fit: self._map(fit, labels, share=len(chosen)) for fit in chosen}
+        ranks = [
+            RankSummary(rank=fit[0], segment=fit[1], first=self._first_steps[fit], heat_map=maps.get(fit))
+            for fit in fits[:MAX_RANKS]
+        ]
         return Report(
             verdict=self._verdict,
-            evidence=evidence,
-            ranks=tuple(lines),
-            num_ranks_left_out=max(0, len(self._fits) - MAX_RANKS),
-            maps=maps,
-            num_listed=listing.num_listed,
-            is_grouped=placing.modules.is_grouped,
-            has_ranges=any(first != last for grid in grids for first, last in grid["columns"]),
-            has_replayed=bool(self._replayed()),
-            steps=tuple(tables),
-            near=self._near,
-            dataflow=self._dataflow,
-            settings=settings,
+            ranks=tuple(ranks),
+            num_ranks_left_out=max(0, len(fits) - MAX_RANKS),
+            maps=tuple(maps.values()),
+            inputs=self._inputs[:MAX_INPUTS],
+            num_inputs=len(self._inputs),
             notes=self._notes(),
         )
 
-    def _walk(self, number: int, fit: tuple[int, int], placing: Placing, listing: Listing, table: StepTable) -> Grid:
-        reference, current = self._runs
-        rank, segment = fit
-        steps = sorted({*reference.rank(rank).steps(segment).tolist(), *current.rank(rank).steps(segment).tolist()})
-        grid = Grid(steps, placing, max_columns=self._max_columns)
-        for done in walk_outcomes(reference, current, rank, segment, self._compared[rank]):
-            if done.outcome in ("equal", "differs"):
-                grid.add_compared(done.run, done.program_id, done.step)
-            if done.sites is None:
-                table.add(done.step, done.outcome)
-                continue
-            places = placing.of_differing(done.sites, reference, current)
-            starting = self._starting(done.sites, places.named)
-            grid.add_differing(done.step, places, starting)
-            listing.add(number, done.step, done.sites, places, starting)
-            table.add_differing(done.step, done.sites, starting)
-            self._look_closer(done.sites, starting)
-        return grid
+    def _steps(self, rank: int, segment: int) -> list[int]:
+        return sorted({int(step) for run in self._runs for step in run.rank(rank).steps(segment)})
 
-    def _starting(self, sites: SiteDifferences, named: np.ndarray) -> np.ndarray:
+    def _urgency(self, fit: tuple[int, int]) -> tuple[bool, bool, int, int, int]:
+        """Return by what fits are sorted to choose those with a heat map: the first divergence, then who differs."""
+        first, step = self._verdict.first_divergence, self._first_steps[fit]
+        return (first is None or first.rank != fit[0], step is None, fit[1], -1 if step is None else step, fit[0])
+
+    def _label_rows(self, fits: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+        """Find the row of each module of all programs, in the order in which they run, and return the labels."""
+        programs = {
+            int(identity): run
+            for run in self._runs
+            for rank, segment in fits
+            for identity in run.rank(rank).fit(segment).program_ids
+        }
+        found: dict[str, None] = {}
+        for identity, run in programs.items():
+            sites = run.program(identity).sites
+            found.update((site.module, None) for site in sites if site.op)  # a step lists the state of all first
+            found.update((site.module, None) for site in sites)
+        labels = group_modules(sorted(found, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
+        rows = {label: row for row, label in enumerate(dict.fromkeys(labels.values()))}
+        self._row_of = {name: rows[label] for name, label in labels.items()}
+        for identity, run in programs.items():
+            modules = [self._row_of[site.module] for site in run.program(identity).sites]
+            self._rows_of_program[identity] = np.array(modules, dtype=np.int64)
+        return tuple(rows)
+
+    def _map(self, fit: tuple[int, int], labels: tuple[str, ...], *, share: int) -> HeatMap:
+        """Return the heat map of a fit, one of so many that share what is listed."""
+        steps = self._steps(*fit)
+        num_columns = min(len(steps), 200, MAX_COLUMNS // share)
+        bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)]
+        compared, differing, starting = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
+        max_steps, left = MAX_STEPS // share, MAX_SITES // share
+        later = max(10, (left - FIRST_STEP) // min(max_steps, len(steps)))
+        details: list[StepDetails] = []
+        history: list[tuple[Outcome, int]] = []
+        for index, done in enumerate(walk_outcomes(*self._runs, *fit, self._compared[fit[0]])):
+            column = int(np.searchsorted(bounds, index, side="right")) - 1
+            history.append((done.outcome, done.step))
+            if done.outcome in _UNSEEN:
+                continue
+            modules = self._rows_of_program[done.program_id]
+            compared[column] += np.bincount(modules, minlength=len(labels))
+            if done.sites is None:
+                continue
+            sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
+            places = np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
+            starts = self._starting(done.sites)
+            differing[column] += np.bincount(places, minlength=len(labels))
+            starting[column] += np.bincount(places[starts], minlength=len(labels))
+            rows = _SiteRows(done.sites, starts)
+            self._inputs = self._inputs or self._inputs_of_first(done.sites, rows)
+            if len(details) < max_steps and left > 0:
+                listed = _choose(places, starts, limit=min(left, later if details else FIRST_STEP))
+                left -= len(listed)
+                details.append(
+                    StepDetails(
+                        step=done.step,
+                        num_sites=len(modules),
+                        num_differing=len(sites),
+                        num_starting=int(starts.sum()),
+                        rows=tuple(rows.row(int(done.sites.rows[place])) for place in listed),
+                    )
+                )
+        letters = np.where(compared > 0, MATCH, NOT_COMPARED)
+        letters = np.where(starting > 0, ORIGIN, np.where(differing > 0, CARRIED, letters))
+        columns = [
+            Column(
+                first=steps[start],
+                last=steps[stop - 1],
+                num_sites=int(compared[number].sum()),
+                num_differing=int(differing[number].sum()),
+                num_starting=int(starting[number].sum()),
+                states="".join(letters[number]),
+                leads_to=next((one.step for one in details if steps[start] <= one.step <= steps[stop - 1]), None),
+            )
+            for number, (start, stop) in enumerate(pairwise(bounds))
+        ]
+        spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
+        unseen = [(_UNSEEN[outcome], span[0], span[-1]) for outcome, span in spans if outcome in _UNSEEN]
+        return HeatMap(
+            rank=fit[0],
+            segment=fit[1],
+            labels=labels,
+            columns=tuple(columns),
+            steps=tuple(details),
+            outcomes=Counter(outcome for outcome, _ in history),
+            unseen=tuple(unseen[:MAX_SPANS]),
+        )
+
+    def _starting(self, sites: SiteDifferences) -> np.ndarray:
         """Return at which differing rows a difference starts.
 
         In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
         writers that nobody saw. What enters a later step with a name that differed before was carried on to there.
-
-        Args:
-            sites: how a step differs; the steps of a rank come in order.
-            named: bool by differing row, whether its tensor has a name.
         """
-        rank = sites.current.rank
+        rank, step, first = sites.current.rank, sites.current.record.step, self._verdict.first_divergence
         is_first = rank not in self._known_names
         known_names = self._known_names.setdefault(rank, set())
-        first = self._verdict.first_divergence
         starting = sites.origins.copy()
+        found = [sites.site(row) for row in sites.rows.tolist()]
         if is_first and len(self._verdict.origins) < MAX_ORIGINS:
-            keys = (_site_key(sites, row) for row in sites.rows.tolist())
-            starting = np.fromiter((key in self._origins for key in keys), dtype=bool, count=len(sites.rows))
+            origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
+            starting[:] = [_place(site) in origins for site in found]
         is_of_first = is_first and first is not None and first.rank == rank
         for index in np.flatnonzero(sites.sources).tolist():
-            name = sites.site(int(sites.rows[index])).name
+            name = found[index].name
             starting[index] |= is_of_first if name is None else name not in known_names
-        known_names.update(str(sites.site(row).name) for row in sites.rows[named].tolist())
+        known_names.update(site.name for site in found if site.name is not None)
         return starting
 
-    def _look_closer(self, sites: SiteDifferences, starting: np.ndarray) -> None:
-        first = self._verdict.first_divergence
-        place = (sites.current.rank, sites.current.record.step)
-        if self._near is not None or first is None or place != (first.rank, first.step):
-            return
-        row = find_row(sites, first)
-        if row is None:
-            return
-        rows = SiteRows(sites, frozenset(sites.rows[starting].tolist()))
-        self._near = view_nearby(sites, rows, row, self._root)
-        start = row if row in sites.rows[starting] or not starting.any() else int(sites.rows[starting][0])
-        self._dataflow = find_dataflow(sites, rows, start)
-
-    def _names(self, fits: Sequence[tuple[int, int]]) -> tuple[list[str], set[str]]:
-        """Return the modules of all programs in their order, and the phases."""
-        modules: dict[str, None] = {}
-        phases: set[str] = set()
-        seen: set[int] = set()
-        for run in self._runs:
-            for rank, segment in fits:
-                for program_id in np.unique(run.rank(rank).fit(segment).program_ids).tolist():
-                    if program_id in seen:
-                        continue
-                    seen.add(program_id)
-                    sites = run.program(program_id).sites
-                    # in the order in which they run: a step lists the state of all of them first
-                    modules.update((site.module, None) for site in sites if site.op)
-                    modules.update((site.module, None) for site in sites)
-                    phases.update(site.phase for site in sites)
-        named = [name for name in modules if name not in ("", "?")]
-        return [name for name in ("",) if name in modules] + named + [
-            name for name in ("?",) if name in modules
-        ], phases
-
-    def _replayed(self) -> dict[str, Any]:
-        """Return whose bits were put back: a verification does that with what its reference saved."""
-        reference, current = self._runs
-        if current.manifest.get("purpose") != "verify":
-            return {}
-        patterns = tuple(map(OpPattern.parse, reference.manifest.get("replay", ())))
-        names = frozenset(self._verdict.coverage.replayed)
-        return {"patterns": patterns, "names": names} if patterns or names else {}
-
-    def _urgency(self, fit: tuple[int, int]) -> tuple[bool, bool, int, int, int]:
-        """Return by what the fits are sorted of which there are heat maps: the first divergence, then who differs."""
-        first, step = self._verdict.first_divergence, self._first_steps[fit]
-        is_first = first is not None and first.rank == fit[0]
-        return (not is_first, step is None, fit[1], -1 if step is None else step, fit[0])
-
-    def _unmapped(self, fit: tuple[int, int]) -> RankSummary:
-        reference, current = self._runs
-        steps = {*reference.rank(fit[0]).steps(fit[1]).tolist(), *current.rank(fit[0]).steps(fit[1]).tolist()}
-        return RankSummary(rank=fit[0], segment=fit[1], number=None, first=self._first_steps[fit], num_steps=len(steps))
+    def _inputs_of_first(self, sites: SiteDifferences, rows: "_SiteRows") -> tuple[SiteRow, ...]:
+        """Return what the first divergence read: it is the first row that differs in its step; () in other steps."""
+        first, row = self._verdict.first_divergence, int(sites.rows[0])
+        if first is None or (sites.current.rank, sites.current.record.step) != (first.rank, first.step):
+            return ()
+        return tuple(map(rows.row, rows.inputs(row))) if _place(sites.site(row)) == _place(first) else ()
 
     def _notes(self) -> tuple[str, ...]:
         reference, current = self._runs
@@ -299,51 +314,84 @@ class _Builder:
                 "The current run kept its diverging steps only and does not say which others it compared; they are "
                 "shown as not compared."
             )
-        if len(self._fits) > MAX_MAPS:
-            notes.append(f"Heat maps of {MAX_MAPS} of {len(self._fits)}: those of the ranks that differ first.")
+        if len(self._first_steps) > MAX_MAPS:
+            notes.append(f"Heat maps of {MAX_MAPS} of {len(self._first_steps)}: those of the ranks that differ first.")
+        if self._verdict.coverage.replayed:
+            notes.append("Where saved tensors were restored, as Coverage says, the heat map shows a match.")
         return tuple(notes)
 
 
-_Key = tuple[int, int, str, str, str, int, int, str | None]
+class _SiteRows:
+    """The rows of one step that differs, as they are shown."""
+
+    def __init__(self, sites: SiteDifferences, starting: np.ndarray) -> None:
+        self._sites = sites
+        self._starting = frozenset(sites.rows[starting].tolist())
+        self._unproven = frozenset(sites.rows[sites.unproven].tolist())
+
+    def row(self, row: int) -> SiteRow:
+        """Return a row of the alignment."""
+        sites = self._sites
+        left, right = sites.places(row)
+        site = sites.site(row)
+        sides = [(view, place) for view, place in ((sites.reference, left), (sites.current, right)) if place >= 0]
+        digests = {id(view): f"{int(view.record.digests[place]):016x}" for view, place in sides}
+        tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides]
+        kind = sites.changes.kinds.get(row, "")
+        return SiteRow(
+            position=left if right < 0 else right,
+            state=self._state(row),
+            kind=kind,
+            phase=site.phase,
+            module=label_of(site.module),
+            what=describe_site(site),
+            tensor=f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
+            reference_digest=digests.get(id(sites.reference), ""),
+            current_digest=digests.get(id(sites.current), ""),
+            source=site.source or (sites.reference.program.sites[left].source if left >= 0 else ()),
+        )
+
+    def inputs(self, row: int) -> list[int]:
+        """Return the rows of what a row reads; on the reference's side where only that has it."""
+        is_there = self._sites.places(row)[1] >= 0
+        side = self._sites.alignment.current if is_there else self._sites.alignment.reference
+        row_of = {place: index for index, place in enumerate(side.tolist()) if place >= 0}
+        return [row_of[place] for place in self._sites.site(row).inputs if place in row_of]
+
+    def _state(self, row: int) -> str:
+        if row in self._starting:
+            return "starts here"
+        if row in self._unproven:
+            return "differs, start not proven"
+        return "carried on" if row in self._sites.changes.kinds or self._sites.changes.differs[row] else "agrees"
 
 
-def _key(divergence: Divergence) -> _Key:
-    return (
-        divergence.rank,
-        divergence.step,
-        divergence.phase,
-        divergence.module,
-        divergence.op,
-        divergence.occurrence,
-        divergence.output,
-        divergence.current_digest,
-    )
+def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:
+    """Return the label of each module's row: its name, or as deep into it as makes no more rows than there may be."""
+    labels = {name: label_of(name) for name in names}
+    deepest = max((name.count(".") + 1 for name in names), default=1)
+    for depth in range(deepest - 1, 0, -1):
+        if len(set(labels.values())) <= limit:
+            break
+        for name in names:
+            parts = name.split(".")
+            if len(parts) > depth:
+                labels[name] = ".".join(parts[:depth]) + ".*"
+    rest = frozenset(list(dict.fromkeys(labels.values()))[limit - 1 :])
+    return {name: "(other modules)" if len(rest) > 1 and label in rest else label for name, label in labels.items()}
 
 
-def _site_key(sites: SiteDifferences, row: int) -> _Key:
-    site, (_, right) = sites.site(row), sites.places(row)
-    digest = None if right < 0 else f"{int(sites.current.record.digests[right]):016x}"
-    step = sites.current.record.step
-    return (sites.current.rank, step, site.phase, site.module, site.op, site.occurrence, site.output, digest)
+def label_of(module: str) -> str:
+    """Return a module's name as it is shown."""
+    return {"": "(outside any module)", "?": "(module not known)"}.get(module, module)
 
 
-def _grid_to_dict(grid: Grid, rank: int, segment: int) -> dict[str, Any]:
-    views = {
-        name: {
-            "states": cells.states(),
-            "compared": [_runs(row) for row in cells.compared],
-            "differing": [_runs(row) for row in cells.differing],
-            "starting": [_runs(row) for row in cells.starting],
-        }
-        for name, cells in (("modules", grid.modules), ("phases", grid.phases))
-    }
-    return {"rank": rank, "fit": segment, "columns": [list(span) for span in grid.columns], **views}
+def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
+    return (site.phase, site.module, site.op, site.occurrence, site.output)
 
 
-def _runs(values: np.ndarray) -> list[int]:
-    """Return numbers as value, count, value, count: most are as the one before."""
-    if not len(values):
-        return []
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
-    counts = np.diff(np.append(starts, len(values)))
-    return np.stack((values[starts], counts), axis=1).ravel().tolist()
+def _choose(modules: np.ndarray, starting: np.ndarray, *, limit: int) -> list[int]:
+    """Return which differing rows are listed: where differences start, the first of each module, then the first."""
+    firsts = np.unique(modules, return_index=True)[1]
+    order = np.concatenate((np.flatnonzero(starting), np.sort(firsts), np.arange(len(modules))))
+    return sorted(list(dict.fromkeys(order.tolist()))[:limit])

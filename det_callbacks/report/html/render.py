@@ -1,39 +1,25 @@
-"""A report as one HTML file that loads nothing: styles, scripts and data stand in it.
+"""A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
 
-All text of a run is foreign: Jinja2 escapes it, the page's script puts it into text nodes only, and the page's policy
-runs the three scripts whose digests it names and no other.
-"""
-
-import base64
-import hashlib
-import json
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from det_callbacks.errors import ReportError
 from det_callbacks.report.closing import count
-from det_callbacks.report.html.model import Report, build_report
+from det_callbacks.report.html.model import HeatMap, Report, build_report
 from det_callbacks.report.numbers_text import histogram, how_much, input_lines, place_of, shown_numbers
 from det_callbacks.report.verdict_text import KINDS, role_of
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
-_HERE = Path(__file__).parent
-_LIBRARIES = ("d3.min.js", "plot.umd.min.js")
-_WORDS = {"match": "Match", "diverged": "Diverged", "not_comparable": "Not comparable"}
-
 
 def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
     """Write the HTML report on two runs, atomically; an existing file is replaced.
 
-    It takes 5 to 20 milliseconds for each step that differs, at 5,000 sites, and 0.6 MB to 5 MB on disk.
+    It takes 5 to 20 milliseconds for each step that differs, at 5,000 sites, and at most 2 MB on disk.
 
     Args:
         path: of the file.
@@ -50,8 +36,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceFormatError: a file of a run is damaged.
     """
     path = Path(path)
-    runs = [Run.open(folder, check_steps=False) for folder in (reference, current)]
-    content = render_report(build_report(verdict, *runs, root=Path.cwd()))
+    content = render_report(build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current))))
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))
     except OSError as error:
@@ -65,39 +50,23 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
 
 def render_report(report: Report) -> str:
     """Return the page."""
-    scripts = _scripts()
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            "style-src 'unsafe-inline'",
-            f"script-src {' '.join(map(_source_digest, scripts))}",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
     return (
-        make_environment()
+        _environment()
         .get_template("report.html.j2")
         .render(
             report=report,
             verdict=report.verdict,
-            word=_WORDS[report.verdict.verdict],
             with_numbers=shown_numbers(report.verdict),
-            policy=policy,
-            style=Markup(style_sheet()),
-            scripts=[Markup(script) for script in scripts],
-            data=_data_block(report.maps),
-            licences=(_HERE / "vendor" / "THIRD_PARTY.md").read_text(encoding="utf-8"),
+            has_ranges=any(column.first != column.last for one in report.maps for column in one.columns),
             version=version("det_callbacks"),
         )
     )
 
 
 @lru_cache(maxsize=1)
-def make_environment() -> Environment:
-    """Return what renders the templates: everything that is put into one is escaped."""
+def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(_HERE / "templates"),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -108,38 +77,36 @@ def make_environment() -> Environment:
         count=count,
         how_much=how_much,
         input_lines=input_lines,
-        place=place_of,
-        number=lambda value: f"{value:,}",
         kind_text=KINDS.get,
+        number=lambda value: f"{value:,}",
+        place=place_of,
         role=role_of,
-        ranges=_ranges,
+        size=_size,
+        span=lambda first, last: f"step {first}" if first == last else f"steps {first} to {last}",
+        strokes=_strokes,
+        diamonds=_diamonds,
     )
     return environment
 
 
-@lru_cache(maxsize=1)
-def _scripts() -> tuple[str, ...]:
-    files = [*(_HERE / "vendor" / name for name in _LIBRARIES), _HERE / "templates" / "report.js"]
-    return tuple(file.read_text(encoding="utf-8") for file in files)
+def _size(heat_map: HeatMap) -> tuple[int, int, int]:
+    """Return the width and the height of a cell in pixels, and every how many columns have a number above them."""
+    rows, columns = len(heat_map.labels), heat_map.columns
+    width = max(5, min(40, 1000 // len(columns)))
+    room = 8 * len(str(columns[-1].first)) + 18
+    every = next((number for number in (1, 2, 5, 10, 20, 50, 100) if number * width >= room), 200)
+    return width, 22 if rows <= 30 else 16 if rows <= 60 else 13, every
 
 
-def style_sheet() -> str:
-    """Return the styles of the pages."""
-    return (_HERE / "templates" / "report.css").read_text(encoding="utf-8")
+def _strokes(states: str, state: str, height: int) -> str:
+    """Return the cells of a column that are in a state, as one path: it is a tenth of as many rectangles."""
+    return "".join(f"M0 {row * height}v{height - 1}" for row, letter in enumerate(states) if letter == state)
 
 
-def _source_digest(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _data_block(content: dict[str, Any]) -> Markup:
-    """Return JSON that no text in it can end: without the characters that mean something in HTML."""
-    text = json.dumps(content, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
-def _ranges(span: Sequence[int]) -> str:
-    first, last = span
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+def _diamonds(states: str, state: str, height: int, width: int) -> str:
+    """Return a mark in each of these cells, likewise."""
+    half = min(5, height // 3, width // 2 - 1)
+    shape = f"l{half} {half}-{half} {half}-{half}-{half}z"
+    return "".join(
+        f"M0 {row * height + height // 2 - half}{shape}" for row, letter in enumerate(states) if letter == state
+    )
