@@ -27,8 +27,8 @@ from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
-from det_callbacks.replay import require_room
 from det_callbacks.report import no_metrics_text, no_prediction_line
+from det_callbacks.tensors.writer import require_room
 from det_callbacks.trace.compiled import WATCHERS
 
 
@@ -320,7 +320,6 @@ class DeterminismCallback(CallbackOptions):
     def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         if not self._is_fitting:
             return
-        observed = {} if self._trace is None else self._trace.observed
         if self._trace is not None and not is_early:
             self._trace.end_fit(self._step)
         self._close_trace()
@@ -332,7 +331,7 @@ class DeterminismCallback(CallbackOptions):
             return
         assert self._run is not None
         try:
-            self._run.end_fit(is_resumed=is_resumed, is_early=is_early, observed=observed)
+            self._run.end_fit(is_resumed=is_resumed, is_early=is_early)
         finally:
             self.verdict = self._run.verdict
             self._metrics.end_fit(self.verdict)

@@ -24,9 +24,10 @@ from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.patterns import as_patterns
-from det_callbacks.replay import TENSOR_BUDGET_MIB, check_budget, replay_patterns
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings
+from det_callbacks.tensors.replay import replay_patterns
+from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.verdict import Verdict
 
 

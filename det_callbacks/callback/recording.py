@@ -18,8 +18,6 @@ from det_callbacks.errors import (
     NotComparableError,
     NothingComparedError,
 )
-from det_callbacks.kept import Keeper, KeptCounts
-from det_callbacks.replay import OpReplayer, OpResaver, OpSaver, SavedStep, SavedTensors
 from det_callbacks.report import (
     count,
     disagreement_text,
@@ -37,6 +35,11 @@ from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.tensors.counts import KeptCounts
+from det_callbacks.tensors.files import KEPT, REPLAY
+from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.replay import OpReplay, Replay, SavedStep
+from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.verdict import Verdict
 
 
@@ -55,8 +58,7 @@ class Recording:
         peers: the processes that record together.
 
     Attributes:
-        saver: where the tensors of a step are kept; None before a fit, and in a step that the run holds already.
-        saved: what the run kept of a step that it holds already, to be put back.
+        replay: saves tensors, or puts back those of a step that the run holds already; None before a fit.
         exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
         keeper: what keeps tensors of the steps; None when none are kept, and before a fit.
         verdict: of a resumed fit that disagreed with the run; None of every other one.
@@ -73,19 +75,16 @@ class Recording:
         peers: Peers = ALONE,
     ) -> None:
         self.path = path
-        self._replay = replay
-        self._keep = keep
+        self._patterns = replay, keep
         self._budget_mib = budget_mib
-        self.saver: SavedTensors | None = None
-        self.saved: SavedStep | None = None
-        self.exchange: OpSaver | OpResaver | None = None
+        self.replay: Replay | None = None
+        self.exchange: OpReplay | None = None
         self.keeper: Keeper | None = None
         self.verdict: Verdict | None = None
         self.peers = peers
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
         self._agreement: Agreement | None = None
-        self._tensors: SavedTensors | None = None
         self._selection = Selection()
         self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions: set[str] = set()
@@ -138,30 +137,27 @@ class Recording:
         else:
             self._writer = self._create(manifest)
         self._has_fit = True
-        if self._tensors is not None:
-            self._tensors.start_segment(self._writer.stream, self._writer.segment)
+        if self.replay is not None:
+            self.replay.start_segment(self._writer.stream, self._writer.segment)
             if self.keeper is not None:
                 self.keeper.start_segment(self._writer.stream, self._writer.segment)
             return
-        self._tensors = SavedTensors(
-            self._writer.stream,
-            run_id=self._writer.run_id,
+        self.replay = Replay(self._step_writer(self._writer, REPLAY))
+        replay, keep = self._patterns
+        if replay:
+            self.exchange = OpReplay(replay, self.replay)
+        if keep:
+            self.keeper = Keeper(keep, self._step_writer(self._writer, KEPT))
+
+    def _step_writer(self, writer: RunWriter, kind: str) -> StepWriter:
+        return StepWriter(
+            writer.stream,
+            kind,
+            run_id=writer.run_id,
             rank=self.peers.rank,
-            segment=self._writer.segment,
+            segment=writer.segment,
             budget_mib=self._budget_mib,
         )
-        if self._replay:
-            ops = OpSaver(self._replay, self._tensors)
-            self.exchange = OpResaver(ops, OpReplayer(self._replay)) if self._agreement is not None else ops
-        if self._keep:
-            self.keeper = Keeper(
-                self._keep,
-                self._writer.stream,
-                budget_mib=self._budget_mib,
-                run_id=self._writer.run_id,
-                rank=self.peers.rank,
-                segment=self._writer.segment,
-            )
 
     def _create(self, manifest: Mapping[str, Any]) -> RunWriter:
         return RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
@@ -179,7 +175,7 @@ class Recording:
             num_steps=self._num_steps + (agreed.steps_compared if agreed else 0),
             num_sites=self._num_sites + (agreed.sites_compared if agreed else 0),
             num_differing=agreed.sites_differing if agreed else 0,
-            num_bytes=self.exchange.counts.num_bytes if self.exchange else 0,
+            num_bytes=self.replay.counts.num_bytes if self.replay else 0,
             chain=self.chain,
         )
 
@@ -206,23 +202,21 @@ class Recording:
             writer.note_resumed(step)
             if self._agreement is not None and self._agreement.holds(step):
                 self._agreement.compare_state(step, digest_state)
-        self.saver, self.saved, expectation = self._tensors, None, None
+        saved, expectation = None, None
         if self._agreement is not None and self._agreement.holds(step):
             expectation = self._agreement.expectation(step)
-            self.saver = None
-            self.saved = SavedStep.of(self._agreement.earlier, rank=self.peers.rank, segment=writer.segment, step=step)
-        if self._tensors is not None:
-            self._tensors.clear()
-        if isinstance(self.exchange, OpResaver):
-            self.exchange.begin(self.saved)
-        elif self.exchange is not None:
-            self.exchange.begin_step()
+            saved = SavedStep.of(self._agreement.earlier, rank=self.peers.rank, segment=writer.segment, step=step)
+        assert self.replay is not None, "a fit was begun"
+        self.replay.begin(saved)
+        if self.exchange is not None:
+            self.exchange.begin()
         if self.keeper is not None:
             self.keeper.begin()
         return expectation
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Write a step, or compare it with what the run holds of it; return whether to stop because it differs."""
+        assert self.replay is not None, "a fit was begun"
         if self._agreement is not None and self._agreement.holds(step):
             # once is enough: several ranks go on until they stop together
             self._has_diverged |= self._agreement.add(trace, step=step, epoch=epoch)
@@ -233,10 +227,7 @@ class Recording:
         else:
             if self._agreement is not None:
                 self._agreement.begin()
-            assert self.saver is not None, "a fit was begun"
-            self.saver.write(step)  # first: a step that is there has what was saved of it
-            if self.exchange is not None:
-                self.exchange.counts.end_step()
+            self.replay.write(step)  # first: a step that is there has what was saved of it
             self._num_steps += 1
             self._num_sites += len(trace.digests)
             self._regions.update(trace.program.opaque_regions)
@@ -251,7 +242,7 @@ class Recording:
         return False
 
     def _has_saved_tensors(self) -> bool:
-        return self.saved is not None and bool(self.saved.keys)
+        return self.replay is not None and self.replay.saved is not None and self.replay.saved.path.exists()
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
         """Keep what explains the step that ends."""
@@ -281,13 +272,12 @@ class Recording:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         """Close the run's files and print the closing line.
 
         Args:
             is_resumed: the fit began in the middle.
             is_early: likewise.
-            observed: what observations saved, as ``ReplayCounts`` has it.
 
         Raises:
             DivergenceError, NotComparableError: a step that was run again is not what the run holds. The attempt is
@@ -299,8 +289,6 @@ class Recording:
             return
         writer = self._running()
         agreement = self._agreement
-        if self.keeper is not None:
-            self.keeper.close()
         ended = self.peers.agree(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and agreement is not None:
             self._take_back(ended)
@@ -320,10 +308,10 @@ class Recording:
                     num_sites=sum(end["num_sites"] for end in ended),
                     num_bytes=sum(end["num_bytes"] for end in ended),
                     level=level_words(self._selection.level, self._selection.compiled, self._regions),
-                    saved={**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})},
+                    saved=self.replay.counts.to_dict() if self.replay else {},
                     num_agreed=None if agreement is None else num_agreed,
                     num_ranks=self.peers.world_size,
-                    kept=reduce(KeptCounts.with_rank, (KeptCounts.from_dict(end["kept"]) for end in ended))
+                    kept=reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
                     if self.keeper is not None
                     else None,
                     num_metrics=self._num_metrics,
@@ -387,12 +375,12 @@ class Recording:
 
     def _discard(self) -> None:
         """Take the attempt back; another fit would go on with the run anew."""
-        if self._tensors is not None:
-            self._tensors.delete()
+        if self.replay is not None:
+            self.replay.delete()
         if self.keeper is not None:
             self.keeper.delete()
         self._running().discard_attempt()
-        self._writer = self._agreement = self._tensors = self.exchange = self.keeper = None
+        self._writer = self._agreement = self.replay = self.exchange = self.keeper = None
         self._has_diverged = False
         self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions.clear()
@@ -413,8 +401,6 @@ class Recording:
                 "held already: it is as it was before"
             )
             return
-        if self.keeper is not None:
-            self.keeper.close()
         self._running().close(complete=False)
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
         self.say(

@@ -1,7 +1,6 @@
 """The trace of one fit: open during its steps, and closed on every path."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,15 +65,9 @@ class Tracing:
             alerts.on_new = self._put_alerts
 
     @property
-    def observed(self) -> Mapping[str, Any]:
-        """What observations saved or put back so far, as the coverage shows it."""
-        return self._observations.counts.to_dict()
-
-    @property
     def progress(self) -> Progress:
         """What was recorded or compared so far."""
-        progress = self._run.progress
-        return replace(progress, num_bytes=progress.num_bytes + self._observations.counts.num_bytes)
+        return self._run.progress
 
     @property
     def seconds(self) -> float:
@@ -103,7 +96,7 @@ class Tracing:
         # whether its fit came to it from the start or from a checkpoint
         is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
-        self._observations.begin(saver=self._run.saver, saved=self._run.saved)
+        self._observations.begin(self._run.replay)
         self.evidence.begin_step(batch, self._hash_mode.sketch.digests)
 
     def note_loss(self, loss: Any) -> None:

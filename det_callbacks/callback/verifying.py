@@ -20,8 +20,6 @@ from det_callbacks.errors import (
     NothingComparedError,
     RankError,
 )
-from det_callbacks.kept import Keeper, kept_path
-from det_callbacks.replay import TENSOR_BUDGET_MIB, OpReplayer, SavedStep
 from det_callbacks.report import (
     count,
     level_words,
@@ -38,6 +36,10 @@ from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.tensors.files import KEPT, tensor_path
+from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.replay import OpReplay, Replay, SavedStep
+from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter
 from det_callbacks.verdict import Verdict
 
 
@@ -54,8 +56,7 @@ class Verifying:
         peers: the processes that verify together.
 
     Attributes:
-        saver: nothing: what keeps tensors of a step.
-        saved: what the reference kept of the step under way.
+        replay: puts back what the reference saved of the step under way.
         exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
         keeper: what keeps tensors of the steps that differ; None when the reference kept none, and before a fit.
         verdict: of what has run so far; None before the end of a fit.
@@ -74,9 +75,8 @@ class Verifying:
     ) -> None:
         self._asked = asked
         self._budget_mib = budget_mib
-        self.saver = None
-        self.saved: SavedStep | None = None
-        self.exchange: OpReplayer | None = None
+        self.replay = Replay()
+        self.exchange: OpReplay | None = None
         self.keeper: Keeper | None = None
         self.verdict: Verdict | None = None
         self.peers = peers
@@ -146,7 +146,7 @@ class Verifying:
             self._selection = selection
             run, _ = self.peers.do(self._open, task=f"opening the reference {self.path}")
             if patterns := run.manifest.get("replay"):
-                self.exchange = OpReplayer(patterns)
+                self.exchange = OpReplay(patterns, self.replay)
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
             self._verification = Verification(
@@ -165,14 +165,14 @@ class Verifying:
 
     def _begin_keeping(self, verification: Verification) -> None:
         if patterns := verification.reference.manifest.get("keep_tensors"):
-            self.keeper = Keeper(
-                patterns,
+            writer = StepWriter(
                 stream_path(verification.current, verification.rank, 0, 0),
-                budget_mib=self._budget_mib,
+                KEPT,
                 run_id=verification.run_id,
                 rank=verification.rank,
-                segment=0,
+                budget_mib=self._budget_mib,
             )
+            self.keeper = Keeper(patterns, writer)
             verification.keep_tensors = self.keeper.write
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
@@ -186,12 +186,13 @@ class Verifying:
         if verification.is_resuming(self._segment):
             verification.compare_state(self._segment, step, digest_state)
         expectation = verification.expectation(self._segment, step)
-        self.saved = None
+        saved = None
         if expectation is not None:
             run, rank = verification.reference, verification.rank
-            self.saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
+            saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
+        self.replay.begin(saved)
         if self.exchange is not None:
-            self.exchange.begin(self.saved)
+            self.exchange.begin()
         if self.keeper is not None:
             self.keeper.begin(is_wanted=expectation is not None and self._has_kept(step))
         return expectation
@@ -199,12 +200,11 @@ class Verifying:
     def _has_kept(self, step: int) -> bool:
         """Return whether the reference kept tensors of a step that it has."""
         reference = self._running().reference.rank(self.peers.rank)
-        return kept_path(reference.stream_of(self._segment, step), step).exists()
+        return tensor_path(reference.stream_of(self._segment, step), KEPT, step).exists()
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether to stop because it differs."""
-        if self.exchange is not None:
-            self.exchange.counts.end_step()
+        self.replay.counts.end_step()
         self.program = trace.program.id
         verification = self._running()
         differs = verification.add(trace, segment=self._segment, step=step, epoch=epoch)
@@ -224,7 +224,7 @@ class Verifying:
             num_steps=counts.steps_compared,
             num_sites=counts.sites_compared,
             num_differing=counts.sites_differing,
-            num_bytes=self.exchange.counts.num_bytes if self.exchange else 0,
+            num_bytes=self.replay.counts.num_bytes,
             chain=self.chain,
         )
 
@@ -258,22 +258,19 @@ class Verifying:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False, observed: Mapping[str, Any] | None = None) -> None:
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         """Write the verdict, print the closing line, and raise unless the fits so far match.
 
         Args:
             is_resumed: the fit began in the middle.
             is_early: it was stopped, so that its later steps are not missing.
-            observed: what observations put back, as ``ReplayCounts`` has it.
 
         Raises:
             DivergenceError, NotComparableError: unless ``on_divergence`` is "warn", which warns.
             NothingComparedError: no step was compared.
         """
         verification = self._running()
-        if self.keeper is not None:
-            self.keeper.close()
-        verification.set_replayed({**(observed or {}), **(self.exchange.counts.to_dict() if self.exchange else {})})
+        verification.set_replayed(self.replay.counts.to_dict())
         if is_resumed and not is_early and not verification.has_steps(self._segment):
             verification.close(complete=False)
             raise NothingComparedError(
@@ -314,8 +311,6 @@ class Verifying:
     def stop(self, reason: str) -> None:
         """Close the files: an exception ended the fit. What was found stays found, on each rank by itself."""
         verification = self._running()
-        if self.keeper is not None:
-            self.keeper.close()
         if verification.has_divergence:
             self.verdict = verification.finish_alone()
         verification.close(complete=False)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,13 +11,12 @@ from torch import Tensor
 from det_callbacks.compare.first_difference import FirstDifference
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
-from det_callbacks.kept import KeptCall, KeptStep, KeptTensor, kept_path, read_shortage
 from det_callbacks.patterns import OpPattern, as_patterns
-from det_callbacks.replay.files import StepPlace
-from det_callbacks.replay.parts import Part
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
+from det_callbacks.tensors.files import KEPT, SavedTensor, StepPlace, tensor_path
+from det_callbacks.tensors.kept import KeptCall, KeptStep, KeptTensor
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -35,7 +33,6 @@ StreamOf: TypeAlias = Callable[[int, int, int], Path]
 """(rank, segment, step) -> the stream that a step is in; KeyError where there is none."""
 
 _COLLECTIVES = ("c10d.", "_c10d_functional", "c10d_functional.", "symm_mem.")
-_INTEGERS = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +128,7 @@ class KeptNumbers:
             return step
         try:
             call = step.find(divergence, digest)
-            return call or _missing(side, divergence.rank, segment, divergence.step)
+            return call or f"{side.name} did not keep it" + (f": {step.reason}" if step.reason else "")
         except ReferenceFormatError as error:
             return f"what {side.name} kept could not be read: {error}"
 
@@ -174,25 +171,14 @@ def _measured(known: FirstDifference, measure: Measure) -> FirstDifference:
 
 def _open(side: KeptRun, rank: int, segment: int, step: int) -> KeptStep | str:
     try:
-        path = kept_path(side.stream_of(rank, segment, step), step)
+        path = tensor_path(side.stream_of(rank, segment, step), KEPT, step)
         if not path.exists():
-            return _missing(side, rank, segment, step)
+            return f"{side.name} did not keep it"
         return KeptStep(path, StepPlace(run_id=side.run_id, rank=rank, segment=segment, step=step))
     except KeyError:
         return f"{side.name} has no such step"
     except ReferenceFormatError as error:
         return f"what {side.name} kept could not be read: {error}"
-
-
-def _missing(side: KeptRun, rank: int, segment: int, step: int) -> str:
-    text = f"{side.name} did not keep it"
-    try:
-        shortage = read_shortage(side.stream_of(rank, segment, step))
-    except ReferenceFormatError as error:
-        return f"{text}, and why cannot be read: {error}"
-    if shortage is None or shortage.first_step > step:
-        return text
-    return f"{text}: from step {shortage.first_step} on, {shortage.reason}"
 
 
 def _compare(reference: KeptCall, current: KeptCall) -> Numbers:
@@ -201,46 +187,23 @@ def _compare(reference: KeptCall, current: KeptCall) -> Numbers:
     for label in dict.fromkeys((*reference.inputs, *current.inputs)):
         ours, theirs = reference.inputs.get(label), current.inputs.get(label)
         if ours is not None and theirs is not None:
-            inputs += _compare_tensors(ours, theirs)
+            inputs.append(_compare_tensors(ours, theirs))
         else:
             side = "the current run" if ours is None else "the reference"
             inputs.append(TensorNumbers(tensor=label, problem=f"only {side} kept it"))
     listed = sorted(inputs, key=lambda one: not (one.num_differing or one.problem))[:MAX_INPUTS]
-    return Numbers(output=tuple(output), inputs=tuple(listed), num_inputs=len(inputs))
+    return Numbers(output=(output,), inputs=tuple(listed), num_inputs=len(inputs))
 
 
-def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> list[TensorNumbers]:
-    """Return the numbers of a tensor, of each part where it is made of several."""
+def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> TensorNumbers:
     label = TensorNumbers(tensor=reference.label, name=reference.name or current.name)
     ours, theirs = reference.saved, current.saved
-    if (ours.shape, ours.dtype, ours.layout) != (theirs.shape, theirs.dtype, theirs.layout):
-        shapes = [f"{one.dtype} {list(one.shape)}" + _layout(one.layout) for one in (ours, theirs)]
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        shapes = [f"{one.dtype} {list(one.shape)}" for one in (ours, theirs)]
         problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
-        return [replace(label, problem=problem)]
-    if [part.name for part in ours.parts] != [part.name for part in theirs.parts]:
-        return [replace(label, problem="it is made of other parts in the reference and now")]
-    return [
-        _compare_parts(replace(label, tensor=f"{label.tensor}, {one.name}" if one.name else label.tensor), one, other)
-        for one, other in zip(ours.parts, theirs.parts, strict=True)
-    ]
+        return replace(label, problem=problem)
+    return tensor_numbers(label, _elements(ours), _elements(theirs))
 
 
-def _compare_parts(label: TensorNumbers, reference: Part, current: Part) -> TensorNumbers:
-    if (reference.shape, reference.dtype) != (current.shape, current.dtype):
-        shapes: Sequence[str] = [
-            f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (reference, current)
-        ]
-        return replace(label, problem=f"{shapes[0]} in the reference and {shapes[1]} now")
-    return tensor_numbers(label, _elements(reference), _elements(current))
-
-
-def _elements(part: Part) -> Tensor:
-    """Return the elements of a part; of packed ones, which have no element of their own in memory, the bytes."""
-    dtype = _INTEGERS.get(part.dtype, part.dtype)
-    if dtype.itemsize * prod(part.shape) != part.bits.numel():
-        return part.bits
-    return part.bits.view(dtype).reshape(part.shape)
-
-
-def _layout(name: str) -> str:
-    return "" if name == "strided" else f" {name}"
+def _elements(saved: SavedTensor) -> Tensor:
+    return torch.from_numpy(saved.bits).view(getattr(torch, saved.dtype)).reshape(saved.shape)

@@ -6,6 +6,7 @@ from det_callbacks.digest.components import (
     digest_tensors,
     inner_tensors,
     output_bits,
+    require_storage,
     tensor_bits,
 )
 from det_callbacks.digest.device import device_choice
@@ -42,6 +43,7 @@ __all__ = [
     "format_digest",
     "inner_tensors",
     "output_bits",
+    "require_storage",
     "tensor_bits",
     "unobserved",
     "value_of",

@@ -234,7 +234,7 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
     if torch._is_zerotensor(tensor):
         plain = tensor.clone()
     else:
-        _require_storage(tensor)
+        require_storage(tensor)
         plain = _resolved(tensor)
     if memory_order and _is_dense(plain):
         return plain
@@ -367,7 +367,7 @@ def _require_data(tensor: torch.Tensor) -> None:
         )
 
 
-def _require_storage(tensor: torch.Tensor) -> None:
+def require_storage(tensor: torch.Tensor) -> None:
     """Raise where reading the tensor would read memory that it does not have."""
     if not tensor.numel():
         return

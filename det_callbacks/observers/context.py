@@ -20,12 +20,14 @@ from det_callbacks.errors import (
 )
 from det_callbacks.observers.observations import Observations
 from det_callbacks.observers.registry import activate, deactivate
-from det_callbacks.replay import TENSOR_BUDGET_MIB, SavedStep, SavedTensors, check_budget
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
+from det_callbacks.tensors.files import REPLAY
+from det_callbacks.tensors.replay import Replay, SavedStep
+from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter, check_budget
 from det_callbacks.trace.peek import trace_so_far
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
@@ -101,7 +103,7 @@ class ObserverContext:
         self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
         self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
-        self._saver: SavedTensors | None = None
+        self._replay = Replay()
         self._verification: Verification | None = None
         self._mismatches: tuple[Divergence, ...] = ()
         self._step = 0
@@ -195,8 +197,8 @@ class ObserverContext:
         }
         if self.reference is None:
             self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
-            self._saver = SavedTensors(
-                self._writer.stream, run_id=self._writer.run_id, budget_mib=self.tensor_budget_mib
+            self._replay = Replay(
+                StepWriter(self._writer.stream, REPLAY, run_id=self._writer.run_id, budget_mib=self.tensor_budget_mib)
             )
             return
         self._verification = Verification(self._open_reference(), self.path, manifest=manifest)
@@ -228,7 +230,8 @@ class ObserverContext:
         self._expected = expected
         self._recorder.modules.forget()
         self._recorder.begin(expected)
-        self._observations.begin(saver=self._saver, saved=saved)
+        self._replay.begin(saved)
+        self._observations.begin(self._replay)
         self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None
 
     def _end_step(self, *, is_last: bool) -> None:
@@ -240,13 +243,14 @@ class ObserverContext:
             return
         trace = self._recorder.finish()
         self._num_sites += num_sites
-        if self._writer is not None and self._saver is not None:
-            self._saver.write(self._step)
+        if self._writer is not None:
+            self._replay.write(self._step)
             self._writer.put_program(trace.program)
             if not self._writer.has_layout(trace.layout_id):
                 self._writer.put_layout(trace.layout)
             self._writer.append(self._step, 0, trace.program.id, trace.layout_id, trace.digests)
             return
+        self._replay.counts.end_step()
         verification = self._verification
         assert verification is not None
         differs = verification.add(trace, segment=0, step=self._step, epoch=0)
@@ -291,7 +295,7 @@ class ObserverContext:
             return
         if not is_early:
             self._verification.end_segment(0, is_resumed=False)
-        self._verification.set_replayed(self._observations.counts.to_dict())
+        self._verification.set_replayed(self._replay.counts.to_dict())
         self.verdict = verdict = self._verification.finish()
         self._leave(complete=True)
         if verdict.verdict == "match":

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from det_callbacks.errors import CoverageWarning, SelectionError
 from det_callbacks.observers.registry import Leaves
-from det_callbacks.replay import ReplayCounts, SavedStep, SavedTensors, replay, replay_apart
+from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.named import record_group
 from det_callbacks.trace.recorder import Recorder
@@ -50,7 +50,6 @@ class Observations:
 
     Attributes:
         num_observed: values observed so far, in all steps.
-        counts: what was saved, or put back.
         on_observed: called after each observation, when it has become a site.
     """
 
@@ -63,27 +62,19 @@ class Observations:
         self._current: dict[str, int] = {}
         self._gradients: list[_Gradient] = []
         self._handles: list[RemovableHandle] = []
-        self._saver: SavedTensors | None = None
-        self._saved: SavedStep | None = None
+        self._replay = Replay()
         self._said: set[str] = set()
         self._is_open = False
         self._process = os.getpid()
         self._nested = 0
         self.region = OpRegion(recorder, is_followed=level is not None)
-        self.counts = ReplayCounts()
         self.num_observed = 0
         self.on_observed: Callable[[], None] | None = None
 
-    def begin(self, *, saver: SavedTensors | None = None, saved: SavedStep | None = None) -> None:
-        """Start a step.
-
-        Args:
-            saver: recording: keeps what is not deterministic; write its step before the step is appended.
-            saved: verifying: what the reference kept of this step.
-        """
+    def begin(self, replay: Replay | None = None) -> None:
+        """Start a step; ``replay`` saves what is not deterministic, or puts it back, and has begun the step too."""
         self._clear()
-        self._saver = saver
-        self._saved = saved
+        self._replay = replay or Replay()
         self._process = os.getpid()
         self._is_open = True
         self.region.resume()
@@ -102,15 +93,12 @@ class Observations:
                     f"{name} was observed, and no backward pass of the step computed it. It is recorded as a gradient "
                     "that is not there. Observe the gradient of a tensor that requires one and is used for the loss."
                 )
-        if self._saved is not None:
-            untaken = self._saved.untaken()
-            if untaken:
-                shown = ", ".join(repr(key) for key in untaken[:4]) + (", ..." if len(untaken) > 4 else "")
-                self._say(
-                    f"Saved tensors of the reference were not asked for in their step ({len(untaken)}: {shown}): what "
-                    "they were saved for did not happen in this run."
-                )
-        self.counts.end_step()
+        if untaken := () if self._replay.saved is None else self._replay.saved.untaken:
+            shown = ", ".join(repr(key) for key in untaken[:4]) + (", ..." if len(untaken) > 4 else "")
+            self._say(
+                f"Saved tensors of the reference were not asked for in their step ({len(untaken)}: {shown}): what "
+                "they were saved for did not happen in this run."
+            )
         self._clear()
 
     def drop(self) -> None:
@@ -146,14 +134,10 @@ class Observations:
         values: list[tuple[str, Any]] = []
         for index, (path, leaf) in enumerate(leaves, start=first):
             key = f"observation:{name}#{occurrence}.{index}"
-            if not isinstance(leaf, Tensor):
-                kept = self._replay_value(key, leaf, name)
-                if repr(kept) != repr(leaf):
-                    changed[path] = kept
-                values.append((path, kept))
-                continue
-            self._replay_tensor(key, leaf, name)
-            values.append((path, leaf))
+            value = self._replay.exchange(key, leaf, op=name, late=self._recorder.late)
+            if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
+                changed[path] = value
+            values.append((path, value))
         self._record(values, is_source=True)
         self._tell()
         return changed
@@ -211,7 +195,12 @@ class Observations:
         name = f"grad of {gradient.name}"
         key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
         gradient.num_received += 1
-        replaced = self._replay_gradient(key, value, gradient.name) if is_replayed else None
+        replaced = None
+        if is_replayed:
+            # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
+            has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
+            late = self._recorder.late
+            replaced = self._replay.exchange_apart(key, value, op=name, late=late, has_history=has_history)
         entries = [(name, unwrapped(value if replaced is None else replaced))]
         self.num_observed += 1
         record_group(self._recorder, "observation", "backward", entries, owner=gradient.module, is_source=is_replayed)
@@ -229,7 +218,7 @@ class Observations:
         self._gradients = []
         self._occurrences.clear()
         self._current.clear()
-        self._saver = self._saved = None
+        self._replay = Replay()
 
     def _takes(self, name: str) -> bool:
         """Return whether a step is under way in this process: a forked worker has a copy of it that nobody reads."""
@@ -285,34 +274,6 @@ class Observations:
         # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
         if self.on_observed is not None and not self.region.is_dispatching:
             self.on_observed()
-
-    def _replay_tensor(self, key: str, tensor: Tensor, name: str) -> None:
-        if self._saver is not None:
-            self._saver.keep(key, tensor, op=name, late=self._recorder.late, counts=self.counts)
-        elif self._saved is not None:
-            saved = self._saved.take(key, like=tensor)
-            replay(saved, tensor, late=self._recorder.late, counts=self.counts, op=name)
-
-    def _replay_value(self, key: str, value: Any, name: str) -> Any:
-        if self._saver is not None:
-            self._saver.keep_value(key, value)
-            self.counts.add(name, differs=False, num_bytes=0)
-        elif self._saved is not None:
-            kept = self._saved.take_value(key)
-            self.counts.add(name, differs=repr(kept) != repr(value), num_bytes=0)
-            return kept
-        return value
-
-    def _replay_gradient(self, key: str, value: Tensor, name: str) -> Tensor | None:
-        late = self._recorder.late
-        if self._saver is not None:
-            self._saver.keep(key, value, op=f"grad of {name}", late=late, counts=self.counts)
-        if self._saver is not None or self._saved is None:
-            return None
-        saved = self._saved.take(key, like=value)
-        # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
-        has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
-        return replay_apart(saved, value, late=late, counts=self.counts, op=f"grad of {name}", has_history=has_history)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

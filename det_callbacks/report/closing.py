@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.runs.program import GRAPH, REGION
+from det_callbacks.tensors.counts import KeptCounts
 from det_callbacks.verdict import Verdict
-
-if TYPE_CHECKING:
-    from det_callbacks.kept import KeptCounts
 
 _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 
@@ -78,16 +76,13 @@ def recorded_line(
     )
 
 
-def kept_words(kept: "KeptCounts") -> str:
+def kept_words(kept: KeptCounts) -> str:
     """Return what was kept, and what was not, as the end of a closing line."""
     text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
-    short = kept.shortage
-    if short is None:
+    if not kept.num_missing:
         return text
-    return (
-        f"{text}, and NOT those of {count(short.num_calls, 'call')} from step {short.first_step} on: {short.reason}; "
-        "by how much these differ cannot be told later"
-    )
+    missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
+    return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.host_digest import format_digest
-from det_callbacks.kept import shortages
 from det_callbacks.report.closing import count
 from det_callbacks.report.tables import print_table
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
+from det_callbacks.tensors.kept import not_kept
 
 HEAD = 10
 """Steps shown from either end of a long run."""
@@ -41,9 +41,9 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         console.print(Text(f"saved for replay: {', '.join(patterns)}"), soft_wrap=True)
     if patterns := run.manifest.get("keep_tensors"):
         console.print(Text(f"tensors kept: {', '.join(patterns)}"), soft_wrap=True)
-        for stream, shortage in shortages(run, rank.rank):
-            missing = f"{count(shortage.num_calls, 'call')} from step {shortage.first_step} on"
-            console.print(Text(f"NOT kept in {stream.stem}: {missing}: {shortage.reason}"), soft_wrap=True)
+        if (kept := not_kept(run, rank.rank)).num_missing:
+            missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
+            console.print(Text(f"NOT kept: {missing}: {kept.reason}"), soft_wrap=True)
     records = list(_ends(rank, is_all=is_all))
     rows = [
         ("...",) * 7

@@ -5,7 +5,7 @@ import yaml
 
 from det_callbacks.audit import AuditFinding, AuditReport, replay_list
 from det_callbacks.patterns import OpPattern
-from det_callbacks.replay import replay_patterns
+from det_callbacks.tensors.replay import replay_patterns
 
 ODD = "net.[0].what?*"
 

@@ -4,7 +4,6 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from tracing import position_of, site_of, traced, verified
 from det_callbacks.digest import digest_tensor, late
 from det_callbacks.digest.device import Choice
 from det_callbacks.errors import TraceError
-from det_callbacks.kept.keeper import Keeper
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.trace import names, storages
 from det_callbacks.trace.hash_mode import HashMode
@@ -222,15 +220,3 @@ def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
         mode.finish()
     with mode:
         torch.ones(3).exp()
-
-
-def test_a_copy_that_is_to_be_kept_and_has_no_memory_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def running_out(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    keeper = Keeper(["*"], tmp_path / "x.arrows", budget_mib=1, run_id="r", rank=0, segment=0)
-    keeper.begin()
-    monkeypatch.setattr("det_callbacks.kept.keeper.copy_in_order", running_out)
-    assert keeper.begin_call("aten.exp.default", [("self", None, torch.ones(2))]) is None

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from compiling import NUDGE, compiling_anew, opaque_backend, twice
-from torch import Tensor
 from verdicts import DIVERGED, MATCH
 
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
-from det_callbacks.kept import Keeper, KeptStep, kept_path, read_shortage
-from det_callbacks.replay.files import StepPlace
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
+from det_callbacks.tensors.counts import KeptCounts
+from det_callbacks.tensors.files import KEPT, StepPlace, tensor_path
+from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.kept import KeptStep
+from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Divergence, Numbers
 
@@ -45,7 +47,12 @@ ADD = Divergence(
 def keeper(folder: Path, *patterns: str, segment: int = 0, budget: float = 8.0) -> Keeper:
     stream = stream_path(folder, 0, 0, segment)
     stream.parent.mkdir(parents=True, exist_ok=True)
-    return Keeper(patterns, stream, budget_mib=budget, run_id=folder.name, rank=0, segment=segment)
+    return Keeper(patterns, StepWriter(stream, KEPT, run_id=folder.name, segment=segment, budget_mib=budget))
+
+
+def kept_step(folder: Path, step: int, segment: int = 0) -> KeptStep:
+    path = tensor_path(stream_path(folder, 0, 0, segment), KEPT, step)
+    return KeptStep(path, StepPlace(run_id=folder.name, rank=0, segment=segment, step=step))
 
 
 def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
@@ -94,18 +101,6 @@ def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Nu
     return numbers(0, divergence(first, second, op, **place))
 
 
-def test_a_sparse_tensor_has_numbers_by_part(tmp_path: Path) -> None:
-    def body(scale: float) -> Body:
-        return lambda: (torch.eye(3) * scale).to_sparse() * 2
-
-    numbers = compare(tmp_path, "aten.mul.Tensor", [body(1.0), body(3.0)], occurrence=1)
-    assert numbers is not None
-    assert [(tensor.tensor, tensor.num_differing) for tensor in numbers.output] == [
-        ("output 0, indices", 0),
-        ("output 0, values", 3),
-    ]
-
-
 def test_outputs_and_inputs_of_one_call_belong_together(tmp_path: Path) -> None:
     """Three equal results of calls that read other tensors: the occurrence decides whose inputs are shown."""
 
@@ -135,15 +130,13 @@ def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> 
         assert mode.trace is not None
         keeping.write(mode.trace, step)
     assert "argument" in [site.role for site in mode.trace.program.sites]
-    stream = stream_path(tmp_path / "run", 0, 0, 0)
     for step, alpha in enumerate((2.0, 3.0, 5.0, 7.0)):
-        place = StepPlace(run_id="run", rank=0, segment=0, step=step)
         digest = format_digest(digest_tensor(torch.full((2,), 1 + alpha)))
-        kept = KeptStep(kept_path(stream, step), place)
+        kept = kept_step(tmp_path / "run", step)
         assert kept.find(ADD, format_digest(digest_tensor(torch.full((2,), 2 + alpha)))) is None
         call = kept.find(ADD, digest)
         assert call is not None
-        assert call.output.saved.parts[0].bits.view(torch.float32).tolist() == [1 + alpha] * 2
+        assert call.output.saved.bits.view("float32").tolist() == [1 + alpha] * 2
         assert list(call.inputs) == ["self", "other"]
 
 
@@ -165,52 +158,50 @@ def test_what_is_overwritten_is_not_read(tmp_path: Path) -> None:
     assert [tensor.num_differing for tensor in numbers.output] == [4]
 
 
-def test_a_second_fit_says_what_it_did_not_keep(tmp_path: Path) -> None:
-    """Each fit by itself, since steps may have the same numbers in both."""
+def test_what_is_not_kept_is_said_step_by_step(tmp_path: Path) -> None:
+    """In the file of the step, which is there before a kill may come."""
     keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.001)
     for step, size in enumerate((100, 400, 400)):
         trace(keeping, lambda size=size: torch.ones(size), step)
-    early = read_shortage(stream_path(tmp_path / "run", 0, 0, 0))
-    assert early is not None, "it is there before the fit ends, which a kill may prevent"
-    assert (early.first_step, early.num_calls) == (1, 1)
-    second = stream_path(tmp_path / "run", 0, 0, 1)
-    keeping.start_segment(second, 1)
+    keeping.start_segment(stream_path(tmp_path / "run", 0, 0, 1), 1)
     trace(keeping, lambda: torch.ones(400), 0)
-    keeping.close()
-    first = read_shortage(stream_path(tmp_path / "run", 0, 0, 0))
-    assert first is not None
-    assert (first.first_step, first.num_calls) == (1, 2)
-    again = read_shortage(second)
-    assert again is not None
-    assert (again.first_step, again.num_calls) == (0, 1)
-    shortage = keeping.counts.shortage
-    assert shortage is not None
-    assert (shortage.first_step, shortage.num_calls) == (1, 3)
+    steps = [kept_step(tmp_path / "run", step, segment) for segment, step in ((0, 0), (0, 1), (0, 2), (1, 0))]
+    assert [step.num_missing for step in steps] == [0, 1, 1, 1]
+    reason = "This step would save 0.00153 MiB with aten.ones.default, and tensor_budget_mib is 0.001."
+    assert steps[1].reason.startswith(reason)
+    counts = keeping.counts
+    assert (counts.num_tensors, counts.num_steps, counts.first_missing, counts.num_missing) == (1, 1, 1, 3)
+    assert counts.reason == steps[1].reason
+    both = KeptCounts(num_tensors=2).with_rank(counts).with_rank(KeptCounts(**counts.to_dict()))
+    assert (both.num_tensors, both.num_steps, both.first_missing, both.num_missing) == (4, 1, 1, 6)
 
 
 def test_a_step_that_is_not_wanted_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(tensor: Tensor, late: object) -> Any:
+    def refuse(*_: object) -> Any:
         raise AssertionError("it was copied")
 
     keeping = keeper(tmp_path / "run", "*")
-    monkeypatch.setattr("det_callbacks.kept.keeper.copy_in_order", refuse)
+    monkeypatch.setattr("det_callbacks.tensors.writer.copy_bits", refuse)
     with HashMode() as mode:
         mode.recorder.keeper = keeping
         keeping.begin(is_wanted=False)
         torch.ones(3) + 1
     assert mode.trace is not None
     keeping.write(mode.trace, 0)
-    assert not kept_path(stream_path(tmp_path / "run", 0, 0, 0), 0).exists()
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_memory_that_cannot_be_reached_is_left_out_and_said(tmp_path: Path) -> None:
-    keeping = keeper(tmp_path / "run", "aten.to_mkldnn.default", "aten.ones.default")
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this torch has no mkldnn")
-    trace(keeping, lambda: torch.ones(3, 3).to_mkldnn())
-    assert keeping.counts.num_tensors == 1
-    assert keeping.counts.shortage is not None
-    assert "cannot be saved" in keeping.counts.shortage.reason
+def test_what_cannot_be_copied_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
+    trace(keeping, lambda: torch.ones(3, 3).to_sparse())
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
+    assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
+
+    def running_out(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("det_callbacks.tensors.writer.copy_bits", running_out)
+    assert keeping.begin_call("aten.exp.default", [("self", None, torch.ones(2))]) is None
 
 
 def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> None:
@@ -223,7 +214,7 @@ def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> N
         torch.mm(torch.ones(8, 8), torch.ones(8, 1))
 
     trace(keeping, body)
-    assert (keeping.counts.num_tensors, keeping.counts.shortage) == (3, None)
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (3, 0)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

@@ -1,0 +1,170 @@
+"""Keeping what chosen ops read and wrote, so that a verdict can say by how much they differ."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from det_callbacks.errors import DetCallbacksError
+from det_callbacks.host_digest import format_digest
+from det_callbacks.runs.program import Site
+from det_callbacks.runs.steps import StepTrace
+from det_callbacks.tensors.copies import HostCopy
+from det_callbacks.tensors.counts import KeptCounts
+from det_callbacks.tensors.files import SavedTensor
+from det_callbacks.tensors.kept import LEFT_OUT
+from det_callbacks.tensors.replay import OpSelection
+from det_callbacks.tensors.writer import StepWriter
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.late_sites import LateSites
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One call of an op: copies of what it read (argument, name) and wrote (index).
+
+    Its first site comes at this position, or one later where it has one for its arguments.
+    """
+
+    op: str
+    late: LateSites | None
+    reads: list[tuple[str, str | None, HostCopy]] = field(default_factory=list)
+    outputs: list[tuple[int, HostCopy]] = field(default_factory=list)
+    position: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for *_, copy in self.reads) + sum(copy.num_bytes for _, copy in self.outputs)
+
+
+class Keeper(OpSelection):
+    """Copies what chosen ops read and write, and writes the steps that are to be kept.
+
+    A copy is made at once, since a tensor may change later in its step; from a device that computes digests it has
+    arrived when the step is settled. A call is kept whole or not at all. What the budget or the disk does not suffice
+    for, and what is no plain tensor, is counted with its reason, and the run goes on: no digest depends on it.
+
+    Args:
+        patterns: which ops, ``[phase/][module:]op`` each.
+        writer: of the steps.
+
+    Attributes:
+        counts: what was kept so far, and what was not, in all fits.
+    """
+
+    def __init__(self, patterns: Sequence[str], writer: StepWriter) -> None:
+        super().__init__(patterns)
+        self.counts = KeptCounts()
+        self._writer = writer
+        self.begin()
+
+    def start_segment(self, stream: Path, segment: int) -> None:
+        """Go on with the steps of another fit."""
+        self.begin()
+        self._writer.start_segment(stream, segment)
+
+    def delete(self) -> None:
+        """Delete everything that was kept beside the stream: its attempt is taken back."""
+        self._writer.delete()
+
+    def begin(self, *, is_wanted: bool = True) -> None:
+        """Start a step, and forget the one under way.
+
+        Args:
+            is_wanted: whether its tensors may be asked for; without it nothing is copied.
+        """
+        self._is_wanted = is_wanted
+        self._calls: list[_Call] = []
+        self._left_out: list[str] = []
+        self._writer.num_bytes = 0
+
+    def begin_call(
+        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites | None = None
+    ) -> _Call | None:
+        """Copy what a call is about to read; see ``TensorKeeper``."""
+        if not self._is_wanted:
+            return None
+        call = _Call(op=op, late=late)
+        held = [read for read in reads if holds_data(read[2])]
+        copies = self._copy(call, [tensor for _, _, tensor in held])
+        if copies is None:
+            return None
+        call.reads = [(argument, name, copy) for (argument, name, _), copy in zip(held, copies, strict=True)]
+        return call
+
+    def end_call(self, call: _Call, outputs: Sequence[Any], position: int) -> None:
+        """Copy what a call wrote; see ``TensorKeeper``."""
+        held = [(index, out) for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
+        copies = self._copy(call, [output for _, output in held])
+        if not copies:
+            return
+        call.outputs = [(index, copy) for (index, _), copy in zip(held, copies, strict=True)]
+        call.position = position
+        self._writer.take(call.num_bytes)
+        self._calls.append(call)
+
+    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[HostCopy] | None:
+        """Return copies, None where they do not fit or cannot be made."""
+        try:
+            return self._writer.copy(tensors, call.op, call.late, pending=call.num_bytes)
+        except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
+            self._left_out.append(str(error))
+            return None
+
+    def write(self, trace: StepTrace, step: int) -> None:
+        """Write what was kept of a step that ended, before the step itself is appended to its stream.
+
+        Args:
+            trace: of the step.
+            step: training batch.
+        """
+        tensors: dict[str, SavedTensor] = {}
+        for call in self._calls:
+            tensors.update(_entries(call, trace))
+        try:
+            size = self._writer.write(step, tensors, self._missing())
+        except (DetCallbacksError, OSError) as error:  # the run does not depend on it
+            self._left_out += [str(error)] * len(self._calls)
+            tensors, size = {}, 0
+            try:
+                self._writer.write(step, {}, self._missing())
+            except OSError:
+                self._left_out[0] += ", which could not be recorded either"
+        if tensors:
+            self.counts = replace(
+                self.counts,
+                num_tensors=self.counts.num_tensors + len(tensors),
+                num_steps=self.counts.num_steps + 1,
+                num_bytes=self.counts.num_bytes + size,
+            )
+        if self._left_out:
+            self.counts = self.counts.with_missing(step, len(self._left_out), self._left_out[0])
+        self.begin()
+
+    def _missing(self) -> dict[str, Any]:
+        return {LEFT_OUT: [len(self._left_out), self._left_out[0]]} if self._left_out else {}
+
+
+def _entries(call: _Call, trace: StepTrace) -> dict[str, SavedTensor]:
+    """Return the copies of a call by key, with the site that each belongs to; none where it made no sites."""
+    sites, first = trace.program.sites, call.position
+    if first < len(sites) and sites[first].role == "argument":
+        first += 1
+    entries = {}
+    for index, copy in call.outputs:
+        site = sites[first + index] if first + index < len(sites) else None
+        if site is None or (site.op, site.output, site.role) != (call.op, index, "output"):
+            return {}
+        place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
+        digest = format_digest(int(trace.digests[first + index]))
+        entries[_key(site)] = copy.saved(call=first, site_digest=digest, **place)
+    for argument, name, copy in call.reads:
+        entries[f"{_key(sites[first])} {argument}"] = copy.saved(call=first, argument=argument, name=name)
+    return entries
+
+
+def _key(site: Site) -> str:
+    return f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"

@@ -1,0 +1,314 @@
+"""Replay: tensors are saved while recording, and their bits are put back while verifying."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
+
+from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.patterns import OpPattern, as_patterns
+from det_callbacks.runs.store import Run
+from det_callbacks.tensors.copies import HostCopy, misfit, require_apart, write_bits
+from det_callbacks.tensors.counts import ReplayCounts
+from det_callbacks.tensors.files import REPLAY, SavedTensor, StepPlace, TensorFile, tensor_path
+from det_callbacks.tensors.writer import StepWriter
+from det_callbacks.trace.components import unwrapped
+from det_callbacks.trace.late_sites import LateSites
+
+
+def replay_patterns(replay: object) -> tuple[str, ...]:
+    """Return the patterns that an argument ``replay`` stands for.
+
+    Args:
+        replay: patterns, or the path of a YAML file with a list of them (an audit writes ``replay.yaml``).
+
+    Raises:
+        SelectionError: it is neither, the file cannot be read, or a pattern is not one.
+    """
+    if not isinstance(replay, str | Path):
+        return as_patterns("replay", replay)
+    if Path(replay).suffix not in (".yaml", ".yml"):
+        raise SelectionError(
+            f"replay must be a list of patterns, or the path of a YAML file that holds one; got {str(replay)!r}: write "
+            f"[{str(replay)!r}] if that is a pattern."
+        )
+    try:
+        content = yaml.safe_load(Path(replay).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SelectionError(f"replay: {replay} cannot be read ({error}).") from error
+    return as_patterns(f"replay (in {replay})", content)
+
+
+class SavedStep:
+    """The saved tensors of one step of a reference. Nothing is read before the first is asked for.
+
+    Args:
+        path: of the file; a step that saved nothing has none.
+        place: the step that it must belong to.
+    """
+
+    def __init__(self, path: Path, place: StepPlace) -> None:
+        self.path = path
+        self._place = place
+        self._file: TensorFile | None = None
+        self._taken: set[str] = set()
+
+    @classmethod
+    def of(cls, run: Run, *, rank: int, segment: int, step: int) -> Self:
+        """Return the saved tensors of a recorded step; those of the attempt that counts, where it was repeated."""
+        path = tensor_path(run.rank(rank).stream_of(segment, step), REPLAY, step)
+        return cls(path, StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step))
+
+    @property
+    def untaken(self) -> tuple[str, ...]:
+        """The keys that nobody has asked for so far, in the order in which they were saved."""
+        file = self._open()
+        return () if file is None else tuple(key for key in (*file.entries, *file.values) if key not in self._taken)
+
+    def take(self, key: str, *, like: Tensor) -> SavedTensor:
+        """Return a saved tensor.
+
+        Args:
+            key: it was saved under.
+            like: the live tensor that it is for.
+
+        Raises:
+            ReferenceFormatError: it is not there, has another dtype or shape, or its bits are not those that were
+                saved. The file and the key are named.
+        """
+        file = self._open()
+        if file is None or key not in file.entries:
+            raise self.error(f"it has no tensor {key!r}; it has {', '.join(map(repr, self.untaken[:4])) or 'none'}")
+        self._taken.add(key)
+        saved = file.read(key)
+        if problem := misfit(saved, like):
+            raise self.error(f"{key!r} does not fit: {problem}")
+        return saved
+
+    def take_value(self, key: str) -> Any:
+        """Return a saved plain value; raise ReferenceFormatError when there is none of that key."""
+        file = self._open()
+        if file is None or key not in file.values:
+            raise self.error(f"it has no plain value {key!r}")
+        self._taken.add(key)
+        value = file.values[key]
+        return complex(*value) if isinstance(value, list) else value
+
+    def error(self, what: str) -> ReferenceFormatError:
+        """Return the error of something that is not in the file as it should be."""
+        is_there = "" if self.path.exists() else "there is no such file, so "
+        return ReferenceFormatError(
+            f"{self.path}: {is_there}{what}. Without the saved bits of step {self._place.step} nothing after it could "
+            "be compared, so this is an error and not a difference. Record the reference again with the same code.",
+            str(self.path),
+        )
+
+    def _open(self) -> TensorFile | None:
+        if self._file is None and self.path.exists():
+            self._file = TensorFile(self.path, self._place)
+        return self._file
+
+
+class Replay:
+    """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
+
+    A key names a value within its step, as ``phase/module:op#occurrence.output`` or
+    ``observation:name#occurrence.leaf``. Copies are made at once, since a tensor may change later in its step; from a
+    device that computes digests they have arrived when the step is settled, and how many tensors differed from the
+    saved ones is known then.
+
+    Args:
+        writer: where the tensors of new steps go; None while verifying.
+
+    Attributes:
+        saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
+        counts: what was saved; without a writer, what was put back.
+    """
+
+    def __init__(self, writer: StepWriter | None = None) -> None:
+        self.saved: SavedStep | None = None
+        self.counts = ReplayCounts()
+        self._writer = writer
+        self._put_back = self.counts if writer is None else ReplayCounts()
+        self.begin(None)
+
+    def begin(self, saved: SavedStep | None) -> None:
+        """Start a step with what was saved of it, and forget the one under way."""
+        self.saved = saved
+        self._copies: dict[str, HostCopy] = {}
+        self._values: dict[str, Any] = {}
+        self._ops: list[tuple[str, int]] = []
+        if self._writer is not None:
+            self._writer.num_bytes = 0
+
+    def write(self, step: int) -> None:
+        """Write what was saved of a step that is settled, and count it.
+
+        Raises:
+            ReplayError, OSError: the disk is too full; nothing was written.
+        """
+        assert self._writer is not None, "it saves tensors"
+        tensors = {key: copy.saved() for key, copy in self._copies.items()}
+        self._writer.write(step, tensors, self._values)
+        for op, num_bytes in self._ops:
+            self.counts.add(op, num_bytes=num_bytes)
+        self.counts.end_step()
+        self.begin(None)
+
+    def exchange(self, key: str, live: Any, *, op: str, late: LateSites | None) -> Any:
+        """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
+
+        The memory of a live tensor gets the saved bits, see ``write_bits``.
+
+        Args:
+            key: of the value.
+            live: a plain tensor whose elements share no memory, or a plain value.
+            op: what it is counted as, and named by when the budget does not suffice.
+            late: of the step under way; None waits for devices.
+
+        Raises:
+            ReplayError: the budget does not suffice, or it is no such tensor; nothing was written.
+            ReferenceFormatError: what was saved is missing, damaged or does not fit.
+        """
+        if isinstance(live, Tensor):
+            if self.saved is None and self._writer is None:
+                return live
+            require_apart(live)
+            if self.saved is None:
+                self._save(key, live, op, late)
+            elif self._count_difference(saved := self.saved.take(key, like=live), live, op, late):
+                write_bits(saved, live, late)
+            return live
+        if self.saved is not None:
+            value = self.saved.take_value(key)
+            self._put_back.add(op, differs=repr(value) != repr(live))
+            return value
+        self._values[key] = [live.real, live.imag] if isinstance(live, complex) else live
+        self._ops.append((op, 0))
+        return live
+
+    def exchange_apart(
+        self, key: str, live: Tensor, *, op: str, late: LateSites | None, has_history: bool
+    ) -> Tensor | None:
+        """Save a plain tensor, or return a new one with the saved bits: the live one stays as it is.
+
+        Args:
+            key: as for ``exchange``, and so the other arguments.
+            live: may be expanded.
+            op: what it is counted as.
+            late: of the step under way.
+            has_history: the new tensor is to have the live one's history.
+
+        Returns:
+            None where it was saved, or is known to have these bits.
+        """
+        if self.saved is None:
+            self._save(key, live, op, late)
+            return None
+        saved = self.saved.take(key, like=live)
+        if not self._count_difference(saved, live, op, late):
+            return None
+        with _disable_current_modes(), torch.set_grad_enabled(has_history):  # the reference has no such op
+            copy = live.clone()
+        write_bits(saved, copy, late)
+        return copy
+
+    def start_segment(self, stream: Path, segment: int) -> None:
+        """Go on with the steps of another fit."""
+        assert self._writer is not None, "it saves tensors"
+        self.begin(None)
+        self._writer.start_segment(stream, segment)
+
+    def delete(self) -> None:
+        """Delete everything that was saved beside the stream: its attempt is taken back."""
+        assert self._writer is not None, "it saves tensors"
+        self._writer.delete()
+
+    def _save(self, key: str, live: Tensor, op: str, late: LateSites | None) -> None:
+        if self._writer is None:
+            return
+        if key in self._copies:
+            raise ValueError(f"the step has saved {key!r} already")
+        (copy,) = self._writer.copy([live], op, late)
+        self._writer.take(copy.num_bytes)
+        self._copies[key] = copy
+        self._ops.append((op, copy.num_bytes))
+
+    def _count_difference(self, saved: SavedTensor, live: Tensor, op: str, late: LateSites | None) -> bool:
+        """Count a tensor that is put back; return whether its bits have to be written."""
+        inner, digest, counts = unwrapped(live), saved.digest, self._put_back
+        if late is None or not late.is_late(inner):
+            differs = digest_tensor(inner) != digest
+            counts.add(op, differs=differs, num_bytes=saved.bits.nbytes)
+            return differs
+        late.ask(
+            (late.tensor_bits(inner),),
+            lambda found: counts.add(op, differs=found[0] != digest, num_bytes=saved.bits.nbytes),
+        )
+        return True
+
+
+class OpSelection:
+    """Which ops patterns mean.
+
+    Args:
+        patterns: ``[phase/][module:]op`` each.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = {pattern: OpPattern.parse(pattern) for pattern in patterns}
+        self._known: dict[tuple[str, str, str], bool] = {}
+        self._unused = set(patterns)
+
+    def selects(self, phase: str, module: str, op: str) -> bool:
+        """Return whether a pattern means an op at this place."""
+        place = (phase, module, op)
+        is_selected = self._known.get(place)
+        if is_selected is None:
+            matching = [text for text, pattern in self._patterns.items() if pattern.matches(phase, module, op)]
+            self._unused.difference_update(matching)
+            is_selected = self._known[place] = bool(matching)
+        return is_selected
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns that have meant no op so far."""
+        return tuple(pattern for pattern in self._patterns if pattern in self._unused)
+
+
+class OpReplay(OpSelection):
+    """Saves the outputs of chosen ops, or puts the saved bits into them; the recorder hands them over.
+
+    Args:
+        patterns: which ops; while verifying, those that the reference was recorded with.
+        replay: what saves and puts back.
+    """
+
+    def __init__(self, patterns: Sequence[str], replay: Replay) -> None:
+        super().__init__(patterns)
+        self._replay = replay
+        self._calls: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._calls.clear()
+
+    def exchange(
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
+    ) -> Sequence[Any]:
+        """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
+        place = f"{phase}/{module}:{op}"
+        call = self._calls[place]
+        self._calls[place] += 1
+        keys = [f"{place}#{call}.{index}" for index in range(len(outputs))]
+        values = [self._replay.exchange(key, out, op=op, late=late) for key, out in zip(keys, outputs, strict=True)]
+        for key, value, output in zip(keys, values, outputs, strict=True):
+            if type(value) is not type(output) and self._replay.saved is not None:
+                raise self._replay.saved.error(f"{key!r} is {value!r} there, and the live value is {output!r}")
+        return values
