@@ -9,7 +9,8 @@ from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.digest import format_digest
-from det_callbacks.digest.ulps import count_differing
+from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.verdict import TensorNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class EntryDifference:
         exchanged_with: path of the entry that has this one's content, and whose content this one has.
         num_elements: of the tensor, where both were read.
         num_differing: of its elements.
-        max_ulps: the largest distance of two of them.
+        max_ulps: the largest distance of two of them that are finite.
     """
 
     section: str
@@ -140,7 +141,9 @@ def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDiffere
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
         return replace(one, reference=reprlib.repr(reference), current=reprlib.repr(current))
     try:
-        num_differing, max_ulps = count_differing(reference, current)
+        numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known
         return replace(one, num_elements=reference.numel())
-    return replace(one, num_elements=reference.numel(), num_differing=num_differing, max_ulps=max_ulps)
+    return replace(
+        one, num_elements=numbers.num_elements, num_differing=numbers.num_differing, max_ulps=numbers.max_ulps
+    )

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from det_callbacks.digest import digest_output, digest_tensor
-from det_callbacks.digest.ulps import count_differing
+from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.equivalence.copies import is_special
 from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.verdict import TensorNumbers
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,12 +62,10 @@ def difference_of(first: Any, second: Any) -> Difference:
     if isinstance(second, Tensor) and _sizes(first) == _sizes(second) and first.dtype == second.dtype:
         pairs = [*zip(_elements(first), _elements(second), strict=False)]
         if pairs and all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs):
-            counts = [count_differing(one, other) for one, other in pairs]
-            distances = [distance for num, distance in counts if num]
-            known = [distance for distance in distances if distance is not None]
+            counts = [tensor_numbers(TensorNumbers(tensor=""), one, other) for one, other in pairs]
+            known = [one.max_ulps for one in counts if one.max_ulps is not None]
             # parts that differ in nothing that is counted: a scale, a flag
-            total = sum(num for num, _ in counts) or first.numel()
-            counted = total, max(known) if known and len(known) == len(distances) else None
+            counted = sum(one.num_differing for one in counts) or first.numel(), max(known, default=None)
     return Difference(
         shape=_sizes(first),
         dtype=str(first.dtype).removeprefix("torch."),
@@ -84,7 +83,7 @@ def _difference_of_numbers(first: Any, second: Any) -> Difference:
         elif isinstance(first, float | complex):
             dtype = torch.float64 if isinstance(first, float) else torch.complex128
             one, other = (torch.tensor(value, dtype=dtype, device="cpu") for value in (first, second))
-            distance = count_differing(one, other)[1]
+            distance = tensor_numbers(TensorNumbers(tensor=""), one, other).max_ulps
     return Difference(shape=(), dtype=type(first).__name__, num_elements=1, num_differing=1, max_ulps=distance)
 
 

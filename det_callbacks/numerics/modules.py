@@ -1,28 +1,38 @@
-"""compare_modules: two modules that are to compute the same, trained side by side, and by how much they differ."""
+"""compare_modules and compare_compiled: two modules are trained side by side; by how much do they differ?"""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config  # read in torch 2.13: patch, fail_on_recompile_limit_hit
+from torch._dynamo.backends.registry import lookup_backend
 
+# torch-private, looked at in torch 2.13: the table that torch.testing.assert_close documents
+from torch.testing._comparison import default_tolerances
+
+from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import NothingComparedError
-from det_callbacks.numerics.iteration import ContextFactory, Recipe, run_iteration
-from det_callbacks.numerics.leaves import Inputs, input_of
-from det_callbacks.numerics.names import plain_name, prefixes_between
-from det_callbacks.numerics.result import NumericsReport, TensorComparison
-from det_callbacks.numerics.side import Side
-from det_callbacks.numerics.sinks import Comparer, Record
-from det_callbacks.numerics.tolerances import Given, ToleranceTable
+from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
+from det_callbacks.numerics.side import ContextFactory, Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
+from det_callbacks.settings.knobs import load_inductor_config
+from det_callbacks.verdict import TensorNumbers
 
 _AS_THEY_ARE = DeterminismSettings(
     deterministic_algorithms=None, cublas_workspace_config=None, cudnn_benchmark=None, cudnn_deterministic=None
 )
 """Enforces nothing; leaving it puts flags, threads and generators back all the same."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements that are held against their tolerance together."""
+
+
+Tolerances = tuple[float, float] | None
+"""(rtol, atol); None for those of ``torch.testing``."""
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -40,35 +50,31 @@ def compare_modules(
     inputs: Inputs,
     *,
     iterations: int = 10,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: OptimizerFactory | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    settings: DeterminismSettings | Mapping[str, Any] | None = None,
     base_context: ContextFactory | None = None,
     control_context: ContextFactory | None = None,
     control_inputs: Inputs | None = None,
-    tolerances: Given = None,
+    rtol: float | None = None,
+    atol: float | None = None,
     check_dtype: bool = True,
     modules: Sequence[str] = ("*",),
-    device: torch.device | str | None = None,
     seed: int = 0,
 ) -> NumericsReport:
     """Train two modules side by side from the same seeds, and compare everything that they compute.
 
-    In every iteration: outputs, loss, gradients of parameters and of inputs, inputs that were written in place,
-    parameters after the optimizer's step, buffers; before the first one parameters and buffers. Where neither side is
-    compiled, outputs of submodules as well, so that the first that differs is named; those decide nothing. Each side
-    goes on from its own parameters, so later iterations show how a difference grows. Names may differ by
-    ``_orig_mod.`` and the like, also inside, or by a prefix that all names of a side share.
+    In every iteration: outputs, loss, gradients of parameters and of inputs, parameters after the optimizer's step,
+    buffers; before the first one parameters and buffers. Where neither side is compiled, outputs of submodules as well,
+    so that the first that differs is named; those decide nothing. Each side goes on from its own parameters, so later
+    iterations show how a difference grows. Names may differ by ``_orig_mod.`` and the like, also inside.
 
-    The modules are not trained: they run on copies, and parameters, buffers, gradients, attributes, generators (Python,
-    NumPy, torch on each device, those held by modules), settings and the training mode are as before when it returns or
-    raises. They may be one and the same module. What a module writes elsewhere (files, globals, attributes of objects
-    that are no modules) stays written.
+    The modules are not trained: copies are (``copy.deepcopy``), so they may be one and the same module. Generators
+    (Python, NumPy, torch on each device) and settings are as before when it returns or raises. What a module writes
+    elsewhere (files, globals) stays written.
 
-    Time: the iterations of both, and on a host some 10 nanoseconds for each element that is compared, 60 where its
-    tensor differs (in double precision). Memory: a copy of each side's parameters and buffers, its optimizer state, and
-    a copy of what the base computed in one iteration (outputs, also of submodules, gradients, parameters, buffers),
-    however many iterations there are. With ``device`` only one side is there at a time, and all copies lie on the host.
+    Time: the iterations of both, and 0.1 microseconds for each element that differs. Memory: a copy of each side, its
+    optimizer state, and what both computed in one iteration (outputs, also of submodules, gradients, parameters,
+    buffers), however many iterations there are.
 
     Args:
         base: what relative differences are relative to.
@@ -80,31 +86,25 @@ def compare_modules(
             gradient descent at rate 0.01. Its ``step`` is called without a closure.
         loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
             leaves to random numbers from the seed. Nothing is differentiated where it needs no gradient.
-        settings: enforced while both run; None enforces nothing.
         base_context: makes a context manager for each iteration of the base: an autocast (switched off again for the
             backward pass), an attention backend, ``lambda: enforce_determinism(...)``.
         control_context: the same for the control.
         control_inputs: inputs of the control, where it takes others (another dtype); None: the same.
-        tolerances: None: the table of ``torch.testing.assert_close``, but with ``atol`` (at least ``rtol``) in units of
-            the root mean square of the base's tensor, for gradients and parameters of the largest among them. A dtype:
-            its line of that table for all that are more precise (autocast leaves parameters float32). A pair (rtol,
-            atol), or dtype -> (rtol, atol): taken as ``assert_close`` does. Of two dtypes the looser counts; integers
-            have to be equal.
-        check_dtype: whether another dtype is a difference in itself. False compares the values only, at the looser
-            tolerance; ULPs are those of the coarser dtype.
+        rtol: relative tolerance of floating-point and complex tensors; given together with ``atol``. None: that of
+            ``torch.testing.assert_close`` for the dtype, of two dtypes the looser one. Integers have to be equal.
+        atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``. torch's own, 1e-5, is large for
+            gradients of that size, and small for sums of thousands.
+        check_dtype: whether another dtype is a difference in itself. False compares the values only.
         modules: fnmatch patterns over the names of submodules whose outputs are compared; () for none.
-        device: where both run, one after the other, while the other's state is on the host; None: where they are.
         seed: of iteration 0; iteration i has seed + i.
 
     Returns:
         The report; ``report.assert_close()`` raises where something is beyond its tolerance.
 
     Raises:
-        ModuleRunError: a side raised; the text says which, where and in which iteration.
+        ModuleRunError: a side raised.
         NothingComparedError: there was no tensor to compare.
-        SettingsError: the settings cannot be enforced.
-        TypeError: an argument is of another type, or an output holds something that cannot be compared.
-        ValueError: an argument has a value that it cannot have; a parameter that cannot be copied.
+        TypeError, ValueError: an argument is not what it can be; a module cannot be copied.
 
     Example:
         >>> import torch
@@ -114,6 +114,46 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
+    others = inputs if control_inputs is None else control_inputs
+    _check_arguments(base, control, inputs, others, iterations, seed)
+    given = None if rtol is None or atol is None else (float(rtol), float(atol))
+    if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
+        raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
+    with ExitStack() as stack:
+        # copies that are made in inference mode could not be trained
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(enforce_determinism(_AS_THEY_ARE))
+        has_compiled = is_compiled(base) or is_compiled(control)
+        common: dict[str, Any] = {
+            "loss": loss,
+            "make_optimizer": optimizer or sgd,
+            "seed": seed,
+            "patterns": () if has_compiled else as_names("modules", modules),
+        }
+        sides = (
+            Side(label="base", module=copy_of("base", base), inputs=inputs, context=base_context, **common),
+            Side(label="control", module=copy_of("control", control), inputs=others, context=control_context, **common),
+        )
+        found: list[TensorComparison] = []
+        for iteration in range(iterations):
+            found += _compared(sides[0].run(iteration), sides[1].run(iteration), iteration, given, check_dtype)
+    if not any(comparison.decides for comparison in found):
+        raise NothingComparedError(
+            "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
+            "Return what is to be compared from their forward."
+        )
+    return NumericsReport(
+        base=sides[0].description,
+        control=sides[1].description,
+        num_iterations=iterations,
+        comparisons=tuple(found),
+        notes=("Outputs of submodules were not compared, since a side is compiled.",)
+        if has_compiled and modules
+        else (),
+    )
+
+
+def _check_arguments(base: object, control: object, inputs: object, others: object, iterations: int, seed: int) -> None:
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
@@ -121,64 +161,172 @@ def compare_modules(
         raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
-    others = inputs if control_inputs is None else control_inputs
     for name, given in (("inputs", inputs), ("control_inputs", others)):
         if isinstance(given, list) and len(given) < iterations:
-            raise ValueError(
-                f"{name} is a list, so one for each of {iterations} iterations; it has {len(given)}. Positional "
-                "arguments are a tuple."
-            )
-    table = ToleranceTable(tolerances)
-    where = None if device is None else torch.device(device)
-    with ExitStack() as stack:
-        # copies that are made in inference mode could not be trained
-        stack.enter_context(torch.inference_mode(False))
-        sides = Side("base", base, where), Side("control", control, where)
-        _align(*sides)
-        is_compiled = any(side.is_compiled for side in sides)
-        recipe = Recipe(
-            loss=loss,
-            optimizer=optimizer or sgd,
-            seed=seed,
-            modules=() if is_compiled else as_names("modules", modules),
-            device=where,
-        )
-        found: list[TensorComparison] = []
-        left_out: Counter[str] = Counter()
-        stack.enter_context(enforce_determinism(_AS_THEY_ARE))
-        if settings is not None:
-            stack.enter_context(enforce_determinism(settings))
-        for iteration in range(iterations):
-            record = Record(None if where is None else torch.device("cpu"))
-            comparer = Comparer(record, iteration=iteration, tolerances=table, check_dtype=check_dtype)
-            plan = ((sides[0], inputs, record, base_context), (sides[1], others, comparer, control_context))
-            for side, given, sink, context in plan:
-                with side.loaded():
-                    call = input_of(given, iteration)
-                    run_iteration(side, call, sink, recipe, iteration=iteration, context=context)
-            found += comparer.finish()
-            left_out += comparer.left_out
-    if not any(comparison.decides for comparison in found):
-        raise NothingComparedError(
-            "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
-            "Return what is to be compared from their forward."
-        )
-    if is_compiled and modules:
-        left_out["outputs of submodules, since a side is compiled"] = 1
-    return NumericsReport(
-        base=sides[0].description,
-        control=sides[1].description,
-        num_iterations=iterations,
-        comparisons=tuple(found),
-        left_out=dict(left_out),
+            raise ValueError(f"{name} lists {len(given)} for {iterations} iterations; positional arguments are a tuple")
+
+
+def _compared(
+    base: Values, control: Values, iteration: int, given: Tolerances, check_dtype: bool
+) -> list[TensorComparison]:
+    """Return the comparisons of an iteration, in the order of the base; what the control alone has stands last."""
+    return [
+        _comparison(key, base, control, iteration, given, check_dtype)
+        for key in sorted({**base, **control}, key=lambda key: PHASES.index(key[0]))
+        # submodules may be merged or replaced; only what both ran can tell where a difference starts
+        if key[0] != "module" or (key in base and key in control)
+    ]
+
+
+def _comparison(
+    key: tuple[Phase, str], base: Values, control: Values, iteration: int, given: Tolerances, check_dtype: bool
+) -> TensorComparison:
+    one, other = base.get(key), control.get(key)
+    numbers: TensorNumbers | None = None
+    rtol = atol = 0.0
+    kind: Kind = "structure"
+    if key not in base or key not in control:
+        kind = "missing" if key in base else "extra"
+    elif isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.device != other.device:
+            one, other = one.cpu(), other.cpu()
+        rtol, atol = given or default_tolerances(one.dtype, other.dtype)
+        if one.shape == other.shape and one.dtype == other.dtype:
+            numbers = tensor_numbers(TensorNumbers(tensor=key[1]), one, other)
+            kind = "content" if numbers.num_differing else "equal"
+        elif one.shape == other.shape and not check_dtype and one.is_complex() == other.is_complex():
+            numbers = tensor_numbers(TensorNumbers(tensor=key[1]), _widened(one), _widened(other))
+            numbers = replace(numbers, ulps=(), max_ulps=None)  # those of float64 say nothing of a narrower dtype
+            kind = "content"
+    elif type(one) is type(other):
+        kind = "equal" if one == other else "content"
+    excess = 0.0 if kind == "equal" else math.inf
+    if kind == "content" and isinstance(one, Tensor) and isinstance(other, Tensor):
+        excess = _excess(one, other, rtol, atol)
+    return TensorComparison(
+        iteration=iteration,
+        phase=key[0],
+        name=key[1],
+        kind=kind,
+        base=_described(one) if key in base else None,
+        control=_described(other) if key in control else None,
+        numbers=numbers,
+        rtol=rtol,
+        atol=atol,
+        excess=excess,
     )
 
 
-def _align(base: Side, control: Side) -> None:
-    """Set the prefixes that names of parameters, buffers and modules have to lose so that both sides meet."""
-    names = []
-    for side in (base, control):
-        module = side.module
-        tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        names.append([plain_name(name) for name in tensors or (name for name, _ in module.named_modules() if name)])
-    base.prefix, control.prefix = prefixes_between(*names)
+def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
+    """Return the largest difference as a multiple of the tolerance; a NaN or an infinity on both sides is none."""
+    if not any(one.is_floating_point() or one.is_complex() for one in (base, control)):
+        return math.inf if (base != control).any() else 0.0
+    largest = 0.0
+    for one, other in zip(*(side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control)), strict=True):
+        one, other = _widened(one), _widened(other)
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        distance = (one - other).abs().masked_fill(is_same, 0)
+        excess = torch.where(is_same, 0.0, distance / (atol + rtol * one.abs()))
+        largest = max(largest, float(excess.nan_to_num(math.inf, math.inf).max()))
+    return largest
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _described(value: Any) -> str:
+    """Return dtype and shape of a tensor, class and value of anything else."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "None" if value is None else f"{type(value).__name__} {value!r}"[:80]
+
+
+def compare_compiled(
+    module: nn.Module,
+    inputs: Inputs,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fallback_random: bool = True,
+    **options: Any,
+) -> NumericsReport:
+    """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
+
+    A copy is compiled. Compiled graphs have to have run, a function that Dynamo gives up on is an error, and ``notes``
+    says how many graphs there were.
+
+    Args:
+        module: not compiled itself.
+        inputs: as ``compare_modules`` takes them.
+        backend: of ``torch.compile``: "inductor", "aot_eager", "eager", or a function; so are the next two.
+        mode: for Inductor: "reduce-overhead", "max-autotune".
+        dynamic: whether sizes may vary.
+        fallback_random: Inductor draws random numbers with torch's own generators, as eager code does, and so the same;
+            its own are others from the same seed. What draws them is then not fused.
+        **options: of ``compare_modules``, whose errors are raised too.
+
+    Raises:
+        NothingComparedError: no compiled graph ran.
+        ValueError: the module is compiled already, or the backend takes no mode.
+
+    Example:
+        >>> import torch
+        >>> from det_callbacks import compare_compiled
+        >>> compare_compiled(torch.nn.Linear(4, 2), torch.randn(3, 4), backend="eager", iterations=2).equal
+        True
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a torch.nn.Module; got {module!r}")
+    if is_compiled(module):
+        raise ValueError(
+            f"the module is compiled already ({type(module).__name__}); give what was put into torch.compile, or "
+            "compare the two with compare_modules"
+        )
+    if mode is not None and backend != "inductor":
+        raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
+    counting = _Counting(backend, mode, dynamic)
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
+        if fallback_random:
+            stack.enter_context(load_inductor_config().patch(fallback_random=True))
+        control: Any = torch.compile(module, backend=counting, dynamic=dynamic)
+        report = compare_modules(module, control, inputs, **options)
+    if not counting.num_runs:
+        raise NothingComparedError(
+            f"No compiled graph ran, so {type(module).__name__} was compared with itself; it ran through. Is compiling "
+            "disabled (torch.compiler.disable, TORCH_COMPILE_DISABLE), or its forward one that Dynamo leaves alone, "
+            "such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
+        )
+    graphs = "1 graph" if counting.num_graphs == 1 else f"{counting.num_graphs} graphs"
+    note = f"{graphs} compiled by {counting.name}, run {counting.num_runs} times"
+    return replace(report, notes=(note, *report.notes))
+
+
+class _Counting:
+    """A backend that counts the graphs that another one compiles, and how often they run."""
+
+    def __init__(self, backend: str | Callable[..., Any], mode: str | None, dynamic: bool | None) -> None:
+        self.name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+        self.num_graphs = 0
+        self.num_runs = 0
+        self._backend: Callable[..., Any]
+        if backend == "inductor":  # what torch.compile makes of that name, with its mode; torch 2.13
+            self._backend = torch._TorchCompileInductorWrapper(mode, None, dynamic)
+        else:
+            self._backend = lookup_backend(backend)
+        self.compiler_name = self.name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Counting":
+        return self  # the copy of a compiled module has the same backend, and is counted here
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
+        self.num_graphs += 1
+        run = self._backend(graph, example_inputs)
+
+        def counted(*args: Any) -> Any:
+            self.num_runs += 1
+            return run(*args)
+
+        return counted

@@ -2,19 +2,19 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from det_callbacks.errors import NumericsError
-from det_callbacks.report import numerics_text
+from det_callbacks.report.numerics_text import numerics_text
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.verdict import TensorNumbers
 
-Phase = Literal["initial", "module", "input", "output", "loss", "gradient", "parameter", "buffer"]
+Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
 
-PHASES: tuple[Phase, ...] = ("initial", "module", "input", "output", "loss", "gradient", "parameter", "buffer")
+PHASES: tuple[Phase, ...] = ("initial", "module", "output", "loss", "gradient", "parameter", "buffer")
 """What is compared, in the order in which an iteration computes it."""
 
 
@@ -24,28 +24,19 @@ class TensorComparison:
 
     Attributes:
         iteration: counted from 0.
-        phase: "initial" (parameters and buffers before the first iteration), "module" (output of a submodule), "input"
-            (written in place by the forward pass), "output", "loss", "gradient", "parameter" and "buffer" (both after
-            the optimizer's step).
+        phase: "initial" (parameters and buffers before the first iteration), "module" (output of a submodule),
+            "output", "loss", "gradient", "parameter" and "buffer" (both after the optimizer's step).
         name: qualified name of the module, parameter or buffer; path in the inputs or outputs ("output['logits']").
-        kind: "equal" (the same bits), "content" (other bits), "structure" (another shape, dtype or layout, or another
-            kind of value), "missing" (not in the control), "extra" (only in the control).
+        kind: "equal" (the same bits), "content" (other bits), "structure" (another shape, dtype, or kind of value),
+            "missing" (not in the control), "extra" (only in the control).
         base: what the base has: "float32 [4, 8]", "int 3"; None where it has nothing.
         control: likewise.
-        num_elements: of the base.
-        num_differing: elements with other bits (of two dtypes: with another value); None where the elements cannot be
-            matched: another shape, or one side only. So are the next five.
-        max_absolute: largest absolute difference of elements that are finite on both sides.
-        max_relative: largest difference relative to the base's element; infinite where that is 0.
-        max_ulps: largest difference in units in the last place, of the coarser dtype where there are two.
-        cosine: of the angle between both; None also where one is zero.
-        num_nan: NaNs of the base and of the control.
-        num_inf: infinite elements of the base and of the control.
-        rtol: tolerance relative to the base's element.
+        numbers: by how much they differ, of two dtypes in float64; None where the elements cannot be matched.
+        rtol: relative tolerance.
         atol: absolute tolerance.
-        excess: largest difference as a multiple of what is tolerated there: above 1 is beyond the tolerance; infinite
-            for another structure, for what one side lacks, and for a NaN or infinity on one side alone.
-        index: of the element with the largest excess; None where none differs, or elements cannot be matched.
+        excess: the largest difference as a multiple of what is tolerated there: above 1 is beyond the tolerance;
+            infinite for another structure, for what one side lacks, for a NaN or an infinity on one side alone, and for
+            integers that differ.
     """
 
     iteration: int
@@ -54,18 +45,10 @@ class TensorComparison:
     kind: Kind
     base: str | None
     control: str | None
-    num_elements: int = 0
-    num_differing: int | None = None
-    max_absolute: float | None = None
-    max_relative: float | None = None
-    max_ulps: int | None = None
-    cosine: float | None = None
-    num_nan: tuple[int, int] | None = None
-    num_inf: tuple[int, int] | None = None
+    numbers: TensorNumbers | None = None
     rtol: float = 0.0
     atol: float = 0.0
     excess: float = 0.0
-    index: tuple[int, ...] | None = None
 
     @property
     def equal(self) -> bool:
@@ -74,7 +57,7 @@ class TensorComparison:
 
     @property
     def close(self) -> bool:
-        """Whether it is within the tolerance."""
+        """Whether the difference is within the tolerance."""
         return self.excess <= 1
 
     @property
@@ -83,28 +66,11 @@ class TensorComparison:
         return self.phase != "module"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; infinite numbers are the texts "inf" and "-inf"."""
-        return {
-            "iteration": self.iteration,
-            "phase": self.phase,
-            "name": self.name,
-            "kind": self.kind,
-            "close": self.close,
-            "base": self.base,
-            "control": self.control,
-            "num_elements": self.num_elements,
-            "num_differing": self.num_differing,
-            "max_absolute": _plain(self.max_absolute),
-            "max_relative": _plain(self.max_relative),
-            "max_ulps": self.max_ulps,
-            "cosine": self.cosine,
-            "num_nan": None if self.num_nan is None else list(self.num_nan),
-            "num_inf": None if self.num_inf is None else list(self.num_inf),
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "excess": _plain(self.excess),
-            "index": None if self.index is None else list(self.index),
-        }
+        """Return plain data; an infinite excess is the text "inf"."""
+        numbers = None if self.numbers is None else self.numbers.to_dict()
+        excess = self.excess if math.isfinite(self.excess) else "inf"
+        known = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**known, "close": self.close, "excess": excess, "numbers": numbers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +78,18 @@ class NumericsReport:
     """By how much a control differs from its base; printed, it is a table.
 
     Attributes:
-        base: what the base is: its class.
-        control: what the control is.
-        num_iterations: that both ran.
-        comparisons: of every tensor of every iteration, in the order in which an iteration computes them: gradients
-            in the reverse order of the parameters.
-        left_out: what was not compared -> how often.
-        notes: what else is to be known: how much was compiled.
+        base: the class of the base, and whether it is compiled.
+        control: likewise.
+        num_iterations: how many iterations both ran.
+        comparisons: every tensor of every iteration, in the order in which an iteration computes them: gradients in
+            the reverse order of the parameters.
+        notes: what else a reader has to know: what was not compared, how much was compiled.
     """
 
     base: str
     control: str
     num_iterations: int
     comparisons: tuple[TensorComparison, ...]
-    left_out: Mapping[str, int]
     notes: tuple[str, ...] = ()
 
     @property
@@ -175,26 +139,18 @@ class NumericsReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: the counts, and all that differs."""
         first, worst = self.first, self.worst
+        counts = {}
+        for phase in PHASES:
+            if found := [one for one in self.comparisons if one.phase == phase]:
+                differing, beyond = sum(not one.equal for one in found), sum(not one.close for one in found)
+                counts[phase] = {"compared": len(found), "differing": differing, "beyond": beyond}
         return {
             "schema": 1,
-            "base": self.base,
-            "control": self.control,
-            "equal": self.equal,
-            "close": self.close,
-            "num_iterations": self.num_iterations,
-            "counts": {
-                phase: {
-                    "compared": len(found),
-                    "differing": sum(not one.equal for one in found),
-                    "beyond": sum(not one.close for one in found),
-                }
-                for phase in PHASES
-                if (found := [one for one in self.comparisons if one.phase == phase])
-            },
+            **{name: getattr(self, name) for name in ("base", "control", "equal", "close", "num_iterations")},
+            "counts": counts,
             "first": None if first is None else first.to_dict(),
             "worst": None if worst is None else worst.to_dict(),
             "differing": [found.to_dict() for found in self.differing],
-            "left_out": dict(self.left_out),
             "notes": list(self.notes),
         }
 
@@ -206,7 +162,3 @@ class NumericsReport:
 
     def __str__(self) -> str:
         return numerics_text(self)
-
-
-def _plain(number: float | None) -> float | str | None:
-    return number if number is None or math.isfinite(number) else repr(number)

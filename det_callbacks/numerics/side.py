@@ -1,176 +1,266 @@
-"""One of the two modules: runs on copies of its parameters and buffers, and is put back as it was."""
+"""One of the two modules: a copy that is trained, and what it computes in each iteration."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule  # read in torch 2.13: what torch.compile makes of a module
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 
-from det_callbacks.equivalence.copies import is_special
-from det_callbacks.numerics.attributes import Attributes, tensor_attributes
-from det_callbacks.numerics.leaves import copies_of
-from det_callbacks.numerics.names import plain_name
+# torch 2.13 has no public name for its pytrees; read there
+from torch.utils import _pytree as pytree
 
+from det_callbacks.errors import DetCallbacksError, ModuleRunError
+from det_callbacks.numerics.result import Phase
+from det_callbacks.observers.values import leaves_of
+from det_callbacks.settings import MAX_SEED
+from det_callbacks.trace.components import has_parts
+
+_MAX_LINES = 3
+"""Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the module that they wrap; torch 2.13."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Values = dict[tuple[Phase, str], Any]
+"""(phase, name) -> a copy of a tensor, or a plain value: what an iteration computed, in its order."""
 
 
+@dataclass(kw_only=True, slots=True)
 class Side:
-    """A module with the state that it has in a comparison, which is not the state that it was given with.
-
-    While it is ``loaded``, its parameters, buffers and tensor attributes point to copies of their own memory (the
-    objects stay, and so do ties, optimizers and compiled code), so that two sides may share a module. Memory: a copy of
-    what the module holds, on the host where a device is given, and there again while it is loaded.
-
-    Args:
-        label: "base" or "control".
-        module: itself; not trained.
-        device: where it runs; None leaves it where it is.
+    """One of the two modules, with what it does in each iteration; the arguments of ``compare_modules``.
 
     Attributes:
-        label: as given.
-        module: as given.
-        optimizer: made when it is first loaded.
-        prefix: what its names begin with, and those of the other side do not.
+        label: "base" or "control".
+        module: a copy of its own, which is trained.
+        patterns: over the names of submodules whose outputs are looked at.
+        optimizer: made before the first step; None where no parameter needs a gradient.
     """
 
-    def __init__(self, label: str, module: nn.Module, device: torch.device | None) -> None:
-        self.label = label
-        self.module = module
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.prefix = ""
-        self._device = device
-        self._tensors = _tensors_of(label, module)
-        self._given = [tensor.data for tensor in self._tensors]
-        self._given_grads = [tensor.grad if tensor.is_leaf else None for tensor in self._tensors]
-        self._values = copies_of(self._given, None if device is None else torch.device("cpu"))
-        self._given_attributes = Attributes(module)
-        self._attributes: Attributes | None = None
-        self._state_devices: dict[tuple[int, str], torch.device] = {}
-
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Give the module its own state for the block; afterwards it has again what it was given with."""
-        try:
-            if self._attributes is not None:
-                self._attributes.put_back()
-            values = self._values
-            if self._device is not None:
-                values = copies_of(values, self._device)
-                self._move_optimizer(self._device)
-            for tensor, value in zip(self._tensors, values, strict=True):
-                tensor.data = value
-                if tensor.is_leaf:
-                    tensor.grad = None
-            yield
-            self._keep()
-        finally:
-            self._put_back()
-
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return names and parameters; of what is tied each name."""
-        return self._named(self.module.named_parameters(remove_duplicate=False))
-
-    def buffers(self) -> list[tuple[str, Tensor]]:
-        """Return names and buffers."""
-        return self._named(self.module.named_buffers(remove_duplicate=False))
-
-    def name_of(self, name: str) -> str:
-        """Return the name that both sides have in common."""
-        return plain_name(name).removeprefix(self.prefix)
-
-    def make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer | None:
-        """Return the optimizer, made at the first call; None where no parameter needs a gradient."""
-        if self.optimizer is None:
-            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            if parameters:
-                self.optimizer = factory(parameters)
-        return self.optimizer
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether torch.compile was applied to the module or to one in it."""
-        return has_compiled(self.module)
+    label: str
+    module: nn.Module
+    inputs: Inputs
+    context: ContextFactory | None
+    loss: Callable[[Any], Tensor] | None
+    make_optimizer: OptimizerFactory
+    seed: int
+    patterns: tuple[str, ...]
+    optimizer: torch.optim.Optimizer | None = None
 
     @property
     def description(self) -> str:
         """Class of the module, and whether it is compiled."""
-        module = self.module
-        if isinstance(module, OptimizedModule):
-            return f"compiled {type(module._orig_mod).__name__}"
-        return f"{'partly compiled ' if self.is_compiled else ''}{type(module).__name__}"
+        if isinstance(self.module, OptimizedModule):
+            return f"compiled {type(self.module._orig_mod).__name__}"
+        return f"{'partly compiled ' if is_compiled(self.module) else ''}{type(self.module).__name__}"
 
-    def _named(self, entries: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        named: dict[str, Any] = {}
-        for name, value in entries:
-            named.setdefault(self.name_of(name), value)
-        return list(named.items())
+    def run(self, iteration: int) -> Values:
+        """Run one iteration; return what it computed.
 
-    def _keep(self) -> None:
-        values = [tensor.data for tensor in self._tensors]
-        if self._device is not None:
-            values = copies_of(values, torch.device("cpu"))
-            self._move_optimizer(None)
-        self._values = values
-        self._attributes = Attributes(self.module)
+        Raises:
+            ModuleRunError: it raised.
+        """
+        found: Values = {}
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(nullcontext() if self.context is None else self.context())
+                stack.enter_context(torch.enable_grad())
+                self._run(iteration, found)
+        except DetCallbacksError:
+            raise
+        except Exception as error:  # whatever a module raises: reported with its side, never swallowed
+            raise ModuleRunError(self._what_failed(iteration, error), self.label, iteration) from error
+        return found
 
-    def _put_back(self) -> None:
-        self._given_attributes.put_back()
-        for tensor, value, grad in zip(self._tensors, self._given, self._given_grads, strict=True):
-            tensor.data = value
-            if tensor.is_leaf:
-                tensor.grad = grad
+    def _run(self, iteration: int, found: Values) -> None:
+        if not iteration:
+            self._add_state(found, "initial", "initial")
+        args, kwargs = copy.deepcopy(_call_of(self.inputs, iteration))
+        seed = (self.seed + iteration) % (MAX_SEED + 1)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        with self._submodules_into(found):
+            output = self.module(*args, **kwargs)
+        leaves = leaves_of(output, "output")
+        for name, value in leaves:
+            found["output", name] = _copied(name, value)
+        loss = default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
+        if loss is not None:
+            found["loss", "loss"] = _copied("loss", loss)
+        with _no_autocast():  # backward ops run in the dtype of their forward ops by themselves
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+            self._add_gradients(found, (args, kwargs))
+            if self.optimizer is None:
+                parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+                self.optimizer = self.make_optimizer(parameters) if parameters else None
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        self._add_state(found, "parameter", "buffer")
 
-    def _move_optimizer(self, device: torch.device | None) -> None:
-        """Move the optimizer's tensors to the host, or back to where they were."""
-        if self.optimizer is None:
-            return
-        for index, state in enumerate(self.optimizer.state.values()):
-            for name, value in state.items():
-                if not isinstance(value, Tensor):
-                    continue
-                key = (index, name)
-                if device is None:
-                    self._state_devices[key] = value.device
-                    state[name] = value.cpu()
-                else:
-                    state[name] = value.to(self._state_devices.get(key, value.device))
+    def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
+        for name, parameter in self.module.named_parameters():
+            found[parameters, plain_name(name)] = _copied(name, parameter)
+        for name, buffer in self.module.named_buffers():
+            found[buffers, plain_name(name)] = _copied(name, buffer)
+
+    def _add_gradients(self, found: Values, call: Call) -> None:
+        # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
+        for name, parameter in reversed([*self.module.named_parameters()]):
+            if parameter.grad is not None:
+                found["gradient", plain_name(name)] = _copied(name, parameter.grad)
+        for path, leaf in pytree.tree_leaves_with_path(call):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
+                name = "input" + pytree.keystr(path[1:])
+                found["gradient", name] = _copied(name, leaf.grad)
+
+    @contextmanager
+    def _submodules_into(self, found: Values) -> Iterator[None]:
+        """Add the outputs of submodules while the block runs.
+
+        The hook is global: a module with a hook of its own leaves its fast path (``nn.TransformerEncoderLayer``).
+        """
+        names = {
+            id(part): name
+            for name, part in self.module.named_modules()
+            if name and any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        }
+        num_calls: Counter[str] = Counter()
+
+        def add(module: nn.Module, _: Any, output: Any) -> None:
+            if (name := names.get(id(module))) is None:
+                return
+            number = f" #{num_calls[name]}" if num_calls[name] else ""
+            num_calls[name] += 1
+            for path, leaf in pytree.tree_leaves_with_path(output):
+                if isinstance(leaf, Tensor):
+                    full_name = f"{name}{number}{pytree.keystr(path)}"
+                    found["module", full_name] = _copied(full_name, leaf)
+
+        handle = register_module_forward_hook(add) if names else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _what_failed(self, iteration: int, error: Exception) -> str:
+        lines = [line for line in str(error).splitlines() if line.strip()][:_MAX_LINES]
+        other = "; the base ran through it" if self.label == "control" else ""
+        return (
+            f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}{other}: "
+            f"{' '.join(lines)}\nBoth modules are as they were. Run the {self.label} alone on the inputs of that "
+            "iteration."
+        )
 
 
-def has_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile was applied to a module or to one in it."""
-    return any(isinstance(part, OptimizedModule) or part._compiled_call_impl is not None for part in module.modules())
+    return any(isinstance(part, OptimizedModule) for part in module.modules())
 
 
-def _tensors_of(label: str, module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module that get copies, each once.
+def copy_of(label: str, module: nn.Module) -> nn.Module:
+    """Return a copy of a module that can be trained, without gradients.
 
     Raises:
-        ValueError: there is one that cannot be copied and put back.
+        ValueError: there is none: ``copy.deepcopy`` fails, or gives something else.
     """
-    found: dict[int, Tensor] = {}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in [*named, *(("an attribute", tensor) for tensor in tensor_attributes(module))]:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name} of the {label} is not initialised yet, and would be drawn anew on each side; run the module "
-                "once before it is compared"
-            )
-        if tensor.is_meta or (tensor.requires_grad and is_special(tensor)):
-            raise ValueError(
-                f"{name} of the {label} is a {_kind(tensor)}, which cannot be trained here and put back; compare "
-                "modules whose parameters are ordinary strided tensors"
-            )
-        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:  # a frozen weight of another class stays
-            found[id(tensor)] = tensor
-    return list(found.values())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else "not initialised yet"
+            raise ValueError(f"{name} of the {label} is {kind}; run the module once before it is compared")
+    if any(part._compiled_call_impl is not None for part in module.modules()):
+        raise ValueError(
+            f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
+        )
+    try:
+        copied = copy.deepcopy(module)
+    except Exception as error:
+        raise ValueError(
+            f"the {label} cannot be copied ({error}); compare modules that copy.deepcopy can copy: detach what a "
+            "forward pass left in their attributes"
+        ) from error
+    copied.zero_grad(set_to_none=True)
+    return copied
 
 
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_meta:
-        return "meta tensor"
-    if tensor.layout is not torch.strided:
-        return f"tensor of layout {tensor.layout}"
-    return type(tensor).__qualname__
+def plain_name(name: str) -> str:
+    """Return a qualified name without the attributes of known wrappers, wherever they stand in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
+    """Return the mean squared distance of the floating-point and complex leaves to random numbers; None without any.
+
+    A sum would have no gradient behind a softmax, a mean of squares none behind a normalisation; and elements that are
+    exchanged would not change them. The numbers are drawn on the host from a seed.
+    """
+    distances: list[Tensor] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
+            values = leaf.to_dense() if leaf.layout in _SPARSE else leaf
+            values = values if values.is_complex() or values.dtype.itemsize > 2 else values.float()
+            generator = torch.Generator("cpu").manual_seed(seed * 1009 + index)
+            target = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu").to(values.device)
+            distances.append((values - target).abs().square().mean())
+    return torch.stack([one.to(distances[0]) for one in distances]).mean() if distances else None
+
+
+def _call_of(inputs: Any, iteration: int) -> Call:
+    """Return the arguments of an iteration; see ``compare_modules`` for the forms that inputs have."""
+    if isinstance(inputs, list):
+        inputs = inputs[iteration]
+    elif callable(inputs) and not isinstance(inputs, Tensor):
+        inputs = inputs(iteration)
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if not isinstance(inputs, tuple):
+        return (inputs,), {}
+    if len(inputs) == 2 and isinstance(inputs[0], tuple | list) and isinstance(inputs[1], Mapping):
+        return tuple(inputs[0]), dict(inputs[1])
+    return tuple(inputs), {}
+
+
+def _copied(name: str, value: Any) -> Any:
+    """Return a copy of a tensor as an ordinary strided one, a float as such a tensor, any other value as it is.
+
+    Raises:
+        TypeError: its elements cannot be read.
+    """
+    if isinstance(value, float | complex):
+        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+    if not isinstance(value, Tensor):
+        return value
+    with torch.no_grad(), _no_autocast():
+        value = value.detach().dequantize() if value.is_quantized else value.detach()
+        value = value.to_dense() if value.layout in _SPARSE else value
+        if value.is_nested or has_parts(value):
+            raise TypeError(f"{name} is a {type(value).__qualname__} that is not strided; compare what it is made of")
+        return value.resolve_conj().resolve_neg().clone()
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

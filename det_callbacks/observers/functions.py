@@ -8,7 +8,7 @@ from torch import Tensor
 
 from det_callbacks.observers.compiled import observe_in_graph, replay_in_graph
 from det_callbacks.observers.registry import REGISTRY
-from det_callbacks.observers.values import check_name, leaves_of, rebuild
+from det_callbacks.observers.values import check_name, observed_leaves, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
 _registry = REGISTRY
@@ -39,8 +39,7 @@ def observe(name: str, tree: _Tree) -> _Tree:
     sink = _registry.sink
     if sink is None:
         return tree
-    check_name(name)
-    leaves = leaves_of(tree, name)
+    leaves = observed_leaves(name, tree)
     if torch.compiler.is_compiling():
         observe_in_graph(name, leaves)
     else:
@@ -70,8 +69,7 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     sink = _registry.sink
     if sink is None:
         return tree
-    check_name(name)
-    leaves = leaves_of(tree, name)
+    leaves = observed_leaves(name, tree)
     if torch.compiler.is_compiling():
         replay_in_graph(name, leaves)
         return tree

@@ -34,6 +34,15 @@ def check_name(name: object) -> None:
             raise ValueError(f"the name of an observation is Unicode text; {name!r} is not ({error.reason})") from error
 
 
+def observed_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of an observation; raise TypeError or ValueError where it cannot be one."""
+    check_name(name)
+    leaves = leaves_of(tree, name)
+    if not leaves:
+        raise ValueError(f"the observation {name!r} is an empty {type(tree).__name__}: there is nothing to record")
+    return leaves
+
+
 def leaves_of(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
@@ -42,12 +51,10 @@ def leaves_of(tree: Any, name: str) -> list[tuple[str, Any]]:
 
     Raises:
         TypeError: something in it is neither, so that a part of it would be left out.
-        ValueError: it is nested more deeply (it may contain itself), or holds nothing at all.
+        ValueError: it is nested more deeply (it may contain itself).
     """
     found: list[tuple[str, Any]] = []
     _collect(tree, name, 0, found)
-    if not found:
-        raise ValueError(f"the observation {name!r} is an empty {type(tree).__name__}: there is nothing to record")
     return found
 
 

@@ -30,7 +30,7 @@ from det_callbacks.report.doctor_text import render_diagnosis
 from det_callbacks.report.export_text import render_export
 from det_callbacks.report.html import write_report
 from det_callbacks.report.leaving import end_process, print_error
-from det_callbacks.report.numerics_text import numerics_text, render_numerics
+from det_callbacks.report.numerics_text import numerics_text
 from det_callbacks.report.op_usage import OpUsage, OpUse, find_op_usage
 from det_callbacks.report.ops_json import op_facts_to_dict, op_usage_to_dict
 from det_callbacks.report.ops_text import render_op_facts, render_op_usage
@@ -72,7 +72,6 @@ __all__ = [
     "render_diagnosis",
     "render_digest_places",
     "render_export",
-    "render_numerics",
     "render_op_facts",
     "render_op_usage",
     "render_ops",

@@ -14,7 +14,7 @@ MAX_LINES = 500
 
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("audit", "errors", "host_digest", "verdict"),
+    ("audit", "errors", "host_digest", "numbers", "verdict"),
     ("patterns", "device_generators", "nondeterminism"),
     ("runs",),
     ("digest", "code_state", "command_line", "environment", "settings"),

@@ -11,7 +11,6 @@ from numerics_calls import compared, names, only
 from numerics_models import MODELS, WRONG, Transformer, mlp
 from tiers import rest_slow
 from torch import Tensor, nn
-from torch.nn.functional import conv2d
 
 from det_callbacks import (
     NumericsError,
@@ -80,8 +79,7 @@ def test_a_wrong_backward_is_found_where_it_begins() -> None:
     assert report.first is not None
     assert (report.first.phase, report.first.name) == ("gradient", "1.bias")  # not of layer 3, which is right
     assert only(report, "gradient", "3.weight").equal
-    assert only(report, "gradient", "1.weight").cosine == pytest.approx(1)
-    assert only(report, "gradient", "1.weight").max_relative == pytest.approx(0.5)
+    assert only(report, "gradient", "1.weight").numbers.max_relative == pytest.approx(0.5)
 
 
 def test_a_difference_of_one_ulp_has_its_figures() -> None:
@@ -94,105 +92,39 @@ def test_a_difference_of_one_ulp_has_its_figures() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     report = compared(lambda weight, x: weight * x, nudged, x, iterations=1)
     found = only(report, "output", "output")
-    assert (found.kind, found.num_differing, found.max_ulps, found.index) == ("content", 1, 1, (1,))
-    assert found.max_absolute == 2**-22
-    assert found.max_relative == 2**-23
-    assert found.num_elements == 4
-    assert 0 < found.excess < 0.01
+    numbers = found.numbers
+    assert (found.kind, numbers.num_differing, numbers.max_ulps, numbers.worst) == ("content", 1, 1, (1,))
+    assert (numbers.max_absolute, numbers.max_relative, numbers.num_elements) == (2**-22, 2**-23, 4)
+    assert found.excess == pytest.approx(2**-22 / (1e-5 + 2 * 1.3e-6))
     assert report.close
     assert not report.equal
     assert report.first is found
 
 
-def test_it_is_as_strict_for_small_gradients_as_for_large_ones() -> None:
-    """A wrong gradient of 1e-7 is within the absolute tolerance of assert_close."""
-    x, scale = torch.randn(4), 1e-7
-
-    def loss(output: Tensor) -> Tensor:
-        return output.sum() * scale
-
-    report = compared(lambda w, x: w * x, lambda w, x: w * x + 1e-2 * (w - w.detach()) * x, x, loss=loss)
-    assert only(report, "output", "output").equal
-    assert not only(report, "gradient", "weight").close
-    given = compared(
-        lambda w, x: w * x, lambda w, x: w * x + 1e-2 * (w - w.detach()) * x, x, loss=loss, tolerances=(1.3e-6, 1e-5)
-    )
-    assert given.close
-
-
-def test_each_output_has_its_own_size() -> None:
-    def outputs(weight: Tensor, x: Tensor, factor: float) -> dict[str, Tensor]:
-        return {"large": weight * x * 1e6, "small": weight * x * 1e-3 * factor}
-
-    report = compared(lambda w, x: outputs(w, x, 1.0), lambda w, x: outputs(w, x, 1.001), torch.ones(4), iterations=1)
-    assert only(report, "output", "output['large']").equal
-    assert only(report, "output", "output['small']").excess == pytest.approx(1e-3 / (1e-5 + 1.3e-6), rel=0.01)
-
-
-@pytest.mark.parametrize(("size", "is_close"), [(2e-5, True), (1.2e-4, False)])
-def test_a_gradient_next_to_zero_may_be_as_far_from_it(size: float, is_close: bool) -> None:
-    """Of the size of rounding errors, and with another sign; and of more than that."""
-
-    class Two(nn.Module):
-        def __init__(self, sign: float) -> None:
-            super().__init__()
-            self.large = nn.Parameter(torch.ones(()))
-            self.small = nn.Parameter(torch.zeros(()))
-            self.sign = sign
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.large * x + self.small * self.sign
-
-    report = compare_modules(Two(size), Two(-size), torch.ones(4), iterations=1, loss=lambda output: output.sum())
-    assert only(report, "gradient", "small").max_relative == 2
-    assert only(report, "gradient", "small").close == is_close
-
-
-def test_a_gradient_that_cancels_out_is_no_failure() -> None:
-    """A bias ahead of a normalisation: rounding errors on both sides, and nothing else."""
-
-    class BiasLater(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return conv2d(x, self.weight) + self.bias[:, None, None]
-
-    base = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 196, 3))
-    control = copy.deepcopy(base)
-    control[0].__class__ = BiasLater
-    report = compare_modules(base, control, torch.randn(8, 3, 16, 16), iterations=3)
-    found = only(report, "gradient", "0.bias")
-    assert not found.equal
-    assert found.max_relative > 0.01
-    assert report.close, str(report)
-
-
 # kinds of difference
 
 
-@pytest.mark.parametrize(("bad", "counts"), [(math.nan, ((0, 1), (0, 0))), (math.inf, ((0, 0), (0, 1)))])
-def test_nan_and_infinity_on_one_side(bad: float, counts: tuple[tuple[int, int], tuple[int, int]]) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_infinity_on_one_side(bad: float) -> None:
     def broken(weight: Tensor, x: Tensor) -> Tensor:
         return torch.where(torch.arange(4) == 2, bad, weight * x)
 
     report = compared(lambda weight, x: weight * x, broken, torch.ones(4), iterations=1, optimizer=None)
     found = only(report, "output", "output")
-    assert (found.num_nan, found.num_inf) == counts
-    assert found.excess == math.inf
-    assert found.index == (2,)
-    assert found.max_absolute == 0
+    assert (found.numbers.num_nan, found.numbers.num_inf) == (int(math.isnan(bad)), int(math.isinf(bad)))
+    assert (found.excess, found.numbers.worst) == (math.inf, (2,))
     assert report.first is found
-    assert f"0 {'NaN' if math.isnan(bad) else 'infinite'} in the base, 1 in the control" in str(report)
+    assert f"1.0 in the base, {bad} in the control at [2]" in str(report)
 
 
-def test_nan_on_both_sides_is_no_difference_and_is_said() -> None:
+def test_nan_on_both_sides_is_no_difference() -> None:
     def broken(weight: Tensor, x: Tensor) -> Tensor:
-        return torch.stack([weight[0] * x[0], x[1] * math.nan])
+        return torch.stack([weight[0] * x[0], x[1] * math.nan, x[1] * math.inf])
 
-    report = compared(broken, broken, torch.ones(4))
-    assert report.equal
-    assert "NaN on both sides" in str(report)
+    assert compared(broken, broken, torch.ones(4)).equal
     report = compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4), iterations=1)
     found = only(report, "output", "output")
-    assert (found.num_differing, found.num_nan) == (1, (1, 1))
+    assert found.numbers.num_differing == 1
     assert found.close
 
 
@@ -225,8 +157,7 @@ def test_other_shapes_dtypes_and_outputs() -> None:
         "output['only']": "missing",
         "output['new']": "extra",
     }
-    assert only(report, "output", "output['a']").num_differing is None
-    assert only(report, "output", "output['b']").max_ulps == 0
+    assert only(report, "output", "output['a']").numbers is None
     assert all(not found.close for found in report.comparisons if found.phase == "output")
     assert "float32 [4] in the base, float32 [3] in the control" in str(report)
 
@@ -240,12 +171,12 @@ def test_another_dtype_can_be_let_through() -> None:
         control_inputs=inputs.bfloat16(),
         check_dtype=False,
         iterations=2,
-        tolerances=torch.bfloat16,
     )
     assert not report.equal
     found = only(report, "initial", "0.weight")
-    assert (found.kind, found.max_ulps) == ("content", 0)  # rounded once
-    assert 0 < found.max_relative < 2**-8
-    assert only(report, "output", "output").excess < 2
+    assert (found.kind, found.rtol) == ("content", 1.6e-2)
+    assert 0 < found.numbers.max_relative < 2**-8  # rounded once
+    assert found.close
+    assert only(report, "output", "output").excess < 20
     strict = compare_modules(model, copy.deepcopy(model).bfloat16(), inputs, control_inputs=inputs.bfloat16())
     assert {found.kind for found in strict.comparisons if found.phase == "parameter"} == {"structure"}

@@ -45,11 +45,10 @@ def test_aot_eager_is_equal_and_was_compiled(name: str) -> None:
     before = contents(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
     assert report.equal, str(report)
-    assert report.notes == ("1 graph compiled by aot_eager, run 2 times",)
+    assert report.notes[0] == "1 graph compiled by aot_eager, run 2 times"
     assert report.control == f"compiled {type(model).__name__}"
     assert "_orig_mod" not in str([found.name for found in report.comparisons])
     assert contents(model) == before
-    assert model._compiled_call_impl is None
 
 
 @pytest.mark.slow
@@ -129,7 +128,7 @@ def test_giving_up_after_recompilations_is_an_error() -> None:
     inputs = [(torch.ones(2, 4), str(number)) for number in range(4)]
     with (
         dynamo_config.patch(recompile_limit=2),
-        pytest.raises(ModuleRunError, match="in its forward pass, iteration 2"),
+        pytest.raises(ModuleRunError, match="in iteration 2"),
     ):
         compare_compiled(Branching(), inputs, backend="eager", iterations=4)
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from det_callbacks import (
-    DeterminismSettings,
     ModuleRunError,
     NothingComparedError,
     NumericsError,
-    SettingsError,
     compare_modules,
     enforce_determinism,
 )
@@ -56,22 +55,33 @@ def test_a_module_against_itself_with_state_of_its_own() -> None:
             self.cache = torch.zeros(4)
             self.calls = 0
             self.seen: list[float] = []
+            self.array = np.ones(1)
+            self.inner = SimpleNamespace(deep={"list": [1]})
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             self.seen.append(float(self.calls))
+            self.array += 1
+            self.inner.deep["list"].append(1)
             self.mean = self.mean * 0.9 + self.weight.detach() * self.calls
             self.cache += 1
             counted.append((self.calls, int(self.cache[0])))
             noise = torch.randn(4, generator=self.generator)
-            return self.weight * x * self.calls + noise + self.cache + len(self.seen)
+            return (
+                self.weight * x * self.calls
+                + noise
+                + self.cache
+                + len(self.seen)
+                + self.array[0]
+                + sum(self.inner.deep["list"])
+            )
 
     module = Counting()
     mean, state = module.mean, module.generator.get_state()
     report = compare_modules(module, module, torch.ones(4), iterations=3)
     assert report.equal, str(report)
     assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3)]  # each side goes on from its own
-    assert (module.calls, module.seen) == (0, [])
+    assert (module.calls, module.seen, module.array[0], module.inner.deep) == (0, [], 1, {"list": [1]})
     assert module.mean is mean
     assert torch.equal(module.mean, torch.zeros(4))
     assert torch.equal(module.cache, torch.zeros(4))
@@ -158,7 +168,7 @@ def test_everything_is_as_before(fails_in: str | None) -> None:
         assert everything(control) == after_control
 
 
-def test_settings_and_contexts_are_in_force_and_put_back() -> None:
+def test_contexts_are_in_force_and_put_back() -> None:
     seen: list[tuple[bool, int]] = []
 
     def note(weight: Tensor, x: Tensor) -> Tensor:
@@ -166,21 +176,12 @@ def test_settings_and_contexts_are_in_force_and_put_back() -> None:
         return weight * x
 
     threads = torch.get_num_threads()
-    compared(
-        note,
-        note,
-        torch.ones(4),
-        iterations=1,
-        settings={"num_threads": 2},
-        control_context=lambda: enforce_determinism(
-            DeterminismSettings(deterministic_algorithms="disabled", num_threads=1)
-        ),
-    )
+    one, two = ({"deterministic_algorithms": word, "num_threads": n} for word, n in (("error", 2), ("disabled", 1)))
+    contexts = {"base_context": lambda: enforce_determinism(one), "control_context": lambda: enforce_determinism(two)}
+    compared(note, note, torch.ones(4), iterations=1, **contexts)
     assert seen == [(True, 2), (False, 1)]
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(SettingsError):
-        compared(note, note, torch.ones(4), settings={"num_threads": "many"})
 
 
 def test_two_attention_backends_and_autocast() -> None:
@@ -204,7 +205,8 @@ def test_two_attention_backends_and_autocast() -> None:
         iterations=2,
         control_context=lambda: torch.autocast("cpu", torch.bfloat16),
         check_dtype=False,
-        tolerances=torch.bfloat16,
+        rtol=1.6e-2,
+        atol=1.6e-2,
     )
     assert half.close, str(half)
     assert "bfloat16" in only(half, "output", "output").control
@@ -214,19 +216,28 @@ def test_two_attention_backends_and_autocast() -> None:
 # what it refuses, and what it says
 
 
+def ran(module: nn.Module) -> nn.Module:
+    module(torch.ones(1, 4))
+    return module
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
 def test_wrong_arguments_are_refused() -> None:
     layer, x = nn.Linear(4, 4), torch.ones(4)
     for error, text, options in (
         (ValueError, "iterations", {"iterations": 0}),
         (ValueError, "seed", {"seed": -1}),
-        (ValueError, "for each of 3", {"inputs": [x, x], "iterations": 3}),
+        (ValueError, "lists 2 for 3 iterations", {"inputs": [x, x], "iterations": 3}),
         (TypeError, "control is", {"control": print}),
-        (TypeError, "keys are texts", {"inputs": {1: x}}),
-        (TypeError, "pair", {"tolerances": 1e-3}),
-        (TypeError, "by dtype", {"tolerances": {"float32": (0.1, 0.1)}}),
-        (ValueError, "not negative", {"tolerances": (-1.0, 0.0)}),
-        (ValueError, "finite", {"tolerances": (0.0, float("inf"))}),
-        (ValueError, "no tolerance of its own", {"tolerances": torch.int32}),
+        (ValueError, "given together", {"rtol": 1e-3}),
+        (ValueError, "not negative", {"rtol": -1.0, "atol": 0.0}),
+        (ValueError, "finite", {"rtol": 0.0, "atol": float("inf")}),
+        (ValueError, "cannot be copied", {"control": ran(nn.utils.spectral_norm(nn.Linear(4, 4)))}),
+        (ValueError, "compiled in place", {"control": compiled_in_place(nn.Linear(4, 4))}),
         (ValueError, "not initialised", {"control": nn.LazyLinear(3)}),
         (ValueError, "meta tensor", {"control": nn.Linear(4, 4, device="meta")}),
         (DetCallbacksError, "list of strings", {"modules": "net.*"}),
@@ -300,13 +311,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("device", [None, "cpu"], ids=["in place", "on the device in turns"])
 @pytest.mark.parametrize("name", ODD)
-def test_odd_modules_against_themselves(name: str, device: str | None) -> None:
+def test_odd_modules_against_themselves(name: str) -> None:
     module = ODD[name]()
     x = torch.randn(3, 5, 8).to(next(module.parameters()).dtype)
     before = everything(module)
-    report = compare_modules(module, module, x, iterations=3, optimizer=torch.optim.AdamW, device=device)
+    report = compare_modules(module, module, x, iterations=3, optimizer=torch.optim.AdamW)
     assert report.equal, str(report)
     assert names(report, "gradient", 2)
     assert everything(module) == before
@@ -327,11 +337,7 @@ def test_it_trains_the_side_and_not_the_module() -> None:
     """With weights that move, so that a comparison of what stood still would be seen."""
     moved: list[float] = []
     model = Apply(lambda weight, x: moved.append(float(weight.detach()[0])) or weight * x)
-    for device in ("cpu", None):
-        report = compare_modules(
-            model, copy.deepcopy(model), torch.ones(4), iterations=4, device=device, optimizer=torch.optim.AdamW
-        )
-        assert report.equal
+    report = compare_modules(model, copy.deepcopy(model), torch.ones(4), iterations=4, optimizer=torch.optim.AdamW)
+    assert report.equal
     assert len(set(moved)) == 4
-    assert moved[:8] == moved[8:]  # the optimizer's state travels too
     assert float(model.weight.detach()[0]) == 1

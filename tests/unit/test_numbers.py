@@ -1,0 +1,210 @@
+"""By how much two tensors differ: against a count of one element at a time in Python's own numbers."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from det_callbacks import numbers
+from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.verdict import TensorNumbers
+
+LABEL = TensorNumbers(tensor="output 0", name="net.weight")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+NO_NEGATIVE_ZERO = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+ALL = (*FLOATS, *NO_NEGATIVE_ZERO, torch.float8_e8m0fnu, *INTEGERS, *PARTS)
+
+
+@pytest.fixture(params=[1, 3, 1 << 20])
+def chunk(request: pytest.FixtureRequest) -> Iterator[int]:
+    before, numbers.CHUNK_ELEMENTS = numbers.CHUNK_ELEMENTS, request.param
+    yield request.param
+    numbers.CHUNK_ELEMENTS = before
+
+
+def of_bits(bits: Sequence[int], dtype: torch.dtype) -> Tensor:
+    data = b"".join(word.to_bytes((PARTS.get(dtype, dtype)).itemsize, "little") for word in bits)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def place(bits: int, dtype: torch.dtype) -> int:
+    """Return where a number stands, by counting: how many numbers lie between it and zero."""
+    width = 8 * dtype.itemsize
+    sign, magnitude = bits >> (width - 1), bits & ((1 << (width - 1)) - 1)
+    if dtype in FLOATS or dtype in NO_NEGATIVE_ZERO:
+        if dtype in NO_NEGATIVE_ZERO and sign and not magnitude:
+            return 1 << (width - 1)  # its one NaN
+        return -magnitude if sign else magnitude
+    if dtype is torch.float8_e8m0fnu or not dtype.is_signed:
+        return bits
+    return bits - (1 << width) if sign else bits
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[torch.dtype, list[int], list[int]]:
+    dtype = draw(st.sampled_from(ALL))
+    width = 8 * PARTS.get(dtype, dtype).itemsize
+    top = 1 << (width - 1)
+    words = st.one_of(st.integers(0, 2 * top - 1), st.sampled_from([0, 1, top - 1, top, top + 1, 2 * top - 1]))
+    first = draw(st.lists(words, max_size=12))
+    if dtype.is_complex:
+        first = first[: len(first) // 2 * 2]
+    second = [draw(st.one_of(st.just(word), words, st.just(word ^ 1))) for word in first]
+    return dtype, first, second
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs())
+def test_it_counts_what_a_loop_over_the_elements_counts(
+    chunk: int, case: tuple[torch.dtype, list[int], list[int]]
+) -> None:
+    dtype, first, second = case
+    one, other = of_bits(first, dtype), of_bits(second, dtype)
+    found = tensor_numbers(LABEL, one, other)
+    step = 2 if dtype.is_complex else 1
+    rows = [(first[at : at + step], second[at : at + step]) for at in range(0, len(first), step)]
+    differing = [index for index, (ours, theirs) in enumerate(rows) if ours != theirs]
+    assert found.num_differing == len(differing)
+    assert found.first == (None if not differing else (differing[0],))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    values = [*zip(one.to(wide).tolist(), other.to(wide).tolist(), strict=True)]
+    finite, num_nan, num_inf = [], 0, 0
+    for index in differing:
+        parts = [part for side in values[index] for part in (complex(side).real, complex(side).imag)]
+        num_nan += any(map(math.isnan, parts))
+        num_inf += any(map(math.isinf, parts)) and not any(map(math.isnan, parts))
+        if all(map(math.isfinite, parts)):
+            finite.append(index)
+    assert (found.num_nan, found.num_inf) == (num_nan, num_inf)
+    part = PARTS.get(dtype, dtype)
+    distance = {
+        index: max(abs(place(a, part) - place(b, part)) for a, b in zip(*rows[index], strict=True)) for index in finite
+    }
+    assert found.max_ulps == max(distance.values(), default=None)
+    bins = Counter(value.bit_length() for value in distance.values())
+    bins[0] += len(rows) - len(differing)
+    assert Counter({index: number for index, number in enumerate(found.ulps) if number}) == +bins
+    if dtype in INTEGERS or dtype.is_complex:
+        return
+    absolute = [abs(values[index][0] - values[index][1]) for index in finite]
+    assert found.max_absolute == (max(absolute, default=None) if all(map(math.isfinite, absolute)) else None)
+    relative = [
+        abs(values[index][0] - values[index][1]) / abs(values[index][0]) for index in finite if values[index][0]
+    ]
+    assert found.max_relative == (max(relative, default=None) if all(map(math.isfinite, relative)) else None)
+    if not differing:
+        return
+    worst = found.worst[0]
+    assert not finite or num_nan or num_inf or distance[worst] == found.max_ulps
+    assert not num_nan or any(map(math.isnan, values[worst]))
+    for text, side in zip(found.worst_values, (one, other), strict=True):
+        again = torch.tensor(float(text), dtype=torch.float64).to(dtype).to(torch.float64)
+        assert math.isnan(float(text)) or float(again) == float(side[worst])
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 2], ids=str)
+def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+    bits = torch.arange(1 << 8 * dtype.itemsize).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
+    found = numbers._values(bits.numpy(), str(dtype).removeprefix("torch."))
+    assert found is not None
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        found = found.astype(np.float64)
+    np.testing.assert_array_equal(found, bits.view(dtype).to(torch.float64).numpy())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([0.0], [-0.0], (1, 0)),
+        ([1.0, 2.0], [1.0, 2.0], (0, None)),
+        ([math.inf], [3.4028234663852886e38], (1, None)),
+        ([1.0], [math.nan], (1, None)),
+    ],
+)
+def test_zeros_and_infinities(first: list[float], second: list[float], expected: tuple[int, int | None]) -> None:
+    found = tensor_numbers(LABEL, torch.tensor(first), torch.tensor(second))
+    assert (found.num_differing, found.max_ulps) == expected
+
+
+def test_indices_are_those_of_the_tensor_whatever_its_strides() -> None:
+    one = torch.arange(12.0).reshape(3, 4)
+    other = one.clone()
+    other[2, 1] = 90
+    other[1, 3] = torch.nextafter(other[1, 3], torch.tensor(math.inf))
+    for left, right in ((one, other), (one.t().contiguous().t(), other), (one, other.t().contiguous().t())):
+        found = tensor_numbers(LABEL, left, right)
+        assert (found.tensor, found.name, found.shape, found.dtype) == ("output 0", "net.weight", (3, 4), "float32")
+        assert (found.first, found.worst) == ((1, 3), (2, 1))
+        assert found.first_values == ("7.0", "7.0000005")
+        assert found.max_absolute == 81.0
+        assert found.max_relative == 9.0
+        assert found.ulps[:2] == (10, 1)
+
+
+def test_views_and_gradients_and_packed_elements() -> None:
+    def counted(one: Tensor, other: Tensor) -> tuple[int, int | None]:
+        found = tensor_numbers(LABEL, one, other)
+        return found.num_differing, found.max_ulps
+
+    assert counted(torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])) == (0, None)
+    assert counted(torch.tensor([1 + 2j]), torch.tensor([1 - 2j])) == (1, 2 * 0x40000000)
+    assert counted(torch._neg_view(torch.ones(2)), -torch.ones(2)) == (0, None)
+    assert counted(torch.ones(2, requires_grad=True), torch.ones(2)) == (0, None)
+    columns = torch.arange(12.0).reshape(3, 4)
+    assert counted(columns[:, 1], columns[:, 1] + 1)[0] == 3
+    assert counted(columns[:1, 1], columns[:1, 1] + 1) == (1, 1 << 23)
+    assert counted(torch.empty(0, 3), torch.empty(0, 3)) == (0, None)
+    bits = torch.tensor([1, 2], dtype=torch.uint8)
+    packed = (x.view(torch.float4_e2m1fn_x2) for x in (bits, bits + torch.tensor([0, 1], dtype=torch.uint8)))
+    assert counted(*packed) == (1, None)
+    scalar = tensor_numbers(LABEL, torch.tensor(1.0), torch.tensor(2.0))
+    assert (scalar.first, scalar.shape) == ((), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.bool, torch.int8])
+def test_whole_numbers_count_by_their_difference(dtype: torch.dtype) -> None:
+    one, other = torch.tensor([0, 1], dtype=dtype), torch.tensor([1, 1], dtype=dtype)
+    found = tensor_numbers(LABEL, one, other)
+    assert (found.num_differing, found.max_ulps, found.max_absolute, found.max_relative) == (1, 1, 1.0, None)
+
+
+def test_whole_numbers_beyond_float64_do_not_become_equal() -> None:
+    found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
+    assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)
+    assert found.first_values == (str(2**62), str(2**62 + 1))
+
+
+def test_a_difference_beyond_float64_is_not_given(chunk: int) -> None:
+    largest = torch.finfo(torch.float64).max
+    one = torch.tensor([largest, 1.0], dtype=torch.float64)
+    other = torch.tensor([-largest, 2.0], dtype=torch.float64)
+    for left, right in ((one, other), (one.flip(0), other.flip(0))):
+        found = tensor_numbers(LABEL, left, right)
+        assert (found.num_differing, found.num_inf) == (2, 0)
+        assert (found.max_absolute, found.max_relative) == (None, None)
+
+
+def test_what_has_no_elements_in_common_is_refused() -> None:
+    for one, other in (
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2).double()),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+    ):
+        with pytest.raises(ValueError, match=r"in common|ordinary strided"):
+            tensor_numbers(LABEL, one, other)
+    with pytest.raises(ValueError, match="not two tensors of 3 elements"):
+        numbers.tensor_numbers(TensorNumbers(tensor="x", shape=(3,)), np.zeros(12, np.uint8), np.zeros(8, np.uint8))
+
+
+def test_they_survive_json() -> None:
+    found = tensor_numbers(LABEL, torch.tensor([1.0, math.nan]), torch.tensor([2.0, 1.0]))
+    assert TensorNumbers.from_dict(found.to_dict()) == found
+    assert hash(TensorNumbers.from_dict(found.to_dict())) == hash(found)
