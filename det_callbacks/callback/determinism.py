@@ -117,7 +117,7 @@ class DeterminismCallback(CallbackOptions):
         if self.mode == "disabled":
             return
         if self._checkpointing is None:
-            self._checkpointing = Checkpointing(resume=self.resume, peers=self._together)
+            self._checkpointing = Checkpointing(resume=self.resume)
         self._checkpointing.begin_stage(trainer)
         self._call = None
         WATCHERS.follow(self)  # now: a validation may compile the model before a step is traced
@@ -233,7 +233,7 @@ class DeterminismCallback(CallbackOptions):
             self._is_whole_epoch = True
         self._mark("epoch start")
         if self._checkpointing is not None:
-            self._checkpointing.resuming.restoring.begin_epoch()
+            self._checkpointing.resuming.begin_epoch()
 
     # a step
 
@@ -294,8 +294,6 @@ class DeterminismCallback(CallbackOptions):
         self._close_step()
         self._mark("epoch end")
         self._ended_epoch = trainer.current_epoch
-        if self._checkpointing is not None:
-            self._checkpointing.resuming.end_epoch()
 
     def _close_step(self) -> None:
         if isinstance(self._run, Auditing):

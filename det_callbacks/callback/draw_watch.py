@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.callback.followed import follow
+from det_callbacks.resume.loaders import follow
 
 MAX_WAITING = 64
 """Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
@@ -85,9 +85,6 @@ class DrawWatch:
             for setting, text in settings_of(loader):
                 self._note(f"{setting} of {name}", text)
         self._mark("before the loader starts")
-
-    def end_iteration(self) -> None:
-        """Nothing is to be noted when its iterators are there."""
 
     def begin_draw(self) -> None:
         """Note that a batch is about to be drawn."""

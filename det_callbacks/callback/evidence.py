@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from det_callbacks.callback.draw_watch import Drawn, DrawWatch
-from det_callbacks.callback.fit_state import NOT_LOOKED_INTO
 from det_callbacks.callback.workers import NumWorkers
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.resume import find_generators
+from det_callbacks.resume.fit import NOT_LOOKED_INTO
 from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.leaves import flatten
@@ -86,7 +86,7 @@ class Evidence:
             self._workers.apply(loader.flattened)
             self._draws.attach(loader)
             roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
-            left = (*NOT_LOOKED_INTO, pl.LightningModule)
+            left = (*NOT_LOOKED_INTO, DrawWatch, pl.LightningModule)
             self._ledger.held = find_generators(roots, left=left)
 
         loop._load_combined_loader_states = load_and_follow

@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.metrics import timed
-from det_callbacks.callback.rank_state import local_part
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import MarksPoints
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH
 from det_callbacks.digest import digest_tensor, format_digest, unobserved
+from det_callbacks.resume.fit import local_part
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
 from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.components import holds_data

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.loop import _Loop
-
-from det_callbacks.resume import ResumeState
 
 
 def mark_training_step(
@@ -37,35 +34,6 @@ def leave_out_logging(
     for name in names:
         setattr(results, name, leaves_out(getattr(results, name)))
     return lambda: [vars(results).pop(name, None) for name in names]
-
-
-def align_progress(trainer: pl.Trainer, state: ResumeState) -> None:
-    """Give Lightning's loops, just restored, the counts that the uninterrupted run had at the same place."""
-    loop = trainer.fit_loop
-    batches: Any = loop.epoch_loop.batch_progress  # here and below: the classes are wider than their declarations
-    epochs: Any = loop.epoch_progress
-    if state.is_mid_batch:
-        # the batch under way is to be done again, and Lightning has counted it
-        batches.total.reset_on_restart()
-        batches.current.reset_on_restart()
-    for progress in (epochs.current, epochs.total):
-        progress.ready = progress.started  # an epoch that had only begun begins again
-    has_ended = epochs.current.processed == epochs.current.ready and epochs.current.ready > 0
-    if state.is_epoch_over and not has_ended and trainer.num_training_batches == float("inf"):
-        # saved at the end of its last batch, which Lightning only knows of an epoch of known length
-        for progress in (epochs.current, epochs.total):
-            progress.processed = progress.ready
-        loop.epoch_loop._batches_that_stepped += 1
-        has_ended = True
-    if state.is_epoch_over and has_ended:
-        # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the property of the fit loop itself
-    elif not state.is_epoch_over and has_ended:
-        # saved after a fit that stopped in the middle of an epoch, which Lightning counts as a whole one
-        for progress in (epochs.current, epochs.total):
-            progress.processed -= 1
-            progress.completed = min(progress.completed, progress.processed)
-        loop.restarting = True
 
 
 def after_loading(trainer: pl.Trainer, function: Callable[[], object]) -> None:

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.loops import root_folder
-from det_callbacks.callback.restoring import PATIENCE_SECONDS, Resume
 from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
 from det_callbacks.device_generators import keep_states
@@ -22,6 +21,7 @@ from det_callbacks.errors import DivergenceError, NothingComparedError, NotResum
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report import count
 from det_callbacks.resume import GeneratorStates
+from det_callbacks.resume.session import PATIENCE_SECONDS, Resume
 from det_callbacks.verdict import Verdict
 
 CHECKPOINT = "interrupted.ckpt"

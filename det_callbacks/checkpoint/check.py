@@ -1,7 +1,8 @@
 """One checkpoint against the digests beside it, or two against each other."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -9,55 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from det_callbacks.checkpoint.difference import EntryDifference, counted, differences
-from det_callbacks.checkpoint.entries import Entries, entries_of, walk
-from det_callbacks.checkpoint.files import (
+from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
+from det_callbacks.checkpoint.parts import missing_parts
+from det_callbacks.checkpoint.sidecar import (
     RESUME,
     SIDECAR,
-    beside,
+    FileDigest,
+    Sidecar,
     digest_folder,
     digest_path,
     is_remote,
-    read_bytes,
+    read_sidecar,
     resolved,
 )
-from det_callbacks.checkpoint.parts import read_parts
-from det_callbacks.checkpoint.sidecar import FileDigest, Sidecar
 from det_callbacks.digest import format_digest
+from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
+from det_callbacks.verdict import TensorNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A checkpoint's sidecar.
+class EntryDifference:
+    """One entry that is not the same in both.
 
     Attributes:
-        path: of the checkpoint.
-        sidecar: as it was read.
-        fits: whether the checkpoint's bytes are the ones it is of; of a folder that is known when its files were read.
+        section: key of the checkpoint, or "files" of a folder.
+        path: in the section; "" where the section is one value.
+        kind: "content" (other bits or another value), "structure" (another shape, dtype or type), "missing" (only the
+            reference has it) or "extra".
+        reference: digest, or shape and dtype, or type, in the reference; a value shortened, where both were read.
+        current: the same of the checkpoint that is compared with it.
+        parameter: the parameter that an optimizer's state belongs to, where it is known.
+        exchanged_with: path of the entry that has this one's content, and whose content this one has.
+        num_elements: of the tensor, where both were read.
+        num_differing: of its elements.
+        max_ulps: the largest distance of two of them that are finite.
     """
 
-    path: Path
-    sidecar: Sidecar
-    fits: bool
+    section: str
+    path: str
+    kind: str
+    reference: str | None = None
+    current: str | None = None
+    parameter: str | None = None
+    exchanged_with: str | None = None
+    num_elements: int | None = None
+    num_differing: int | None = None
+    max_ulps: int | None = None
 
+    @property
+    def name(self) -> str:
+        """Section and path, with the parameter where it is known: "state_dict: net.weight"."""
+        name = f"{self.section}: {self.path}" if self.path else self.section
+        return name if self.parameter is None else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
 
-def find_sidecar(path: Path, content: FileDigest | None) -> Found | None:
-    """Return the sidecar of a checkpoint; None where none stands beside it.
-
-    Args:
-        path: of the file or folder.
-        content: of the file; None for a folder.
-
-    Raises:
-        CheckpointFormatError: it is damaged.
-    """
-    place = beside(path, SIDECAR)
-    raw = read_bytes(place)
-    if raw is None:
-        return None
-    sidecar = Sidecar.from_bytes(raw, str(place))
-    return Found(path=path, sidecar=sidecar, fits=sidecar.file == content)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,7 @@ class CheckpointReport:
         is_opened: whether the entries were compared. They are not where the bytes are the right ones and a class in
             the file keeps ``weights_only`` from loading it, nor in a folder.
         entries: the entries that differ.
-        missing_files: names of files kept beside the checkpoint that are not there any more.
+        missing_files: what ranks kept beside the checkpoint, and is not there any more.
         sections: section -> number of entries compared.
         num_tensors: among them.
         num_bytes: of the file or files.
@@ -103,30 +112,25 @@ class CheckpointReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        context = None if self.sidecar is None else self.sidecar.context
+        names = ("path", "other", "has_same_bytes", "is_opened", "num_tensors", "num_bytes")
         return {
             "schema": 1,
             "equal": self.equal,
-            "path": self.path,
-            "other": self.other,
-            "has_same_bytes": self.has_same_bytes,
-            "is_opened": self.is_opened,
+            **{name: getattr(self, name) for name in names},
             "entries": [entry.to_dict() for entry in self.entries],
             "missing_files": list(self.missing_files),
             "sections": dict(self.sections),
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "save": None
-            if self.sidecar is None or context is None
-            else {
-                "id": self.sidecar.id,
-                "run": context.run,
-                "step": context.step,
-                "epoch": context.epoch,
-                "chain": None if context.chain is None else format_digest(context.chain),
-                "program": None if context.program is None else format_digest(context.program),
-            },
+            "save": None if self.sidecar is None else _save(self.sidecar),
         }
+
+
+def _save(sidecar: Sidecar) -> dict[str, Any]:
+    context = sidecar.context
+    digests = {"chain": context.chain, "program": context.program}
+    return {
+        **{"id": sidecar.id, "run": context.run, "step": context.step, "epoch": context.epoch},
+        **{name: None if value is None else format_digest(value) for name, value in digests.items()},
+    }
 
 
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
@@ -144,61 +148,105 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
-        CheckpointFormatError: a checkpoint or its sidecar cannot be read.
+        CheckpointFormatError: a checkpoint, or what stands beside it, cannot be read.
 
     Example:
         >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
         True
     """
     place = _existing(path)
-    if other is None:
-        return _check_one(place)
-    return _check_two(place, _existing(other))
+    if other is not None:
+        return _check_two(place, _existing(other))
+    sidecar = read_sidecar(place)
+    if sidecar is None:
+        raise CheckpointNotFoundError(
+            f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. The checkpoint "
+            "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
+            str(place),
+        )
+    report = compare_folder(place, sidecar) if place.is_dir() else _check_file(place, sidecar)
+    return replace(report, missing_files=missing_parts(place, sidecar))
 
 
 def compare_loaded(
-    place: Path, found: Found, content: FileDigest, checkpoint: Mapping[Any, Any] | None
+    place: Path, sidecar: Sidecar, content: FileDigest, checkpoint: Mapping[Any, Any] | None
 ) -> CheckpointReport:
     """Compare what was loaded from a file with its sidecar.
 
     Args:
         place: the file.
-        found: its sidecar.
+        sidecar: of it.
         content: size and digest of the file.
         checkpoint: what was loaded; None where it was not opened.
     """
-    entries: Entries = found.sidecar.entries
-    found_differences = [] if checkpoint is None else differences(entries, entries_of(checkpoint))
+    entries = sidecar.entries
     return CheckpointReport(
         path=str(place),
-        has_same_bytes=found.fits,
+        has_same_bytes=sidecar.file == content,
         is_opened=checkpoint is not None,
-        entries=tuple(found_differences),
+        entries=() if checkpoint is None else tuple(differences(entries, entries_of(checkpoint))),
         sections={section: len(inner) for section, inner in entries.items()},
-        num_tensors=_num_tensors(entries),
+        num_tensors=sum(entry.kind == "tensor" for inner in entries.values() for entry in inner.values()),
         num_bytes=content.size,
-        sidecar=found.sidecar,
+        sidecar=sidecar,
     )
 
 
-def load_plainly(place: Path) -> Any:
-    """Load a file with ``weights_only=True`` to the host; raises whatever torch does."""
+def compare_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
+    """Compare the files of a folder with its sidecar; reads them all once."""
+    present, entries = digest_folder(folder), []
+    if sidecar.file is not None:  # it was a file when it was saved
+        entries.append(EntryDifference(section="files", path="", kind="structure"))
+    for name in {**sidecar.files, **present}:
+        saved, found = sidecar.files.get(name), present.get(name)
+        if saved != found:
+            kind = "missing" if found is None else "extra" if saved is None else "content"
+            shown = [None if one is None else format_digest(one.digest) for one in (saved, found)]
+            entries.append(EntryDifference(section="files", path=name, kind=kind, reference=shown[0], current=shown[1]))
+    return CheckpointReport(
+        path=str(folder),
+        has_same_bytes=not entries,
+        is_opened=False,
+        entries=tuple(entries),
+        sections={"files": len(sidecar.files)},
+        num_tensors=0,
+        num_bytes=sum(digest.size for digest in present.values()),
+        sidecar=sidecar,
+    )
+
+
+def load_plainly(place: Path) -> dict[Any, Any]:
+    """Load the dictionary of a file to the host with ``weights_only=True``; raises whatever torch does.
+
+    Raises:
+        CheckpointFormatError: it holds something else.
+    """
     with place.open("rb") as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    if isinstance(checkpoint, dict):
+        return checkpoint
+    raise CheckpointFormatError(
+        f"{place} holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary. It could be loaded; "
+        "to compare tensors by themselves use det_callbacks.digest_tensor.",
+        str(place),
+    )
 
 
-def unreadable(place: Path, content: FileDigest, found: Found | None, error: BaseException) -> CheckpointFormatError:
+def unreadable(
+    place: Path, content: FileDigest, sidecar: Sidecar | None, error: BaseException
+) -> CheckpointFormatError:
     """Return the error of a file that cannot be loaded."""
-    first_line = str(error).partition("\n")[0]
-    reason = f"({type(error).__name__}: {first_line})"
-    if found is None or found.fits:
-        digests = "no digests stand beside it" if found is None else "its bytes are the ones that were saved"
+    if isinstance(error, CheckpointFormatError):
+        return error
+    reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if sidecar is None or sidecar.file == content:
+        digests = "no digests stand beside it" if sidecar is None else "its bytes are the ones that were saved"
         return CheckpointFormatError(
             f"{place} cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what "
             "saved it, or use another checkpoint.",
             str(place),
         )
-    saved = found.sidecar.file
+    saved = sidecar.file
     what = "its bytes changed"
     if saved is not None and content.size != saved.size:
         cut = ", so it is truncated" if content.size < saved.size else ""
@@ -210,83 +258,21 @@ def unreadable(place: Path, content: FileDigest, found: Found | None, error: Bas
     )
 
 
-def no_digests(place: Path) -> CheckpointNotFoundError:
-    """Return the error of a checkpoint without a sidecar where one is needed."""
-    return CheckpointNotFoundError(
-        f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. The checkpoint "
-        "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
-        str(place),
-    )
-
-
-def _check_one(place: Path) -> CheckpointReport:
-    if place.is_dir():
-        found = find_sidecar(place, None)
-        if found is None:
-            raise no_digests(place)
-        return _with_attachments(_check_folder(place, found.sidecar), found)
+def _check_file(place: Path, sidecar: Sidecar) -> CheckpointReport:
     content = digest_path(place)
-    found = find_sidecar(place, content)
-    if found is None:
-        raise no_digests(place)
-    checkpoint: Any = None
+    checkpoint = None
     try:
         checkpoint = load_plainly(place)
-    except UnpicklingError as error:
-        if not found.fits:
-            raise unreadable(place, content, found, error) from error
+    except UnpicklingError as error:  # a class that weights_only refuses
+        if sidecar.file != content:
+            raise unreadable(place, content, sidecar, error) from error
     except Exception as error:  # a damaged file makes torch's readers raise anything
-        raise unreadable(place, content, found, error) from error
-    if checkpoint is not None and not isinstance(checkpoint, dict):
-        raise _no_dictionary(place, checkpoint)
-    return _with_attachments(compare_loaded(place, found, content, checkpoint), found)
-
-
-def _check_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
-    """Compare the files of a folder with its sidecar; reads them all once."""
-    present = digest_folder(folder)
-    names = [*sidecar.files, *(name for name in present if name not in sidecar.files)]
-    entries = [_difference(name, sidecar.files.get(name), present.get(name)) for name in names]
-    differing = tuple(entry for entry in entries if entry is not None)
-    if sidecar.file is not None:  # it was a file when it was saved
-        differing = (EntryDifference(section="files", path="", kind="structure"), *differing)
-    return CheckpointReport(
-        path=str(folder),
-        has_same_bytes=not differing,
-        is_opened=False,
-        entries=differing,
-        sections={"files": len(sidecar.files)},
-        num_tensors=0,
-        num_bytes=sum(digest.size for digest in present.values()),
-        sidecar=sidecar,
-    )
-
-
-def _difference(name: str, reference: FileDigest | None, current: FileDigest | None) -> EntryDifference | None:
-    if reference == current:
-        return None
-    before, now = (None if one is None else format_digest(one.digest) for one in (reference, current))
-    kind = "missing" if current is None else "extra" if reference is None else "content"
-    return EntryDifference(section="files", path=name, kind=kind, reference=before, current=now)
-
-
-def _with_attachments(report: CheckpointReport, found: Found) -> CheckpointReport:
-    _, missing, damaged = read_parts(found.path, found.sidecar)
-    return CheckpointReport(
-        path=report.path,
-        has_same_bytes=report.has_same_bytes,
-        is_opened=report.is_opened,
-        entries=(*report.entries, *(EntryDifference(section="resume", path=name, kind="content") for name in damaged)),
-        missing_files=tuple(missing),
-        sections=report.sections,
-        num_tensors=report.num_tensors,
-        num_bytes=report.num_bytes,
-        sidecar=report.sidecar,
-    )
+        raise unreadable(place, content, sidecar, error) from error
+    return compare_loaded(place, sidecar, content, checkpoint)
 
 
 def _check_two(reference: Path, current: Path) -> CheckpointReport:
-    loaded = []
+    loaded, contents = [], []
     for place in (reference, current):
         if place.is_dir():
             raise CheckpointFormatError(
@@ -294,23 +280,20 @@ def _check_two(reference: Path, current: Path) -> CheckpointReport:
                 "digests beside it, or consolidate it into a file first.",
                 str(place),
             )
+        contents.append(digest_path(place))
         try:
-            checkpoint = load_plainly(place)
+            loaded.append(load_plainly(place))
         except Exception as error:  # a damaged file makes torch's readers raise anything
-            content = digest_path(place)
-            raise unreadable(place, content, find_sidecar(place, content), error) from error
-        if not isinstance(checkpoint, dict):
-            raise _no_dictionary(place, checkpoint)
-        loaded.append(checkpoint)
+            raise unreadable(place, contents[-1], read_sidecar(place), error) from error
     entries = [entries_of(checkpoint) for checkpoint in loaded]
     values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    contents = [digest_path(place) for place in (reference, current)]
+    found = [_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in differences(*entries)]
     return CheckpointReport(
         path=str(reference),
         other=str(current),
         has_same_bytes=contents[0] == contents[1],
         is_opened=True,
-        entries=tuple(counted(differences(*entries), *values)),
+        entries=tuple(found),
         sections={section: len(inner) for section, inner in entries[0].items()},
         num_tensors=sum(isinstance(value, Tensor) for value in values[0].values()),
         num_bytes=contents[0].size,
@@ -334,13 +317,76 @@ def _existing(path: str | Path) -> Path:
     return place
 
 
-def _no_dictionary(place: Path, checkpoint: object) -> CheckpointFormatError:
-    return CheckpointFormatError(
-        f"{place} holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary. It could be loaded; "
-        "to compare tensors by themselves use det_callbacks.digest_tensor.",
-        str(place),
+# what differs
+
+
+def differences(reference: Entries, current: Entries) -> list[EntryDifference]:
+    """Return what is not the same, in the order of the reference, then what only ``current`` has."""
+    found = []
+    for section, path in dict.fromkeys((*_names(reference), *_names(current))):
+        one, other = (entries.get(section, {}).get(path) for entries in (reference, current))
+        if one is not None and other is not None and one.is_same(other):
+            continue
+        kind = "missing" if other is None else "extra"
+        if one is not None and other is not None:
+            is_content = (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape)
+            kind = "content" if is_content else "structure"
+        parameters = [entry.parameter for entry in (one, other) if entry is not None and entry.parameter is not None]
+        found.append(
+            EntryDifference(
+                section=section,
+                path=path,
+                kind=kind,
+                reference=_shown(one, kind),
+                current=_shown(other, kind),
+                parameter=next(iter(parameters), None),
+            )
+        )
+    return _with_exchanges(found, lambda one: (reference[one.section][one.path], current[one.section][one.path]))
+
+
+def _names(entries: Entries) -> list[tuple[str, str]]:
+    return [(section, path) for section, inner in entries.items() for path in inner]
+
+
+def _shown(entry: Entry | None, kind: str) -> str | None:
+    if entry is None:
+        return None
+    if kind == "content":
+        return None if entry.digest is None else format_digest(entry.digest)
+    return entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}"
+
+
+def _with_exchanges(
+    found: Sequence[EntryDifference], both: Callable[[EntryDifference], tuple[Entry, Entry]]
+) -> list[EntryDifference]:
+    """Name the pairs of tensors of which each has the other's content: what a wrong mapping of names does."""
+    pairs = {(one.section, one.path): both(one) for one in found if one.kind == "content"}
+    by_content: dict[tuple[str, int | None, int | None], str] = {}
+    for (section, path), (saved, held) in pairs.items():
+        if saved.kind == "tensor":
+            by_content.setdefault((section, saved.digest, held.digest), path)
+    named = []
+    for one in found:
+        saved_held = pairs.get((one.section, one.path))
+        partner = None
+        if saved_held is not None:
+            saved, held = saved_held
+            partner = by_content.get((one.section, held.digest, saved.digest))
+        named.append(one if partner is None else replace(one, exchanged_with=partner))
+    return named
+
+
+def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
+    """Return a difference with numbers of elements and ULPs, where both sides are ordinary tensors."""
+    if one.kind != "content":
+        return one
+    if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
+        return replace(one, reference=reprlib.repr(reference), current=reprlib.repr(current))
+    try:
+        numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
+    except ValueError:  # not ordinary strided tensors: that they differ is known
+        return replace(one, num_elements=reference.numel())
+    return replace(
+        one, num_elements=numbers.num_elements, num_differing=numbers.num_differing, max_ulps=numbers.max_ulps
     )
-
-
-def _num_tensors(entries: Entries) -> int:
-    return sum(entry.kind == "tensor" for inner in entries.values() for entry in inner.values())

@@ -4,7 +4,6 @@ from det_callbacks.report.audit_text import audit_line, audit_lines
 from det_callbacks.report.check_text import announce_run, render_check
 from det_callbacks.report.checkpoint_text import (
     mismatch_text,
-    missing_files_line,
     missing_sidecar_line,
     remote_save_line,
     render_checkpoint,
@@ -51,7 +50,6 @@ __all__ = [
     "find_op_usage",
     "level_words",
     "mismatch_text",
-    "missing_files_line",
     "missing_sidecar_line",
     "no_metrics_text",
     "no_prediction_line",

@@ -48,7 +48,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
             "have the bits that were saved: the change is in what is no entry, or in padding."
         )
     elif report.is_opened:
-        right = num_compared - sum(entry.kind != "extra" and entry.section != "resume" for entry in report.entries)
+        right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
         lines.append(f"{right:,} of {_entries(num_compared)} are what was saved.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
@@ -81,11 +81,6 @@ def unrestored_line(path: str) -> str:
         f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data stands beside "
         "it, so with shuffling, augmentation or dropout the run will not be the same run"
     )
-
-
-def missing_files_line(path: str, names: Sequence[str]) -> str:
-    """Return the line of a checkpoint of which files kept beside it are gone."""
-    return f"det_callbacks: {path} is what was saved, but what was kept beside it is missing: {', '.join(names)}"
 
 
 def remote_save_line(path: str) -> str:

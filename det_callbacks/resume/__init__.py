@@ -1,7 +1,6 @@
-"""What a checkpoint leaves out of a training's state: generators, gradients under way, where its data is."""
+"""Going on as if a training had never been interrupted: what a checkpoint leaves out of a training's state."""
 
 from det_callbacks.resume.generators import GeneratorStates
 from det_callbacks.resume.held import find_generators
-from det_callbacks.resume.state import DataPosition, Reduction, ResumeState
 
-__all__ = ["DataPosition", "GeneratorStates", "Reduction", "ResumeState", "find_generators"]
+__all__ = ["GeneratorStates", "find_generators"]

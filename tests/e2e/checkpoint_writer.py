@@ -9,24 +9,32 @@ from pathlib import Path
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from det_callbacks.checkpoint.entries import entries_of
-from det_callbacks.checkpoint.saving import begin_save, end_save, new_id, remove_beside
-from det_callbacks.checkpoint.sidecar import SaveContext
+from det_callbacks.checkpoint import SaveContext, Sidecar
+from det_callbacks.checkpoint.io import CheckpointWatch, DigestingIO
+
+
+class Source:
+    """A training that keeps nothing for an exact resume."""
+
+    def context(self) -> SaveContext:
+        return SaveContext()
+
+    def keep(self, path: str, id: str) -> bool:
+        return False
+
+    def loaded(self, path: str, sidecar: Sidecar | None) -> None:
+        pass
 
 
 def write(folder: Path) -> None:
+    io = DigestingIO(TorchCheckpointIO(), CheckpointWatch(Source()))
     number = 0
     while True:
         checkpoint = {"state_dict": {f"weight{index}": torch.full((2000,), float(number)) for index in range(20)}}
         for name in ("last", str(number)):
-            path, id = folder / f"{name}.ckpt", new_id()
-            context = SaveContext(step=number, attachments={"rank-00000.bin": bytes([number % 256]) * 1000})
-            begin_save(path, id=id, context=context)
-            TorchCheckpointIO().save_checkpoint(checkpoint, path)
-            end_save(path, id=id, entries=entries_of(checkpoint), context=context)
-        old = folder / f"{number - 3}.ckpt"
-        old.unlink(missing_ok=True)
-        remove_beside(old)
+            io.save_checkpoint(checkpoint, folder / f"{name}.ckpt")
+        if number > 2:
+            io.remove_checkpoint(folder / f"{number - 3}.ckpt")
         number += 1
 
 

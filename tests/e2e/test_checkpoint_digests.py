@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from det_callbacks import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    check_checkpoint,
-)
-from det_callbacks.callback.checkpointing import Checkpointing
-from det_callbacks.callback.loading import Read
-from det_callbacks.callback.saving import DigestingIO
-from det_callbacks.checkpoint import SaveContext, Sidecar
+from det_callbacks import CheckpointMismatchError, CheckpointNotFoundError, check_checkpoint
+from det_callbacks.checkpoint import sidecar
+from det_callbacks.checkpoint.io import DigestingIO
 
 pytestmark = RESUMING
 
@@ -103,7 +98,9 @@ def test_a_checkpoint_of_an_exception_has_digests(kind: str, asynchronous: bool,
     assert sidecar is not None
     assert sidecar.context.step == 1
     if kind == "exception":  # its teardown, after ours, takes the checkpoint away
-        fit(tmp_path, OnExceptionCheckpoint(tmp_path / "checkpoints")).run(ckpt_path=str(path))
+        again = OnExceptionCheckpoint(tmp_path / "checkpoints")
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        Fit(ours(tmp_path, resume="plain"), again, **options).run(ckpt_path=str(path))
         assert os.listdir(tmp_path / "checkpoints") == []
 
 
@@ -206,51 +203,74 @@ def test_a_trainer_without_it_loads_the_checkpoint(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
-# what is kept beside a checkpoint
+# kills: a process ends without a word at its n-th change of the disk
+
+CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "remove", "fsync")
 
 
-class MadeUp(Checkpointing):
-    """Keeps a made-up state beside each checkpoint."""
+def run_killed(work: Callable[[], object], at: int) -> bool:
+    """Run in a child that ends before its n-th change of the disk; return whether it did."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
+    count = 0
 
-    def __init__(self) -> None:
-        super().__init__(resume="plain")
-        self.loaded: list[tuple[str, Sidecar | None, dict[str, bytes]]] = []
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            if count == at:
+                os._exit(99)
+            count += 1
+            return function(*args, **options)
 
-    def context(self, path: str) -> SaveContext:
-        return SaveContext(attachments={"rank-00000.safetensors": b"state"})
+        return changed
 
-    def _loaded(self, path: str, sidecar: Sidecar | None, read: Read) -> None:
-        self.loaded.append((path, sidecar, dict(read(0))))
+    try:
+        for name in CHANGES:
+            setattr(os, name, counted(getattr(os, name)))
+        work()
+    finally:
+        os._exit(0)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_attachments_are_kept_amended_and_handed_over(asynchronous: bool, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    callback = ours(tmp_path)
-    callback._checkpointing = MadeUp()
-    watch = callback._checkpointing._watch
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # Python's
+def test_a_kill_at_any_change_leaves_digests_that_agree_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = fit(tmp_path).run().trainer
+    path, outcomes = tmp_path / "c" / "last.ckpt", []
+    for number in range(50):
+        trainer.save_checkpoint(path)
+        was_killed = run_killed(lambda: trainer.save_checkpoint(path), at=number)
+        try:
+            assert check_checkpoint(path).equal
+            outcomes.append("agrees")
+        except CheckpointNotFoundError:
+            outcomes.append("no digests")
+        if not was_killed:
+            break
+        if outcomes[-1] == "no digests" and outcomes.count("no digests") == 1:  # a preempted job goes on
+            Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=str(path))
+            assert "was loaded unchecked" in capsys.readouterr().out
+    assert outcomes[0] == outcomes[-1] == "agrees"
+    assert set(outcomes[1:-1]) == {"no digests"}
+    assert 4 <= number < 49
 
-    class Amending(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if watch.last_path is not None:
-                watch.amend(watch.last_path, {"late": b"more"})
 
-    options = {"plugins": [AsyncCheckpointIO()]} if asynchronous else {}
-    # a callback that is no Checkpoint stands before it, so that it amends the save of the batch before
-    keeping = every(tmp_path, 3, save_last="link", save_top_k=1)
-    Fit(callback, Amending(), keeping, enable_checkpointing=True, default_root_dir=tmp_path, **options).run()
-    resumed = ours(tmp_path)
-    resumed._checkpointing = MadeUp()
-    Fit(resumed, max_epochs=2).run(ckpt_path=keeping.last_model_path)
-    ((path, sidecar, contents),) = resumed._checkpointing.loaded
-    assert path == keeping.last_model_path
-    assert sidecar is not None
-    assert contents == {"rank-00000.safetensors": b"state", "late": b"more"}
-    (folder,) = (tmp_path / "checkpoints").glob("*.resume/rank-00000")
-    assert len(list(folder.iterdir())) == 3
-    next(folder.glob("late.*")).write_bytes(b"morE")
-    with pytest.raises(CheckpointMismatchError, match="resume: late differs"):
-        Fit(resumed, max_epochs=2).run(ckpt_path=keeping.last_model_path)
+def test_a_save_that_fails_leaves_no_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = fit(tmp_path).run().trainer
+    path = tmp_path / "x.ckpt"
+    trainer.save_checkpoint(path)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sidecar.os, "fsync", fail)
+        with pytest.raises(OSError, match="no space left"):
+            trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointNotFoundError):
+        check_checkpoint(path)
 
 
 # strategies that write folders

@@ -7,22 +7,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from random_trainings import (
-    Logging,
-    Noisy,
-    Normed,
-    Plateau,
-    SaveAfter,
-    fit,
-    loader,
-)
+from random_trainings import Augmented, Iterating, Logging, Noisy, Plateau, SaveAfter, fit, loader
 from resumes import RESUMING, RaiseAt, environment_again, failing, record, refused, resume
+from torch.utils.data import DataLoader
 
 from det_callbacks import (
     CheckpointFormatError,
     DeterminismCallback,
     DivergenceError,
     NothingComparedError,
+    NotResumableError,
 )
 from det_callbacks.errors import CoverageWarning
 
@@ -31,14 +25,35 @@ __all__ = ["environment_again"]  # a fixture of each test
 pytestmark = RESUMING
 
 
-def test_a_batch_that_had_changed_something_is_not_done_again(tmp_path: Path) -> None:
-    record(tmp_path, model=Normed)
+ALWAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, "use persistent_workers=False"),
+    "draws_itself": ({"model": Iterating, "data": lambda: loader("own")}, "let it take a batch"),
+    "two_loaders": (
+        {"data": lambda: {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}},
+        "several training loaders; make one of them, or save at its end",
+    ),
+    "loaders_made_again": ({"reload_dataloaders_every_n_epochs": 2}, "makes loaders anew; make them once"),
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_training_that_cannot_be_resumed_says_what_to_change(name: str, tmp_path: Path) -> None:
+    options, reason = ALWAYS[name]
+    record(tmp_path, SaveAfter(tmp_path, 4, 7), **options)
+    (problem,) = refused(tmp_path, "4.ckpt", **options)
+    assert problem.endswith(reason)
+    if name == "two_loaders":
+        assert resume(tmp_path, "7.ckpt", **options) == (7, 20)
+
+
+@pytest.mark.parametrize("others", [[], [RaiseAt("on_train_batch_start", 4)]])
+def test_a_batch_under_way_when_an_exception_came(others: list[Any], tmp_path: Path) -> None:
+    record(tmp_path)
     stopped = DeterminismCallback(tmp_path / "stopped", mode="record", level="state")
     with pytest.raises(RuntimeError, match="planted"):
-        fit(stopped, OnExceptionCheckpoint(tmp_path), model=failing(4, Normed))
-    (problem,) = refused(tmp_path, "on_exception.ckpt", model=Normed)
-    # batch norm counts its batches in the open; its running statistics it writes without a trace
-    assert "in the middle of step 4, which had already changed 1 of the module's parameters, buffers" in problem
+        fit(stopped, OnExceptionCheckpoint(tmp_path), *others, model=Noisy if others else failing(4))
+    (problem,) = refused(tmp_path, "on_exception.ckpt")
+    assert problem == "it was saved in the middle of step 4; save at the end of a batch"
 
 
 def test_an_epoch_that_had_only_begun(tmp_path: Path) -> None:
@@ -61,8 +76,6 @@ class Changing(Noisy):
 
 END: dict[str, tuple[str, dict[str, Any], str]] = {
     "batch": ("batch", {"model": Changing}, "before the end of an epoch, whose hooks Lightning leaves out"),
-    "loaders": ("epoch", {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs makes"),
-    "workers": ("epoch", {"data": lambda: loader(num_workers=1, persistent_workers=True)}, "persistent_workers=True"),
     "plateau": ("epoch", {"model": Plateau}, "before ReduceLROnPlateau was updated"),
 }
 
@@ -175,14 +188,6 @@ def test_a_generator_as_data(tmp_path: Path) -> None:
     record(tmp_path, data=data, max_epochs=1)
 
 
-def test_workers_that_outlive_an_epoch_are_refused(tmp_path: Path) -> None:
-    options = {"data": lambda: loader(num_workers=1, persistent_workers=True), "max_epochs": 2}
-    record(tmp_path, SaveAfter(tmp_path, 3, 10), **options)
-    assert resume(tmp_path, "3.ckpt", **options) == (3, 13)
-    (problem,) = refused(tmp_path, "10.ckpt", **options)
-    assert "persistent_workers=False" in problem
-
-
 def test_other_data_is_refused(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 4, 7), data=lambda: loader("none"))
     for data in (lambda: loader("none", shuffle=False), lambda: loader("global"), lambda: loader("none", batch_size=7)):
@@ -213,15 +218,16 @@ def test_what_a_hook_changes_after_the_save_is_noticed(tmp_path: Path) -> None:
 
 def test_missing_state_is_refused_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, SaveAfter(tmp_path, 4), accumulate_grad_batches=3)
-    gradients = next((tmp_path / "4.ckpt.resume").rglob("*.safetensors.*"))
-    content = gradients.read_bytes()
-    gradients.unlink()
-    with pytest.raises(CheckpointFormatError, match="the gradients accumulated so far, is missing"):
+    (state,) = (tmp_path / "4.ckpt.resume").iterdir()
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1  # of a gradient
+    state.write_bytes(content)
+    with pytest.raises(CheckpointFormatError, match=r"rank-00000\.state is damaged: its tensors are not what"):
         resume(tmp_path, "4.ckpt", accumulate_grad_batches=3)
-    gradients.write_bytes(content)
-    next((tmp_path / "4.ckpt.resume").rglob("*.json.*")).unlink()
-    (problem,) = refused(tmp_path, "4.ckpt", accumulate_grad_batches=3)
-    assert problem == "the state of rank 0 of 1 was not saved beside it"
+    state.unlink()
+    with pytest.raises(NotResumableError, match='resume="plain"') as caught:
+        resume(tmp_path, "4.ckpt", accumulate_grad_batches=3)
+    assert caught.value.problems == ("the state of rank 0 of 1, which was saved beside it, is missing",)
     (tmp_path / "4.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):
         resume(tmp_path, "4.ckpt", accumulate_grad_batches=3)

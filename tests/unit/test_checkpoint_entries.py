@@ -1,6 +1,7 @@
 """What of a checkpoint is named, and what counts as the same."""
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from det_callbacks.checkpoint.difference import counted, differences
-from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of, walk
+from det_callbacks import check_checkpoint
+from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
 from det_callbacks.digest import digest_tensor
 
 
@@ -94,18 +95,20 @@ def test_values_that_are_not_plain_have_no_encoding() -> None:
     assert encode_plain({1, 2, 3}) == encode_plain({3, 2, 1})
 
 
-def compare(reference: dict[str, Any], current: dict[str, Any]) -> list[Any]:
-    values = [{(section, path): value for section, path, value in walk(one)} for one in (reference, current)]
-    return counted(differences(entries_of(reference), entries_of(current)), *values)
+def compare(folder: Path, reference: dict[str, Any], current: dict[str, Any]) -> list[Any]:
+    paths = folder / "reference.ckpt", folder / "current.ckpt"
+    for path, checkpoint in zip(paths, (reference, current), strict=True):
+        torch.save(checkpoint, path)
+    return list(check_checkpoint(*paths).entries)
 
 
-def test_differences_are_named_and_counted() -> None:
+def test_differences_are_named_and_counted(tmp_path: Path) -> None:
     first = {"state_dict": {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2), "gone": torch.ones(1)}, "epoch": 1}
     second = {
         "state_dict": {"a": torch.tensor([1.0, 2.0000002]), "b": torch.zeros(3), "new": torch.ones(1)},
         "epoch": 2,
     }
-    found = {one.name: one for one in compare(first, second)}
+    found = {one.name: one for one in compare(tmp_path, first, second)}
     assert {name: one.kind for name, one in found.items()} == {
         "state_dict: a": "content",
         "state_dict: b": "structure",
@@ -117,12 +120,12 @@ def test_differences_are_named_and_counted() -> None:
     assert (one.num_elements, one.num_differing, one.max_ulps) == (2, 1, 1)
     assert (found["state_dict: b"].reference, found["state_dict: b"].current) == ("float32 [2]", "float32 [3]")
     assert (found["epoch"].reference, found["epoch"].current) == ("1", "2")
-    assert compare(first, first) == []
+    assert compare(tmp_path, first, first) == []
 
 
-def test_exchanged_tensors_are_said_to_be() -> None:
+def test_exchanged_tensors_are_said_to_be(tmp_path: Path) -> None:
     one, other = torch.ones(2), torch.zeros(2)
-    found = compare({"state_dict": {"a": one, "b": other}}, {"state_dict": {"a": other, "b": one}})
+    found = compare(tmp_path, {"state_dict": {"a": one, "b": other}}, {"state_dict": {"a": other, "b": one}})
     assert [(entry.path, entry.exchanged_with) for entry in found] == [("a", "b"), ("b", "a")]
-    found = compare({"state_dict": {"a": one, "b": other}}, {"state_dict": {"a": other, "b": other + 2}})
+    found = compare(tmp_path, {"state_dict": {"a": one, "b": other}}, {"state_dict": {"a": other, "b": other + 2}})
     assert [entry.exchanged_with for entry in found] == [None, None]

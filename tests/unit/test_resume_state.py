@@ -1,65 +1,57 @@
-"""The file of a resume state: what goes in comes out, and anything else is refused."""
+"""The state that is kept beside a checkpoint: what goes in comes out, and whether what ranks read belongs together."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from det_callbacks.errors import CheckpointFormatError
-from det_callbacks.resume import DataPosition, GeneratorStates, ResumeState
+from det_callbacks.resume import GeneratorStates
+from det_callbacks.resume.state import DataPosition, Reduction, ResumeState, problems_of
 
 
-def a_state() -> ResumeState:
+def state(**changes: Any) -> ResumeState:
     first = GeneratorStates.capture()
     torch.rand(3)
-    return ResumeState(
-        rank=0,
-        world_size=1,
+    position = DataPosition(before_iteration=first, before_first=first, num_drawn=4, num_consumed=3, chain=2**64 - 1)
+    one = ResumeState(
         step=7,
         epoch=1,
         moment="draw",
         is_epoch_over=False,
         generators=GeneratorStates.capture(),
-        position=DataPosition(
-            num_iterations=2,
-            before_iteration=first,
-            before_first=first,
-            restarts=((3, first),),
-            num_drawn=4,
-            num_consumed=3,
-            first_digest=(1 << 64) - 1,
-            chain=12,
-        ),
-        num_gradients=2,
-        problems=("one", "two"),
+        position=position,
+        common={"state of scheduler 0": "a"},
+        sampler_seeds=(3, None),
+        reduction=Reduction(stage="settled", buckets=(("a", "b"), ("c",)), syncs_buffers=False),
     )
+    return replace(one, **changes)
 
 
-def test_what_is_written_is_read() -> None:
-    state = a_state()
-    assert ResumeState.from_bytes(state.to_bytes(), "x") == state
+@pytest.mark.parametrize("changes", [{}, {"reduction": None, "problems": ("one", "two"), "sampler_seeds": ()}])
+def test_what_is_written_is_read(changes: dict[str, Any]) -> None:
+    one = state(**changes)
+    content = json.loads(json.dumps(one.to_dict()))
+    assert ResumeState.from_dict(content, "x") == one
+    for damaged in ({**content, "position": None}, {**content, "reduction": {}}, {"step": 7}):
+        with pytest.raises(CheckpointFormatError, match=r"rank-00000\.state is damaged"):
+            ResumeState.from_dict(damaged, "x.ckpt.resume/rank-00000.state")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: b"",
-        lambda content: b"[]",
-        lambda content: b"\xff\xfe",
-        lambda content: json.dumps({**json.loads(content), "position": None}).encode(),
-        lambda content: json.dumps(
-            {key: value for key, value in json.loads(content).items() if key != "step"}
-        ).encode(),
-    ],
-)
-def test_a_damaged_file_is_an_error_that_names_it(damage) -> None:
-    with pytest.raises(CheckpointFormatError, match=r"rank-00000\.json is damaged") as caught:
-        ResumeState.from_bytes(damage(a_state().to_bytes()), "x.ckpt.resume/rank-00000.json")
-    assert caught.value.exit_code == 2
+def test_states_of_one_moment_belong_together() -> None:
+    assert problems_of([state().row(), state(moment="save").row()]) == []
+    (apart,) = problems_of([state().row(), state(step=8, reduction=Reduction(stage="first")).row()])
+    assert apart.endswith("at the same moment, by rank: buckets is settled, first; step is 7, 8")
 
 
-def test_a_file_of_another_version_is_an_error() -> None:
-    content = json.dumps({**json.loads(a_state().to_bytes()), "schema": 9}).encode()
-    with pytest.raises(CheckpointFormatError, match="has version 9"):
-        ResumeState.from_bytes(content, "x")
+def test_a_reason_names_the_ranks_that_have_it() -> None:
+    first, second, third = state(problems=("all", "some")), state(problems=("all",)), state()
+    third = replace(third, problems=("all", "some"), common={"state of scheduler 0": "b", "state of X": "c"})
+    assert problems_of([one.row() for one in (first, second, third)]) == [
+        "all",
+        "rank 0, 2: some",
+        "state of scheduler 0 was not the same on rank 2 as on rank 0, and Lightning saves that of rank 0",
+        "state of X was not the same on rank 2 as on rank 0, and Lightning saves that of rank 0",
+    ]

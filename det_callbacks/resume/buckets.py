@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from det_callbacks.resume import Reduction
+from det_callbacks.resume.state import Reduction
 
 
 class BucketsError(Exception):

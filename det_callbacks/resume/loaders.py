@@ -6,21 +6,71 @@ Nothing here changes what is drawn: a run that is watched has the data and the g
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader
 
-from det_callbacks.callback.followed import follow
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
-from det_callbacks.resume import DataPosition, GeneratorStates
-from det_callbacks.resume.generators import Held
+from det_callbacks.resume.generators import GeneratorStates, Held
+from det_callbacks.resume.state import DataPosition
 from det_callbacks.trace.leaves import leaves
 
-MAX_RESTARTS = 1_000
-"""Restarts of a shorter loader that are kept of an epoch, at 15 KiB each."""
+
+class Follower(Protocol):
+    """What is told of each iteration over a loader and of each batch."""
+
+    def begin_iteration(self) -> None:
+        """Called before the loader makes its iterators."""
+
+    def begin_draw(self) -> None:
+        """Called before a batch is drawn."""
+
+    def end_draw(self, batch: Any) -> None:
+        """Called with a batch that was drawn."""
+
+
+class _Followed(CombinedLoader):
+    """A loader that tells its followers; those that came last are told first before, and last after."""
+
+    _followers: list[Follower]
+
+    def __iter__(self) -> Any:
+        for follower in self._followers[::-1]:
+            follower.begin_iteration()
+        return super().__iter__()
+
+    def __next__(self) -> Any:
+        for follower in self._followers[::-1]:
+            follower.begin_draw()
+        drawn = super().__next__()
+        for follower in self._followers:
+            follower.end_draw(drawn[0])
+        return drawn
+
+
+def follow(loader: CombinedLoader, follower: Follower) -> Callable[[], object]:
+    """Tell a follower of what a loader does; return what ends that, in whatever order several end.
+
+    Python looks ``__iter__`` and ``__next__`` up in the class, so as long as it is followed the loader has a subclass
+    of its own, under the same name.
+    """
+    base = type(loader)
+    if not issubclass(base, _Followed):
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "_followers": []}
+        # ours first, so that its super() is the loader's own class
+        loader.__class__ = type(base.__name__, (_Followed, base), names)
+    followed: Any = type(loader)
+    followed._followers.append(follower)
+
+    def end() -> None:
+        if follower in followed._followers:
+            followed._followers.remove(follower)
+        if not followed._followers and type(loader) is followed:
+            loader.__class__ = followed.__bases__[1]
+
+    return end
 
 
 class DataWatch:
@@ -30,55 +80,38 @@ class DataWatch:
 
     Attributes:
         position: in the epoch under way.
-        keeps_last: whether the generators are kept before each batch, which costs 50 microseconds a batch.
+        num_iterations: over the loader that were begun.
+        looks_ahead: Lightning draws a batch before it is trained on, so that the generators are kept before each batch:
+            50 microseconds more.
+        held: path -> generator that an object of the training holds.
         before_draw: called just before a batch is drawn that training will have.
         pending: called once, just before the next batch is drawn, to put back what it needs.
     """
 
     def __init__(self) -> None:
         self.position = DataPosition()
-        self.keeps_last = False
+        self.num_iterations = 0
+        self.looks_ahead = False
+        self.held: Mapping[str, Held] = {}
         self.before_draw: Callable[[], object] = lambda: None
         self.pending: Callable[[], object] | None = None
-        self.held: Mapping[str, Held] = {}
-        self.has_overflowed = False
-        self._before_last_draw: DataPosition | None = None
         self._repeats: DataPosition | None = None
-        self._used_generators = False
         self._before_repeated: GeneratorStates | None = None
-        self._is_starting = False
-        self._loader: CombinedLoader | None = None
+        self._used_generators = False
         self._let_go: Callable[[], object] = lambda: None
-
-    # attaching
 
     def attach(self, loader: CombinedLoader) -> None:
         """Follow a loader; the one before it is let go."""
         self.detach()
-        self._loader, self._let_go = loader, follow(loader, self)
-        for inner in loader.flattened:
-            if isinstance(inner, DataLoader):
-                # looked at in torch 2.13: `DataLoader.__iter__` makes its iterator by this method
-                inner._get_iterator = self._at_restart(inner._get_iterator)  # type: ignore[method-assign]  # for a fit
+        self._let_go = follow(loader, self)
 
     def detach(self) -> None:
         """Leave the loader as it was."""
-        loader, self._loader = self._loader, None
-        if loader is None:
-            return
         self._let_go()
-        for inner in loader.flattened:
-            if isinstance(inner, DataLoader):
-                vars(inner).pop("_get_iterator", None)
 
     def capture(self) -> GeneratorStates:
         """Return the states of all generators now."""
         return GeneratorStates.capture(self.held)
-
-    @property
-    def position_before_last(self) -> DataPosition | None:
-        """Where the data was before the last batch was drawn; None where that is not kept."""
-        return self._before_last_draw
 
     # drawing again
 
@@ -96,13 +129,11 @@ class DataWatch:
             Whether the batches were the same; None where that cannot be told, because drawing them used generators that
             training used in between.
         """
-        repeated, self._repeats = self._repeats, None
-        self._before_repeated = None
+        repeated, self._repeats, self._before_repeated = self._repeats, None, None
         assert repeated is not None, "repeating was begun"
-        mine, self.position = self.position, replace(self.position, num_iterations=repeated.num_iterations)
-        if mine.first_digest != repeated.first_digest:
+        if self.position.first_digest != repeated.first_digest:
             return False
-        if mine.chain == repeated.chain:
+        if self.position.chain == repeated.chain:
             return True
         return None if self._used_generators else False
 
@@ -110,15 +141,8 @@ class DataWatch:
 
     def begin_iteration(self) -> None:
         """Note that the loader begins to be iterated over."""
-        self._is_starting = True
-        states = self.capture()
-        self.position = DataPosition(num_iterations=self.position.num_iterations + 1, before_iteration=states)
-        self._before_last_draw = None
-        self.has_overflowed = False
-
-    def end_iteration(self) -> None:
-        """Note that its iterators are there."""
-        self._is_starting = False
+        self.num_iterations += 1
+        self.position = DataPosition(before_iteration=self.capture())
 
     def begin_draw(self) -> None:
         """Note, and put back, generators before a batch is drawn."""
@@ -132,14 +156,13 @@ class DataWatch:
         elif self.pending is not None:
             pending, self.pending = self.pending, None
             pending()
-        states = self.capture() if self.keeps_last or not position.num_drawn else None
+        states = self.capture() if self.looks_ahead or not position.num_drawn else None
         if not position.num_drawn:
             position = replace(position, before_first=states)
         if repeats is None:
             self.position = position
             self.before_draw()
-        self._before_last_draw = position if self.keeps_last else None
-        self.position = replace(position, before_last=states if self.keeps_last else None)
+        self.position = replace(position, before_last=states if self.looks_ahead else None)
 
     def end_draw(self, batch: Any) -> None:
         """Count a batch that was drawn."""
@@ -154,31 +177,13 @@ class DataWatch:
             chain=digest_bytes(struct.pack("<2Q", position.chain, digest)),
         )
 
-    def _at_restart(self, make: Callable[[], Any]) -> Callable[[], Any]:
-        def note_and_make() -> Any:
-            if not self._is_starting:
-                self._note_restart()
-            return make()
-
-        return note_and_make
-
-    def _note_restart(self) -> None:
-        position = self.position
-        if self._repeats is not None:
-            for drawn, states in self._repeats.restarts[len(position.restarts) :][:1]:
-                if drawn == position.num_drawn:
-                    states.restore(self.held)
-        if len(position.restarts) >= MAX_RESTARTS:
-            self.has_overflowed = True
-            return
-        restart = (position.num_drawn, self.capture())
-        self.position = replace(position, restarts=(*position.restarts, restart))
-
 
 def _digest_batch(batch: Any) -> int:
     """Return a digest of the tensors, arrays and plain values of a batch; on other devices only of their shapes."""
-    found = leaves(batch, "batch", is_whole=True)
-    return _join(*(part for name, leaf in found for part in (digest_bytes(name.encode()), _digest_leaf(leaf))))
+    digests: list[int] = []
+    for name, leaf in leaves(batch, "batch", is_whole=True):
+        digests += (digest_bytes(name.encode()), _digest_leaf(leaf))
+    return digest_bytes(struct.pack(f"<{len(digests)}Q", *digests))
 
 
 def _digest_leaf(leaf: Any) -> int:
@@ -192,7 +197,3 @@ def _digest_leaf(leaf: Any) -> int:
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
         return digest_bytes(repr(leaf).encode())
     return digest_bytes(type(leaf).__qualname__.encode())
-
-
-def _join(*digests: int) -> int:
-    return digest_bytes(struct.pack(f"<{len(digests)}Q", *digests))
