@@ -348,7 +348,7 @@ class DeterminismCallback(CallbackOptions):
             if not isinstance(self._run, Auditing):
                 self.verdict = self._run.verdict
         self._replicas.close()
-        self._together.end()
+        self._together.close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -357,7 +357,7 @@ class DeterminismCallback(CallbackOptions):
         self._end_alerts()
         WATCHERS.unfollow(self)
         self._replicas.close()
-        self._together.end()
+        self._together.close()
         left, self._call = self._call, None
         if left is not None:  # it had no batch
             raise NothingComparedError(no_metrics_text(left, reference=self.reference))

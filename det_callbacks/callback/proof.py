@@ -156,9 +156,9 @@ def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
 
 def _meet() -> None:
     """Wait until all processes are here; one that ended ends the others."""
-    group = RankGroup(timeout_seconds=PATIENCE_SECONDS)
+    group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
     try:
-        group.gather(b"", task="proving a resume")
+        group.gather(lambda: b"", task="proving a resume")
     finally:
         group.close()
 

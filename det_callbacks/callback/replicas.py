@@ -67,7 +67,7 @@ class Replicas:
             say_beside(trainer, no_replicas_line())
             return
         self._trainer = trainer
-        self._group = RankGroup(timeout_seconds=TIMEOUT_SECONDS)
+        self._group = RankGroup(timeout_seconds=TIMEOUT_SECONDS).open()
         told = self._group.agree(lambda: self._state().num_parameters, task="looking for replicas")
         if not any(told):
             raise NothingComparedError(

@@ -1,7 +1,7 @@
 """What the processes of a Trainer do together for one callback."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
@@ -14,49 +14,29 @@ from det_callbacks.ranks import RankGroup, require_same, start_facts
 SYNC_EVERY_N_STEPS = 10
 """After how many steps the processes ask each other whether one differs, to stop together."""
 
-Value = TypeVar("Value")
 
-
-class Together:
-    """The processes of one Trainer, from a fit's ``setup`` to its end; one process alone is together with itself.
-
-    It stays the same over the fits of a Trainer, each of which has a group of its own.
-
-    Attributes:
-        rank: of this process.
-        world_size: number of processes.
-    """
+class Together(RankGroup):
+    """The processes of one Trainer, from a fit's ``setup`` to its end; it stays the same over the fits of a Trainer."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self._group: RankGroup | None = None
-        self._differs_since: int | None = None
+        super().__init__()
+        self._has_differed = False
 
     def __reduce__(self) -> tuple[type["Together"], tuple[()]]:
-        """Let a copy, or a process that is started, begin alone: connections are not theirs."""
+        """Let a copy begin with a closed group."""
         return Together, ()
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Make the group; all processes come here at the same place, before anything that can fail on one of them."""
-        self.end()
+        self._has_differed = False
+        self.close()
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
-        self._differs_since = None
-        if self.world_size > 1:
-            self._group = RankGroup()
-            if self._group.world_size != self.world_size:
-                raise RankError(
-                    f"This Trainer has {self.world_size} processes, and torch.distributed knows of "
-                    f"{self._group.world_size}: they could not tell each other what they find. Use a strategy that "
-                    "runs on torch.distributed, such as ddp, or devices=1."
-                )
-
-    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        """Do something on every rank and return what came out, by rank, or raise on every rank: see ``RankGroup``."""
-        return [action()] if self.world_size == 1 else self._talking(task).agree(action, task=task)
-
-    def do(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on every rank and return what came out on this one, or raise on every rank."""
-        return action() if self.world_size == 1 else self._talking(task).do(action, task=task)
+        if trainer.world_size > 1 and self.open().world_size != trainer.world_size:
+            raise RankError(
+                f"This Trainer has {trainer.world_size} processes, and torch.distributed knows of {self.world_size}: "
+                "they could not tell each other what they find. Use a strategy that runs on torch.distributed, such "
+                "as ddp, or devices=1."
+            )
 
     def check_start(
         self,
@@ -101,30 +81,16 @@ class Together:
         """
         if self.world_size == 1:
             return differs
-        if differs and self._differs_since is None:
-            self._differs_since = step
+        self._has_differed |= differs
         if not may_stop or ((step + 1) % SYNC_EVERY_N_STEPS and not is_last):
             return False
-        since = 0 if self._differs_since is None else self._differs_since + 1
-        rows = self._talking("a sync").gather_numbers([step, since], task="the sync after every n-th step")
-        others = {row[0] for row in rows}
-        if len(others) > 1:
+        rows = self.agree(lambda: [step, self._has_differed], task="the sync after every n-th step")
+        if len({at for at, _ in rows}) > 1:
             raise RankError(
-                f"The ranks are no longer at the same step: {', '.join(str(row[0]) for row in rows)}, by rank. Give "
+                f"The ranks are no longer at the same step: {', '.join(str(at) for at, _ in rows)}, by rank. Give "
                 "all ranks equally many steps.",
             )
-        return any(row[1] for row in rows)
-
-    def end(self) -> None:
-        """Give the group back; may be called more than once."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-
-    def _talking(self, task: str) -> RankGroup:
-        if self._group is None:
-            raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
-        return self._group
+        return any(has_differed for _, has_differed in rows)
 
 
 def _replicated(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Tensor] | None:

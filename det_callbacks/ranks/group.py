@@ -5,7 +5,7 @@ exchange has a short timeout, and an error names the rank that is missing or wen
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ from det_callbacks.runs.peers import END_OF_FIT
 
 TIMEOUT_SECONDS = 30.0
 
-_MAX_NUMBERS = 6
-_NAME_BYTES = 64
+_HEAD_BYTES = 256
+"""Of the first collective of an exchange; one of at most so many bytes needs no second."""
 
 Value = TypeVar("Value")
 
@@ -27,45 +27,51 @@ Value = TypeVar("Value")
 class RankGroup:
     """The processes of a run, as far as they talk to each other; one process alone talks to itself.
 
+    It may be opened and closed several times, for each fit of a Trainer. A copy, or a process that is started, begins
+    with a closed one: connections are not theirs.
+
     Args:
         timeout_seconds: after which an exchange that a process does not come to is an error.
 
     Attributes:
         rank: of this process, from 0.
         world_size: number of processes.
-        num_exchanges: collectives so far.
-        num_bytes: that this process has sent in them so far.
+        num_bytes: that this process has sent so far.
 
-    Making one is itself a collective of the default group (``torch.distributed.new_group``), so all ranks make it at
-    the same place. Each exchange is one or two collectives of a few bytes: 0.1 to 0.3 milliseconds on one machine.
+    Each exchange is one collective of 256 bytes, and another one for what is larger: 0.1 to 0.3 milliseconds on one
+    machine.
 
     Raises:
         RankError: from every method, when a process does not take part in time.
     """
 
     def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self.num_exchanges = self.num_bytes = 0
+        self.rank, self.world_size, self.num_bytes = 0, 1, 0
         self._timeout_seconds = timeout_seconds
         self._group: Any = None
+
+    def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
+        """Let a copy begin with a closed group."""
+        return RankGroup, ()
+
+    def open(self) -> "RankGroup":
+        """Make the group of all processes that torch.distributed knows of, and return it.
+
+        That is itself a collective of the default group (``torch.distributed.new_group``), so all ranks do it at the
+        same place, before anything that can fail on one of them.
+        """
+        self.close()
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+        return self
 
-    def gather(self, content: bytes, *, task: str = "an exchange") -> list[bytes]:
-        """Return what each rank gave, by rank; two collectives: what the ranks are at with the lengths, the content."""
-        if self._group is None:
-            return [content]
-        lengths = [length for (length,) in self._meet(task, [len(content)])]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        if content:
-            padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        parts = self._exchange(padded, task)
-        return [bytes(part.numpy()[:length]) for part, length in zip(parts, lengths, strict=True)]
-
-    def gather_numbers(self, numbers: Sequence[int], *, task: str = "an exchange") -> list[list[int]]:
-        """Return the numbers (64 bits each, equally many, at most 6) that each rank gave, by rank; one collective."""
-        return [list(numbers)] if self._group is None else self._meet(task, numbers)
+    def close(self) -> None:
+        """Give the group back; may be called more than once."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
@@ -79,93 +85,88 @@ class RankGroup:
     def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank, and return what came out by rank (as JSON holds it), or raise on every rank.
 
-        A rank whose own action failed raises that error; the others raise ``RankError`` with what it said and its exit
-        code, so that all end together.
-
         Args:
             action: of this rank; what it returns goes through JSON.
             task: what it is, for messages: "opening the run".
         """
-        if self._group is None:
+        if self.world_size == 1:
+            return [action()]
+        return [json.loads(row) for row in self.gather(lambda: json.dumps(action()).encode(), task=task)]
+
+    def gather(self, action: Callable[[], bytes], *, task: str) -> list[bytes]:
+        """Do something on every rank, and return the bytes that came out by rank, or raise on every rank.
+
+        A rank whose own action failed raises that error; the others raise ``RankError`` with what it said and its exit
+        code, so that all end together.
+
+        Args:
+            action: of this rank.
+            task: what it is, for messages; all ranks have to be at the same one, or none goes on.
+        """
+        if self.world_size == 1:
             return [action()]
         error: Exception | None = None
-        told: dict[str, Any] = {}
         try:
-            told["value"] = action()
+            kind, content = b"+", action()
         except Exception as caught:  # whatever it is, the others have to hear of it before it goes on its way
-            error = caught
             exit_code = caught.exit_code if isinstance(caught, DetCallbacksError) else 1
-            told = {"error": str(caught), "kind": type(caught).__name__, "exit_code": exit_code}
-        answers = [json.loads(answer) for answer in self.gather(json.dumps(told).encode(), task=task)]
+            told = {"text": f"{type(caught).__name__}: {caught}", "exit_code": exit_code}
+            error, kind, content = caught, b"-", json.dumps(told).encode()
+        rows = self._exchange(kind + task.encode() + b"\n" + content, task)
         if error is not None:
             raise error
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise RankError(
-                    f"Rank {rank} failed in {task}, so this rank ({self.rank} of {self.world_size}) stops too: "
-                    f"{answer['kind']}: {answer['error']}",
-                    rank,
-                    answer["exit_code"],
-                )
-        return [answer["value"] for answer in answers]
-
-    def _meet(self, task: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Exchange a few numbers with the name of the task: all ranks have to be at the same one, or none goes on.
-
-        Always of one size, so that ranks that are at different exchanges still understand each other.
-        """
-        if len(numbers) > _MAX_NUMBERS:
-            raise ValueError(f"at most {_MAX_NUMBERS} numbers are exchanged; got {len(numbers)}")
-        name = task.encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
-        words = [int.from_bytes(name[at : at + 8], "little") for at in range(0, _NAME_BYTES, 8)]
-        values = [len(numbers), *numbers, *[0] * (_MAX_NUMBERS - len(numbers)), *words]
-        rows = self._gather_words(values, task)
+        found = []
         for rank, row in enumerate(rows):
-            if row[1 + _MAX_NUMBERS :] != words:
-                theirs = b"".join(word.to_bytes(8, "little") for word in row[1 + _MAX_NUMBERS :])
+            head, _, content = row.partition(b"\n")
+            if head[:1] == b"-":
+                told = json.loads(content)
                 raise RankError(
-                    f"Rank {self.rank} of {self.world_size} is at {name.decode(errors='replace').strip()}, and rank "
-                    f"{rank} at {theirs.decode(errors='replace').strip()}: they no longer do the same, most likely "
-                    "because one has fewer batches or stopped early. Give all ranks equally many steps, and stop them "
-                    "together.",
+                    f"Rank {rank} failed in {head[1:].decode()}, so this rank ({self.rank} of {self.world_size}) stops "
+                    f"too: {told['text']}",
+                    rank,
+                    told["exit_code"],
+                )
+            if head[1:] != task.encode():
+                raise RankError(
+                    f"Rank {self.rank} of {self.world_size} is at {task}, and rank {rank} at {head[1:].decode()}: they "
+                    "no longer do the same, most likely because one has fewer batches or stopped early. Give all ranks "
+                    "equally many steps, and stop them together.",
                     rank,
                 )
-        return [row[1 : 1 + row[0]] for row in rows]
+            found.append(content)
+        return found
 
-    def close(self) -> None:
-        """Give the group back; may be called more than once."""
-        group, self._group = self._group, None
-        self.rank, self.world_size = (self.rank, 1) if group is not None else (self.rank, self.world_size)
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+    def _exchange(self, message: bytes, task: str) -> list[bytes]:
+        """Return the message of each rank: its length and its beginning first, and the rest where one has more."""
+        room = _HEAD_BYTES - 8
+        heads = self._all_gather(len(message).to_bytes(8, "little") + message[:room].ljust(room), task)
+        sizes = [int.from_bytes(head[:8], "little") for head in heads]
+        rests = [b""] * len(heads)
+        if max(sizes) > room:
+            rests = self._all_gather(message[room:].ljust(max(sizes) - room), task)
+        return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
 
-    def _gather_words(self, words: Sequence[int], task: str) -> list[list[int]]:
-        signed = [value - (1 << 64) if value >= 1 << 63 else value for value in words]
-        parts = self._exchange(torch.tensor(signed, dtype=torch.int64), task)
-        return [[int(value) % (1 << 64) for value in part.tolist()] for part in parts]
-
-    def _exchange(self, mine: torch.Tensor, task: str) -> list[torch.Tensor]:
-        self.num_exchanges += 1
-        self.num_bytes += mine.nbytes
+    def _all_gather(self, content: bytes, task: str) -> list[bytes]:
+        if self._group is None:
+            raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self.num_bytes += len(content)
         try:
             with no_dispatch():
                 dist.all_gather(parts, mine, group=self._group)
         except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
+            seconds, reason = f"{self._timeout_seconds:.0f} seconds", str(error).splitlines()[0]
+            text = (
+                f"Rank {self.rank} of {self.world_size} did not hear from all others within {seconds}, or one of them "
+                f"ended, in {task}: {reason}. Look at the output of the other ranks: one raised, was killed, or left "
+                "the training early."
+            )
             if task == END_OF_FIT:
-                raise RankError(
+                text = (
                     f"Rank {self.rank} of {self.world_size} has finished its training, and not all others came to the "
-                    f"end of theirs within {self._timeout_seconds:.0f} seconds: it got fewer batches than they, or "
-                    "stopped early, or one of them ended. Give all ranks equally many steps, and stop them together "
-                    f"({str(error).splitlines()[0]}).",
-                    -1,
-                    DetCallbacksError.exit_code,
-                ) from error
-            raise RankError(
-                f"Rank {self.rank} of {self.world_size} did not hear from all others within "
-                f"{self._timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(error).splitlines()[0]}. "
-                "Look at the output of the other ranks: one raised, was killed, or left the training early.",
-                -1,
-                DetCallbacksError.exit_code,
-            ) from error
-        return parts
+                    f"end of theirs within {seconds}: it got fewer batches than they, or stopped early, or one of them "
+                    f"ended. Give all ranks equally many steps, and stop them together ({reason})."
+                )
+            raise RankError(text, -1, DetCallbacksError.exit_code) from error
+        return [part.numpy().tobytes() for part in parts]

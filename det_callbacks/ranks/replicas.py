@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from det_callbacks.digest import digest_bytes, digest_tensors, format_digest
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, RankError
+from det_callbacks.errors import NothingComparedError, RankError
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor
 from det_callbacks.runs.values import scalar_bits
@@ -57,11 +57,6 @@ class ReplicaDifference:
     def is_tie(self) -> bool:
         """Whether no value is held by more ranks than any other, so that nobody can tell which is right."""
         return len(self.values[0].ranks) == len(self.values[1].ranks)
-
-    @property
-    def minority(self) -> tuple[int, ...]:
-        """The ranks that do not hold what most hold; none where there is a tie."""
-        return () if self.is_tie else tuple(sorted(rank for value in self.values[1:] for rank in value.ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +122,22 @@ class ReplicaAudit:
         group, tensors = self._group, state.tensors
         num_bytes = group.num_bytes
         listing = json.dumps([(one.name, one.layout, one.holders) for one in tensors]).encode()
-        problem: Exception | None = None
-        content = b""  # of a rank that failed
-        try:
-            digests = _digests(tensors)
-            content = struct.pack(f"<{len(digests) + 2}Q", step + 1, digest_bytes(listing), *digests)
-        except (DetCallbacksError, TypeError) as error:  # told to the others below, and raised
-            problem = error
-        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather(content, task=TASK)]
-        if any(len(row) <= 2 or row[0] != step + 1 for row in rows):
-            self._require_alike(step, len(tensors), problem)
+
+        def digests() -> bytes:
+            return struct.pack(f"<{len(tensors) + 2}Q", step + 1, digest_bytes(listing), *_digests(tensors))
+
+        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather(digests, task=TASK)]
+        if len({row[0] for row in rows}) > 1:
+            steps = ", ".join(str(row[0] - 1) for row in rows)
+            raise RankError(
+                f"The replicas cannot be compared: the ranks are no longer at the same step ({steps}, by rank). Give "
+                "all ranks equally many steps."
+            )
+        if all(len(row) == 2 for row in rows):
+            raise NothingComparedError(
+                f"Nothing could be compared: none of the {group.world_size} ranks holds a tensor that another "
+                "one has to hold too. Sharded tensors have no replicas; compare runs with DeterminismCallback instead."
+            )
         self._learn(listing, [row[1] for row in rows])
         differences = dict(self._differences([row[2:] for row in rows], step))
         if not differences:
@@ -152,32 +153,11 @@ class ReplicaAudit:
             num_bytes=group.num_bytes - num_bytes,
         )
 
-    def _require_alike(self, step: int, num_tensors: int, problem: Exception | None) -> None:
-        """Raise on every rank what keeps them from comparing; return when only some ranks have nothing to compare."""
-
-        def tell() -> list[int]:
-            if problem is not None:
-                raise problem
-            return [step, num_tensors]
-
-        told = self._group.agree(tell, task=TASK)
-        if len({at for at, _ in told}) > 1:
-            steps = ", ".join(str(at) for at, _ in told)
-            raise RankError(
-                f"The replicas cannot be compared: the ranks are no longer at the same step ({steps}, by rank). Give "
-                "all ranks equally many steps."
-            )
-        if not any(number for _, number in told):
-            raise NothingComparedError(
-                f"Nothing could be compared: none of the {self._group.world_size} ranks holds a tensor that another "
-                "one has to hold too. Sharded tensors have no replicas; compare runs with DeterminismCallback instead."
-            )
-
     def _learn(self, listing: bytes, listed: list[int]) -> None:
         """Know the names, layouts and holders of every rank's tensors; all ranks see alike whether they changed."""
         if listed == self._listed:
             return
-        told = self._group.gather(listing, task=TASK)
+        told = self._group.gather(lambda: listing, task=TASK)
         self._listings = [[(name, layout, tuple(holders)) for name, layout, holders in json.loads(row)] for row in told]
         self._listed = listed
         self._keys = tuple(dict.fromkeys((name, holders) for one in self._listings for name, _, holders in one))

@@ -179,7 +179,7 @@ class Resuming:
         self._path = path
         rank, num_ranks = trainer.global_rank, trainer.world_size
         if num_ranks > 1:
-            self._peers = self._group = RankGroup(timeout_seconds=PATIENCE_SECONDS)
+            self._peers = self._group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
 
         def take() -> dict[str, Any]:
             num_saved = 0 if sidecar is None else sidecar.num_ranks

@@ -12,9 +12,8 @@ from det_callbacks.ranks import RankGroup
 
 
 def exchange(group: RankGroup, rank: int) -> Any:
-    contents = group.gather(b"x" * (3 * rank))
-    numbers = group.gather_numbers([rank, (1 << 64) - 1 - rank])
-    return contents, numbers, group.agree(lambda: {"rank": rank}, task="nothing"), group.num_exchanges
+    contents = [group.gather(lambda size=size: b"x" * (size * rank), task="a size") for size in (3, 500)]
+    return contents, group.agree(lambda: {"rank": rank}, task="nothing"), group.num_bytes
 
 
 def fail_on_one(group: RankGroup, rank: int) -> Any:
@@ -26,22 +25,27 @@ def fail_on_one(group: RankGroup, rank: int) -> Any:
 
 
 def leave(group: RankGroup, rank: int) -> Any:
-    return "left" if rank else group.gather(b"")
+    return "left" if rank else group.gather(lambda: b"", task="it")
 
 
 def hang(group: RankGroup, rank: int) -> Any:
     if rank:
         time.sleep(9)
         return "slept"
-    return group.gather(b"")
+    return group.gather(lambda: b"", task="it")
+
+
+def be_elsewhere(group: RankGroup, rank: int) -> Any:
+    return group.gather(lambda: b"", task=f"task {rank}")
 
 
 @pytest.mark.ddp
 def test_everybody_hears_everybody(tmp_path: Path) -> None:
     said = run(exchange, tmp_path)
     assert said[0] == said[1]
+    large = 500 + len("+a size\n") - 248  # what the first collective has no room for
     assert said[0] == repr(
-        ([b"", b"xxx"], [[0, (1 << 64) - 1], [1, (1 << 64) - 2]], [{"rank": 0}, {"rank": 1}], 5),
+        ([[b"", b"xxx"], [b"", b"x" * 500]], [{"rank": 0}, {"rank": 1}], 3 * 256 + large),
     )
 
 
@@ -61,14 +65,20 @@ def test_a_rank_that_does_not_come_is_an_error(body: Any, tmp_path: Path) -> Non
     assert waiting.startswith("RankError: Rank 0 of 2 did not hear from all others within 5 seconds, or one of them")
 
 
+@pytest.mark.ddp
+def test_ranks_that_are_at_different_tasks_are_named(tmp_path: Path) -> None:
+    said = run(be_elsewhere, tmp_path)
+    assert said[0].startswith("RankError: Rank 0 of 2 is at task 0, and rank 1 at task 1: they no longer do the same")
+    assert said[1].startswith("RankError: Rank 1 of 2 is at task 1, and rank 0 at task 0")
+
+
 def test_one_process_talks_to_itself() -> None:
-    group = RankGroup()
-    assert group.gather(b"abc") == [b"abc"]
-    assert group.gather_numbers([1, 2]) == [[1, 2]]
+    group = RankGroup().open()
+    assert group.gather(lambda: b"abc", task="it") == [b"abc"]
     assert group.agree(lambda: 5, task="nothing") == [5]
     with pytest.raises(RunExistsError):
-        group.agree(lambda: fail_on_one(group, 1), task="nothing")
-    assert (group.num_exchanges, group.num_bytes) == (0, 0)
+        fail_on_one(group, 1)
+    assert group.num_bytes == 0
     group.close()
 
 
