@@ -36,7 +36,7 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
         "det_callbacks/equivalence/checker.py",
         "_run_again",
     ): "what only another run raises is not the program's; the second is counted as not compared",
-    ("det_callbacks/ranks/group.py", "agree"): "what one rank raises is told to the others, and then raised",
+    ("det_callbacks/ranks/group.py", "gather"): "what one rank raises is told to the others, and then raised",
 }
 
 # Recipes use public names; who measures or shows the engine itself says so here.
