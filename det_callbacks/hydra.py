@@ -31,7 +31,7 @@ from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished
 from det_callbacks.callback.arguments import refuse_unknown
 from det_callbacks.command_line import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
-from det_callbacks.report import end_process, print_error
+from det_callbacks.report.console import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"

@@ -12,7 +12,7 @@ from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.compare.live import free_folder
 from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
-from det_callbacks.report import audit_line, audit_lines, print_closing_line
+from det_callbacks.report.fits import audit_line, audit_lines, print_closing_line
 from det_callbacks.runs.files import replace_atomically
 
 AUDIT_FILE = "audit.json"

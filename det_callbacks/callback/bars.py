@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from det_callbacks.report import print_closing_line
+from det_callbacks.report.fits import print_closing_line
 
 KEY = "determinism"
 

@@ -27,7 +27,7 @@ from det_callbacks.callback.tracing import Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
-from det_callbacks.report import no_metrics_text, no_prediction_line
+from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.tensors.writer import require_room
 from det_callbacks.trace.compiled import WATCHERS
 

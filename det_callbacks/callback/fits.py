@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 
 from det_callbacks.errors import DetCallbacksError, DivergenceWarning
-from det_callbacks.report import end_process, print_error
+from det_callbacks.report.console import end_process, print_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from det_callbacks.callback.bars import show_in_bar
 from det_callbacks.callback.progress import Progress
 from det_callbacks.digest import format_digest
-from det_callbacks.report import progress_word
+from det_callbacks.report.fits import progress_word
 from det_callbacks.resume import GeneratorStates
 from det_callbacks.verdict import Verdict
 

@@ -19,7 +19,7 @@ from det_callbacks.compare.live import free_folder
 from det_callbacks.device_generators import keep_states
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.ranks import RankGroup
-from det_callbacks.report import count
+from det_callbacks.report.console import count
 from det_callbacks.resume import GeneratorStates
 from det_callbacks.resume.session import PATIENCE_SECONDS, Resume
 from det_callbacks.verdict import Verdict

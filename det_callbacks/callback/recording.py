@@ -18,9 +18,8 @@ from det_callbacks.errors import (
     NotComparableError,
     NothingComparedError,
 )
-from det_callbacks.report import (
-    count,
-    disagreement_text,
+from det_callbacks.report.console import count
+from det_callbacks.report.fits import (
     level_words,
     no_metrics_text,
     nothing_recorded_text,
@@ -28,6 +27,7 @@ from det_callbacks.report import (
     recorded_call_line,
     recorded_line,
 )
+from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers

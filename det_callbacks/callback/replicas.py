@@ -14,7 +14,7 @@ from det_callbacks.errors import DivergenceWarning, NothingComparedError, Replic
 from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicatedState
 from det_callbacks.ranks.replicas import TIMEOUT_SECONDS
 from det_callbacks.ranks.replicated import replicated_state
-from det_callbacks.report import no_replicas_line, replicas_line, replicas_text
+from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 
 OnDivergence = Literal["raise", "collect", "warn"]
 

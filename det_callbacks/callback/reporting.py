@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from det_callbacks.compare.live import REPORT_FILE, Verification
-from det_callbacks.report import no_report_line, print_closing_line, write_report
+from det_callbacks.report.fits import no_report_line, print_closing_line
+from det_callbacks.report.html import write_report
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.verdict import Verdict
 

@@ -20,15 +20,9 @@ from det_callbacks.errors import (
     NothingComparedError,
     RankError,
 )
-from det_callbacks.report import (
-    count,
-    level_words,
-    print_closing_line,
-    unfinished_text,
-    verdict_of_rank,
-    verified_line,
-    waiting_line,
-)
+from det_callbacks.report.console import count
+from det_callbacks.report.fits import level_words, print_closing_line, unfinished_text, verified_line, waiting_line
+from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading

@@ -49,13 +49,8 @@ from det_callbacks.checkpoint.sidecar import (
 )
 from det_callbacks.digest import unobserved
 from det_callbacks.errors import CheckpointMismatchError
-from det_callbacks.report import (
-    mismatch_text,
-    missing_sidecar_line,
-    print_closing_line,
-    remote_save_line,
-    unfinished_save_line,
-)
+from det_callbacks.report.checkpoints import mismatch_text, missing_sidecar_line, remote_save_line, unfinished_save_line
+from det_callbacks.report.fits import print_closing_line
 
 _HAND_OVER = ".temp.ckpt"
 """What a spawned process leaves its weights in for the one that started it, which removes it (Lightning 2.6.6)."""

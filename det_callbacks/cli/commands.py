@@ -4,40 +4,36 @@ Exit status: 0 match or fine, 1 diverged, 2 could not do it (usage, unreadable),
 """
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
+from typing import Any
 
 from rich.progress import Progress
 
-from det_callbacks.cli.checking import add_check
-from det_callbacks.cli.output import print_error, print_json
+from det_callbacks.cli.check import add_check
 from det_callbacks.compare import compare_runs
 from det_callbacks.errors import DetCallbacksError, SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report import (
-    count,
-    find_op_usage,
-    op_facts_to_dict,
-    op_usage_to_dict,
-    render_checkpoint,
-    render_diagnosis,
+from det_callbacks.report.checkpoints import render_checkpoint
+from det_callbacks.report.console import count, make_console, print_error, print_line
+from det_callbacks.report.doctor import render_diagnosis
+from det_callbacks.report.html import write_report
+from det_callbacks.report.ops import find_op_usage, ops_to_dict, render_op_facts
+from det_callbacks.report.run import (
     render_digest_places,
-    render_export,
-    render_op_facts,
-    render_op_usage,
+    render_head,
     render_ops,
     render_run,
     render_step,
-    render_verdict,
     run_to_dict,
     step_to_dict,
-    write_report,
 )
-from det_callbacks.report.tables import make_console
+from det_callbacks.report.verdict import render_verdict
 from det_callbacks.runs.store import RankRun, Run
 
 INTERRUPTED = 130
@@ -53,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except DetCallbacksError as error:
-        print_error(error)
+        print_error(error, name="det-callbacks")
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -71,17 +67,13 @@ def _show(options: argparse.Namespace) -> int:
         return 0 if render_digest_places(run, rank, options.find, console) else 1
     if options.step is None and not options.ops:
         if options.json:
-            print_json(run_to_dict(run, rank))
+            _print_json(run_to_dict(run, rank))
         else:
             render_run(run, rank, console, is_all=options.all)
         return 0
-    segment = options.segment
-    step = options.step if options.step is not None else _last_step(run, rank, segment)
-    if step not in rank.steps(segment):
-        raise SelectionError(_no_step(run, rank, segment, step))
-    view = run.view(rank.rank, segment, step)
+    view = run.view(rank.rank, options.segment, _chosen_step(run, rank, options.segment, options.step))
     if options.json:
-        print_json(step_to_dict(view))
+        _print_json(step_to_dict(view))
     elif options.ops:
         render_ops(view, console)
     else:
@@ -89,8 +81,19 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen_step(run: Run, rank: RankRun, segment: int, step: int | None) -> int:
+    """Return a step that the run holds: the last one where None is asked for."""
+    steps = rank.steps(segment)
+    if step is None and not len(steps):
+        raise SelectionError(f"{run.path} holds no step of fit {segment}; its fits are {rank.segments}.")
+    if step is not None and step not in steps:
+        held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+        raise SelectionError(f"{run.path} holds no step {step} of fit {segment}, rank {rank.rank}; it holds {held}.")
+    return int(steps[-1]) if step is None else step
+
+
 def _diff(options: argparse.Namespace) -> int:
-    with _progress_bar() as progress:
+    with _progress_bar("comparing steps") as progress:
         verdict = compare_runs(
             options.reference,
             options.current,
@@ -100,47 +103,48 @@ def _diff(options: argparse.Namespace) -> int:
             progress=progress,
         )
     if options.json:
-        print_json(verdict.to_dict())
+        _print_json(verdict.to_dict())
     else:
         render_verdict(verdict, make_console())
     if options.html is not None:
         sys.stdout.flush()
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
-        make_console(stderr=True).print(f"det-callbacks: wrote {path}", markup=False, soft_wrap=True)
+        print_line(make_console(stderr=True), f"det-callbacks: wrote {path}")
     return verdict.exit_code
 
 
 def _export(options: argparse.Namespace) -> int:
     with _progress_bar("exporting steps") as progress:
-        exported = export_run(options.run_folder, options.to, progress=progress)
-    render_export(exported, make_console())
+        done = export_run(options.run_folder, options.to, progress=progress)
+    console = make_console()
+    rows, steps, files = count(done.num_rows, "row"), count(done.num_steps, "step"), count(done.num_files, "file")
+    ranks = count(done.num_ranks, "rank")
+    print_line(console, f"{done.path}: {rows} of {steps} and {ranks} in {files}, {done.num_bytes / 1e6:.1f} MB")
+    if done.incomplete_reason is not None:
+        print_line(console, f"The run is incomplete; its whole steps are there: {done.incomplete_reason}")
     return 0
 
 
 def _ops(options: argparse.Namespace) -> int:
     run = None if options.used_by is None else Run.open(options.used_by)
     facts = read_op_facts()
-    if run is None:
-        if options.json:
-            print_json(op_facts_to_dict(facts))
-        else:
-            render_op_facts(facts, make_console())
-        return 0
-    usage = find_op_usage(run, facts)
+    usage = None if run is None else find_op_usage(run, facts)
     if options.json:
-        print_json(op_usage_to_dict(usage, facts, run))
-    else:
-        render_op_usage(usage, facts, run, make_console())
+        _print_json(ops_to_dict(facts, usage, run))
+        return 0
+    console = make_console()
+    if run is not None:
+        render_head(run, console)
+    render_op_facts(facts, console, usage)
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from det_callbacks.doctor import diagnose
 
-    against = None if options.against is None else Run.open(options.against)
-    diagnosis = diagnose(against=against)
+    diagnosis = diagnose(against=None if options.against is None else Run.open(options.against))
     if options.json:
-        print_json(diagnosis.to_dict())
+        _print_json(diagnosis.to_dict())
     else:
         render_diagnosis(diagnosis, make_console())
     return 0 if diagnosis.is_well else 1
@@ -151,7 +155,7 @@ def _check_checkpoint(options: argparse.Namespace) -> int:
 
     report = check_checkpoint(options.checkpoint, options.other)
     if options.json:
-        print_json(report.to_dict())
+        _print_json(report.to_dict())
     else:
         render_checkpoint(report, make_console())
     return report.exit_code
@@ -165,18 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    add_check(commands)
-
-    export = commands.add_parser(
-        "export",
-        help="a Parquet data set of a run",
-        description="Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark "
-        "query as it is. The run is read once and checked; what an interrupted export wrote is removed.",
-    )
-    export.add_argument("run_folder", metavar="RUN", help="folder of the run")
-    export.add_argument("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
-    export.set_defaults(run=_export)
+    as_json: dict[str, Any] = {"action": "store_true", "help": "JSON on standard output"}
 
     show = commands.add_parser("show", help="what a run holds", description="Show what a run holds.")
     show.add_argument("run_folder", metavar="RUN", help="folder of the run")
@@ -186,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--find", type=_digest, metavar="DIGEST", help="where this digest appears; exit 1 if nowhere")
     show.add_argument("--ops", action="store_true", help="the most frequent ops of a step (default: the last)")
     show.add_argument("--all", action="store_true", help="every step of a long run")
-    show.add_argument("--json", action="store_true", help="JSON on standard output")
+    show.add_argument("--json", **as_json)
     show.set_defaults(run=_show)
 
     diff = commands.add_parser("diff", help="compare two runs", description="Compare a run with its reference.")
@@ -203,21 +196,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read every step of both runs, also of large ones, where chains say that they agree",
     )
-    diff.add_argument(
-        "--jobs", type=_positive, metavar="N", help="processes that compare ranks (default: as many as pay)"
-    )
-    diff.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+    jobs = "processes that compare ranks (default: as many as pay)"
+    diff.add_argument("--jobs", type=_positive, metavar="N", help=jobs)
+    diff.add_argument("--json", **as_json)
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run=_diff)
 
-    ops = commands.add_parser(
-        "ops",
-        help="which ops are not deterministic",
-        description="Show what the installed torch says of its ops: which are not deterministic, and which draw.",
-    )
-    ops.add_argument("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
-    ops.add_argument("--json", action="store_true", help="JSON on standard output")
-    ops.set_defaults(run=_ops)
+    add_check(commands)
 
     doctor = commands.add_parser(
         "doctor",
@@ -225,11 +210,29 @@ def _parser() -> argparse.ArgumentParser:
         description="Show which determinism settings are in force in a new process here, what is missing or too late, "
         "and the line to add for each. Exit 1 when something asked for is not in force.",
     )
-    doctor.add_argument(
-        "--against", metavar="RUN", help="ask for what was in force in this run, and show how this machine differs"
-    )
-    doctor.add_argument("--json", action="store_true", help="JSON on standard output")
+    against = "ask for what was in force in this run, and show how this machine differs"
+    doctor.add_argument("--against", metavar="RUN", help=against)
+    doctor.add_argument("--json", **as_json)
     doctor.set_defaults(run=_doctor)
+
+    ops = commands.add_parser(
+        "ops",
+        help="which ops are not deterministic",
+        description="Show what the installed torch says of its ops: which are not deterministic, and which draw.",
+    )
+    ops.add_argument("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
+    ops.add_argument("--json", **as_json)
+    ops.set_defaults(run=_ops)
+
+    export = commands.add_parser(
+        "export",
+        help="a Parquet data set of a run",
+        description="Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark "
+        "query as it is. The run is read once and checked; what an interrupted export wrote is removed.",
+    )
+    export.add_argument("run_folder", metavar="RUN", help="folder of the run")
+    export.add_argument("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
+    export.set_defaults(run=_export)
 
     check = commands.add_parser(
         "check-checkpoint",
@@ -239,61 +242,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
     check.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
-    check.add_argument("--json", action="store_true", help="JSON on standard output")
+    check.add_argument("--json", **as_json)
     check.set_defaults(run=_check_checkpoint)
     return parser
 
 
-def _progress_bar(title: str = "comparing steps") -> AbstractContextManager[Callable[[int, int], None] | None]:
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on a terminal, and yield a function of (done, all) that moves it."""
     console = make_console(stderr=True)
-    return _Bar(Progress(console=console, transient=True), title) if console.is_terminal else nullcontext()
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-class _Bar(AbstractContextManager[Callable[[int, int], None]]):
-    """A progress bar as a function of (done, all)."""
-
-    def __init__(self, progress: Progress, title: str) -> None:
-        self._progress = progress
-        self._task = progress.add_task(title, total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._progress.start()
-        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
-def _last_step(run: Run, rank: RankRun, segment: int) -> int:
-    steps = rank.steps(segment)
-    if not len(steps):
-        raise SelectionError(f"{run.path} holds no step of fit {segment}; its fits are {rank.segments}.")
-    return int(steps[-1])
-
-
-def _no_step(run: Run, rank: RankRun, segment: int, step: int) -> str:
-    steps = rank.steps(segment)
-    held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
-    return f"{run.path} holds no step {step} of fit {segment}, rank {rank.rank}; it holds {held}."
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
+def _number(text: str, *, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} on; got {text!r}")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on; got {text!r}")
-    return int(text)
+    return _number(text, least=1)
 
 
 def _digest(text: str) -> int:
-    try:
-        value = int(text, 16)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}") from error
-    if not 0 <= value < 2**64:
+    if not 1 <= len(text) <= 16 or not set(text.lower()) <= set("0123456789abcdef"):
         raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}")
-    return value
+    return int(text, 16)

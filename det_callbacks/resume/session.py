@@ -25,7 +25,8 @@ from det_callbacks.checkpoint.parts import Part, holds_part, part_path, read_par
 from det_callbacks.checkpoint.sidecar import Sidecar, resolved
 from det_callbacks.errors import CheckpointFormatError, CoverageWarning, NotResumableError
 from det_callbacks.ranks import RankGroup
-from det_callbacks.report import print_closing_line, unrestored_line
+from det_callbacks.report.checkpoints import unrestored_line
+from det_callbacks.report.fits import print_closing_line
 from det_callbacks.resume.buckets import BucketsError, GradientBuckets
 from det_callbacks.resume.fit import BUFFER, GRADIENT, FitReader, align_progress, is_stateful, local_part
 from det_callbacks.resume.loaders import DataWatch

@@ -198,7 +198,7 @@ def test_a_cycle_is_found() -> None:
     [
         ("trace.reads", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from det_callbacks.cli import main"),
         ("hydra", "from det_callbacks.callback import DeterminismCallback\nimport hydra"),
-        ("report.tables", "from rich.table import Table\nfrom det_callbacks.verdict import Verdict"),
+        ("report.console", "from rich.table import Table\nfrom det_callbacks.verdict import Verdict"),
     ],
 )
 def test_the_rule_can_pass(module: str, source: str) -> None:

@@ -17,7 +17,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from det_callbacks import check as checks
 from det_callbacks.check import CheckedRun, CheckReport
-from det_callbacks.cli import checking, main
+from det_callbacks.cli import check as command
+from det_callbacks.cli import main
 
 CONFIG = """
 defaults: [_self_, override hydra/job_logging: none, override hydra/hydra_logging: none]
@@ -71,7 +72,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         reports.append(checks.check_script(*words, **options))
         return reports[-1]
 
-    monkeypatch.setattr(checking, "check_script", keep)
+    monkeypatch.setattr(command, "check_script", keep)
 
     def run(*arguments: str, options: Sequence[str] = (), script: str = "train.py") -> Checked:
         home = tmp_path / f"check-{len(list(tmp_path.iterdir()))}"

@@ -24,7 +24,7 @@ from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.callback import reporting
 from det_callbacks.compare import live
 from det_callbacks.errors import DivergenceError, DivergenceWarning, ReportError
-from det_callbacks.report import write_report
+from det_callbacks.report.html import write_report
 from det_callbacks.report.html.model import MAX_SITES, group_modules
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.writer import RunWriter

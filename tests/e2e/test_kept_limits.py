@@ -20,7 +20,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, SelectionError, compare_runs
 from det_callbacks.cli import main
-from det_callbacks.report.verdict_text import verdict_lines
+from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors import writer
 

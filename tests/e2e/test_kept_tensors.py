@@ -22,7 +22,7 @@ from det_callbacks import (
     compare_runs,
 )
 from det_callbacks.cli import main
-from det_callbacks.report.verdict_text import verdict_lines
+from det_callbacks.report.verdict import verdict_lines
 
 pytestmark = [
     LIGHTNING_ADVICE,

@@ -7,8 +7,8 @@ from typing import Any
 from verdicts import DIVERGED, MATCH, NOT_COMPARABLE
 
 from det_callbacks.check import CheckedRun, CheckReport
-from det_callbacks.report import announce_run, render_check
-from det_callbacks.report.tables import to_text
+from det_callbacks.cli.check import render_check
+from det_callbacks.report.console import to_text
 
 RECORDED = CheckedRun(name="recording", outcome="recorded")
 PLAIN = CheckedRun(name="plain", outcome="match", verdict=MATCH)
@@ -26,11 +26,6 @@ def factor(name: str, **fields: Any) -> CheckedRun:
 
 def last(text: str) -> str:
     return text.splitlines()[-1].removeprefix("det-callbacks check: ").removesuffix("; kept in home")
-
-
-def test_what_is_about_to_run_can_be_pasted_into_a_shell() -> None:
-    told = to_text(lambda console: announce_run("record", ["python", "a b.py"], console))
-    assert told == "det-callbacks check: record: python 'a b.py'"
 
 
 def test_one_pair_is_the_verdict_that_diff_prints() -> None:

@@ -15,7 +15,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
-from det_callbacks.report.verdict_text import render_verdict
+from det_callbacks.report.verdict import render_verdict
 from det_callbacks.runs.files import read_manifest, write_manifest
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run

@@ -18,7 +18,7 @@ from det_callbacks.compare.wording import describe
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.observers.observations import Observations
-from det_callbacks.report.closing import level_words
+from det_callbacks.report.fits import level_words
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.compiled import hook

@@ -23,7 +23,7 @@ from det_callbacks.ranks import (
     ReplicaValue,
     replicated_state,
 )
-from det_callbacks.report import replicas_line, replicas_text
+from det_callbacks.report.replicas import replicas_line, replicas_text
 
 pytestmark = pytest.mark.ddp
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from det_callbacks.compare.compared import read_compared
 from det_callbacks.compare.step_states import Outcome, SiteDifferences, first_difference, walk_outcomes
-from det_callbacks.report.run_text import describe_site, describe_tensor
+from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Verdict

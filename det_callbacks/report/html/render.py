@@ -7,10 +7,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import ReportError
-from det_callbacks.report.closing import count
+from det_callbacks.report.console import count
 from det_callbacks.report.html.model import HeatMap, Report, build_report
-from det_callbacks.report.numbers_text import histogram, how_much, input_lines, place_of, shown_numbers
-from det_callbacks.report.verdict_text import KINDS, role_of
+from det_callbacks.report.numbers import histogram, place_of, shown_numbers, tensor_lines
+from det_callbacks.report.verdict import KINDS, role_of
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -75,8 +75,7 @@ def _environment() -> Environment:
     environment.filters.update(
         bins=histogram,
         count=count,
-        how_much=how_much,
-        input_lines=input_lines,
+        tensor_lines=tensor_lines,
         kind_text=KINDS.get,
         number=lambda value: f"{value:,}",
         place=place_of,

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.closing import count, size
+from det_callbacks.report.console import count, size
 
 if TYPE_CHECKING:
-    from det_callbacks.ranks import ReplicaDifference, ReplicaReport, ReplicaValue
+    from det_callbacks.ranks import ReplicaDifference, ReplicaReport
 
 MAX_NAMED = 10
 """Tensors that a message names; the others are counted."""
@@ -29,9 +29,12 @@ def replicas_text(report: "ReplicaReport") -> str:
     """Return what differs between replicas, where and since when, what was still equal, and what to do next."""
     differences = report.differences
     num_names = len({found.name for found in differences})
+    agreed = "It is the first time that they were compared."
+    if report.last_agreement is not None:
+        agreed = f"They last agreed {_when(report.last_agreement)}."
     lines = [
         f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
-        f"{report.world_size} ranks. {_agreement(report)}",
+        f"{report.world_size} ranks. {agreed}",
         "",
         *(f"  {_difference(found, report.step)}" for found in differences[:MAX_NAMED]),
     ]
@@ -72,24 +75,12 @@ def _when(step: int) -> str:
     return "before the first step" if step < 0 else f"after step {step}"
 
 
-def _agreement(report: "ReplicaReport") -> str:
-    if report.last_agreement is None:
-        return "It is the first time that they were compared."
-    return f"They last agreed {_when(report.last_agreement)}."
-
-
 def _difference(found: "ReplicaDifference", step: int) -> str:
-    first, *others = found.values
     since = "" if found.step == step else f", {_when(found.step)}"
-    if not found.is_tie:
-        held = "; ".join(f"{_held(value)} on {_ranks(value.ranks)}" for value in others)
-        return f"{found.name}{since}: {held}, and {_held(first)} on {_ranks(first.ranks)}"
-    held = ", ".join(f"{_held(value)} on {_ranks(value.ranks)}" for value in found.values)
-    return f"{found.name}{since}: {held}; neither is a majority"
-
-
-def _held(value: "ReplicaValue") -> str:
-    return "not there" if value.digest is None else value.digest
+    held = [f"{value.digest or 'not there'} on {_ranks(value.ranks)}" for value in found.values]
+    if found.is_tie:
+        return f"{found.name}{since}: {', '.join(held)}; neither is a majority"
+    return f"{found.name}{since}: {'; '.join(held[1:])}, and {held[0]}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -99,7 +90,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _left_out(left_out: Mapping[str, int]) -> str:
-    if not left_out:
-        return ""
     parts = [f"{_LEFT_OUT[reason]} ({number})" for reason, number in sorted(left_out.items())]
-    return f"; not compared: {'; '.join(parts)}"
+    return f"; not compared: {'; '.join(parts)}" if parts else ""

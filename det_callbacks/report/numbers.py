@@ -1,13 +1,10 @@
 """By how much two runs differ, in words and in a small table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.text import Text
 
-from det_callbacks.report.closing import count
-from det_callbacks.report.tables import print_table
+from det_callbacks.report.console import count, print_line, print_table
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_SHOWN = 5
@@ -39,13 +36,13 @@ def how_much(tensor: TensorNumbers) -> str:
     parts = [f"{tensor.num_differing:,} of {total} differ"]
     if tensor.max_ulps is not None:
         up_to = "" if tensor.num_differing == 1 else "up to "
-        parts.append(f"by {up_to}{count(tensor.max_ulps, 'ULP')}{_sizes(tensor)}")
+        figures = (("absolute", tensor.max_absolute), ("relative", tensor.max_relative))
+        sizes = ", ".join(f"{name} {value:.3g}" for name, value in figures if value is not None)
+        parts.append(f"by {up_to}{count(tensor.max_ulps, 'ULP')}{sizes and f' ({sizes})'}")
     elif tensor.max_absolute is not None:
         parts.append(f"by up to {tensor.max_absolute:.3g}")
-    if tensor.num_nan:
-        parts.append(f"{tensor.num_nan:,} with a NaN")
-    if tensor.num_inf:
-        parts.append(f"{tensor.num_inf:,} with an infinity")
+    parts += [f"{tensor.num_nan:,} with a NaN"] if tensor.num_nan else []
+    parts += [f"{tensor.num_inf:,} with an infinity"] if tensor.num_inf else []
     text = ", ".join(parts)
     if tensor.first is not None and tensor.first_values is not None:
         text += f", first at {list(tensor.first)}: {_pair(tensor.first_values)}"
@@ -58,7 +55,10 @@ def histogram(tensor: TensorNumbers) -> tuple[Bin, ...]:
     """Return the elements of a tensor by distance, bins without any left out; () where no distance is known."""
     if tensor.problem or not (tensor.ulps or tensor.num_nan or tensor.num_inf):
         return ()
-    rows = [(_label(index), number) for index, number in enumerate(tensor.ulps)]
+    rows = [
+        (str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}", number)
+        for index, number in enumerate(tensor.ulps)
+    ]
     rows += [("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
     fullest = max((number for label, number in rows if label != "0"), default=0) or 1
     return tuple(
@@ -73,18 +73,6 @@ def shown_numbers(verdict: Verdict) -> tuple[Divergence, ...]:
     return tuple(divergence for divergence in known if divergence.numbers is not None)[:MAX_SHOWN]
 
 
-def render_numbers(verdict: Verdict, console: Console) -> None:
-    """Print by how much the first divergence and the first origins differ; nothing where nothing was to be kept."""
-    divergences = shown_numbers(verdict)
-    for divergence in divergences:
-        numbers = divergence.numbers
-        assert numbers is not None, "it was chosen by them"
-        where = "" if divergence == verdict.first_divergence else f", {place_of(divergence)}"
-        _line(console, "")
-        _line(console, f"By how much{where}", "bold")
-        _render(numbers, console)
-
-
 def place_of(divergence: Divergence) -> str:
     """Return where a divergence is, in a few words."""
     module = f" in {divergence.module}" if divergence.module else ""
@@ -92,33 +80,38 @@ def place_of(divergence: Divergence) -> str:
     return f"{divergence.phase}: {divergence.op} #{divergence.occurrence}, output {divergence.output}{module}{rank}"
 
 
-def input_lines(numbers: Numbers) -> tuple[tuple[str, str], ...]:
-    """Return what an op read, by how much it differs, and how many inputs are not listed."""
-    lines = [(_name(tensor), how_much(tensor)) for tensor in numbers.inputs]
-    if numbers.num_inputs > len(numbers.inputs):
-        lines.append(("", f"and {count(numbers.num_inputs - len(numbers.inputs), 'further input')}"))
-    return tuple(lines)
+def tensor_lines(numbers: Numbers) -> list[tuple[str, str]]:
+    """Return name and difference of each output and of what was read, and how many of these are not listed."""
+    lines = []
+    for role, tensors in (("", numbers.output), ("read: ", numbers.inputs)):
+        for tensor in tensors:
+            name = f" ({tensor.name})" if tensor.name else ""
+            lines.append((f"{role}{tensor.tensor}{name}", how_much(tensor)))
+    more = numbers.num_inputs - len(numbers.inputs)
+    return [*lines, ("", f"and {count(more, 'further input')}")] if more > 0 else lines
 
 
-def _render(numbers: Numbers, console: Console) -> None:
-    if numbers.problem:
-        _line(console, f"  cannot be told: {numbers.problem}")
-        return
-    lines = [(_name(tensor), how_much(tensor)) for tensor in numbers.output]
-    lines += [(f"read: {name}" if name else "", text) for name, text in input_lines(numbers)]
-    width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        _line(console, f"  {name:<{width}}  {text}")
-    for tensor in numbers.output:
-        if tensor.num_differing and (bins := histogram(tensor)):
-            _line(console, "")
-            _render_bins(bins, console)
-
-
-def _render_bins(bins: Sequence[Bin], console: Console) -> None:
-    total = sum(one.num_elements for one in bins)
-    rows = [(one.label, f"{one.num_elements:,}", _percent(one.num_elements, total)) for one in bins]
-    print_table(console, ("ULPs", "elements", "share"), rows, numbers="ULPs elements share")
+def render_numbers(verdict: Verdict, console: Console) -> None:
+    """Print by how much the first divergence and the first origins differ; nothing where nothing was to be kept."""
+    for divergence in shown_numbers(verdict):
+        numbers = divergence.numbers
+        assert numbers is not None, "it was chosen by them"
+        where = "" if divergence == verdict.first_divergence else f", {place_of(divergence)}"
+        print_line(console)
+        print_line(console, f"By how much{where}", "bold")
+        if numbers.problem:
+            print_line(console, f"  cannot be told: {numbers.problem}")
+            continue
+        lines = tensor_lines(numbers)
+        width = max(len(name) for name, _ in lines)
+        for name, text in lines:
+            print_line(console, f"  {name:<{width}}  {text}")
+        for bins in (histogram(tensor) for tensor in numbers.output if tensor.num_differing):
+            if bins:
+                total = sum(one.num_elements for one in bins)
+                rows = [(one.label, f"{one.num_elements:,}", _percent(one.num_elements, total)) for one in bins]
+                print_line(console)
+                print_table(console, ("ULPs", "elements", "share"), rows, numbers="ULPs elements share")
 
 
 def _percent(number: int, total: int) -> str:
@@ -127,26 +120,5 @@ def _percent(number: int, total: int) -> str:
     return "> 99.9 %" if text == "100" and number < total else f"{text} %"
 
 
-def _name(tensor: TensorNumbers) -> str:
-    return f"{tensor.tensor} ({tensor.name})" if tensor.name else tensor.tensor
-
-
-def _label(index: int) -> str:
-    return str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}"
-
-
-def _sizes(tensor: TensorNumbers) -> str:
-    sizes = [
-        f"{name} {value:.3g}"
-        for name, value in (("absolute", tensor.max_absolute), ("relative", tensor.max_relative))
-        if value is not None
-    ]
-    return f" ({', '.join(sizes)})" if sizes else ""
-
-
 def _pair(values: tuple[str, str]) -> str:
     return f"{values[0]} in the reference, {values[1]} now"
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style), soft_wrap=True)

@@ -4,10 +4,8 @@ import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
-from det_callbacks.report.closing import count
-from det_callbacks.report.tables import print_table, to_text
+from det_callbacks.report.console import count, print_line, print_table, to_text
 
 if TYPE_CHECKING:
     from det_callbacks.numerics.result import NumericsReport, TensorComparison
@@ -36,11 +34,11 @@ def numerics_text(report: "NumericsReport") -> str:
 
 def _render(report: "NumericsReport", console: Console) -> None:
     word = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
-    console.print(Text(word))
-    console.print(Text(_outcome(report)))
+    print_line(console, word)
+    print_line(console, _outcome(report))
     if report.first is not None:
-        console.print(Text(_first(report)))
-    console.print()
+        print_line(console, _first(report))
+    print_line(console)
     print_table(console, _SUMMARY, _summary_rows(report), numbers=_NUMBERS)
     title, listed = "Beyond the tolerance: each tensor when it first is, in the order of the computation", report.beyond
     if report.close:
@@ -51,17 +49,17 @@ def _render(report: "NumericsReport", console: Console) -> None:
     for found in listed:
         once.setdefault((found.phase, found.name), found)
     if once:
-        console.print()
-        console.print(Text(title))
+        print_line(console)
+        print_line(console, title)
         rows = [_row(found) for found in [*once.values()][:MAX_ROWS]]
         print_table(console, (*_COLUMNS, "how"), rows, numbers=_NUMBERS)
     if len(once) > MAX_ROWS:
-        console.print(Text(f"and {len(once) - MAX_ROWS:,} more"))
+        print_line(console, f"and {len(once) - MAX_ROWS:,} more")
     notes = [*report.notes]
     if report.close and report.beyond:
         notes.append("Outputs of submodules decide nothing: they show where a difference starts.")
     for note in ("", *notes) if notes else ():
-        console.print(Text(note))
+        print_line(console, note)
 
 
 def _outcome(report: "NumericsReport") -> str:

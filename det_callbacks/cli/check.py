@@ -1,0 +1,105 @@
+"""``det-callbacks check``: a script run twice, and what differs."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from det_callbacks.check import FACTORS, PLAIN, RECORDING, CheckedRun, CheckReport, Factor, check_script
+from det_callbacks.report.console import make_console, print_line, print_table
+from det_callbacks.report.verdict import render_verdict
+
+EXPECTED = (
+    "check expects a Hydra application with pkg://det_callbacks.conf in hydra.searchpath, which builds cfg.callbacks "
+    "and passes them to the Trainer; it adds +determinism=record determinism.reference=... to its arguments."
+)
+_OUTCOMES = {0: ("match", "bold green"), 1: ("diverged", "bold red"), 2: ("failed", "bold red")}
+_OUTCOMES[3] = ("not_comparable", "bold yellow")
+_PLAIN_OUTCOMES = {
+    "match": "the script repeats itself, bit for bit",
+    "diverged": "the script does not repeat itself",
+    "not_comparable": "the two runs differ, and so does what they ran on",
+    "failed": "it could not be checked whether the script repeats itself",
+}
+_FACTOR_OUTCOMES = {
+    "diverged": "bits depend on",
+    "match": "bits do not depend on",
+    "failed": "could not be varied or checked",
+    "not_comparable": "not comparable",
+}
+
+
+def add_check(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the command to those there are."""
+    check = commands.add_parser(
+        "check",
+        help="run a script twice, and say what differs",
+        usage="det-callbacks check [--vary FACTORS] [--to DIR] -- PROGRAM ARGUMENT ...",
+        description="Run a Hydra application twice in fresh processes, recording and then verifying, and say exactly "
+        "what differs. It is started as given, with the overrides of the presets added: +determinism=record, "
+        "+determinism=verify. Put your own, such as determinism.level=state, among its arguments.",
+        epilog="Exit status: 0 match, 1 diverged, 2 it could not be checked, 3 not comparable.",
+    )
+    check.add_argument("words", metavar="PROGRAM", nargs="+", help="the program and its arguments, after --")
+    vary = f"what must not matter, changed in one further run each: any of {','.join(FACTORS)}"
+    check.add_argument("--vary", type=_factors, default=(), metavar="FACTORS", help=vary)
+    to = "folder for the runs, kept (default: a new one in determinism-check)"
+    check.add_argument("--to", metavar="DIR", help=to)
+    check.set_defaults(run=_check)
+
+
+def render_check(report: CheckReport, console: Console) -> None:
+    """Print the verdicts of the runs that are no match, what failed, a table, and what it comes to."""
+    varied = report.runs[2:]
+    for run in report.runs:
+        if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not varied):
+            print_line(console)
+            if varied:
+                print_line(console, f"{run.name}: {run.change or 'nothing changed'}", "bold")
+            render_verdict(run.verdict, console)
+    print_line(console)
+    if varied:
+        rows = [_row(run) for run in report.runs[1:]]
+        print_table(console, ("run", "changed", "outcome", "first divergence", "cause"), rows)
+        print_line(console)
+    for run in report.runs:
+        if run.reason:
+            print_line(console, f"{run.name}: {run.reason}.")
+            if run.name == RECORDING:
+                print_line(console, EXPECTED)
+    parts = [_PLAIN_OUTCOMES[{run.name: run.outcome for run in report.runs}.get(PLAIN, "failed")]]
+    for outcome, text in _FACTOR_OUTCOMES.items():
+        if names := [run.name for run in varied if run.outcome == outcome]:
+            parts.append(f"{text}: {', '.join(names)}")
+    if report.not_run:
+        parts.append(f"not run: {', '.join(report.not_run)}")
+    word, style = _OUTCOMES[report.exit_code]
+    print_line(console, f"det-callbacks check: {word}: {'; '.join(parts)}; kept in {report.folder}", style)
+
+
+def _check(options: argparse.Namespace) -> int:
+    console = make_console()
+
+    def announce(title: str, words: Sequence[str]) -> None:
+        print_line(console, f"det-callbacks check: {title}: {shlex.join(words)}", "bold")
+        console.file.flush()  # before the process writes to the same place
+
+    report = check_script(options.words, to=options.to, vary=options.vary, announce=announce)
+    render_check(report, console)
+    return report.exit_code
+
+
+def _row(run: CheckedRun) -> tuple[str, ...]:
+    first = None if run.verdict is None else run.verdict.first_divergence
+    place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
+    cause = None if run.verdict is None else run.verdict.cause
+    return (run.name, run.change or "nothing", run.outcome.replace("_", " "), place, cause or "-")
+
+
+def _factors(text: str) -> tuple[Factor, ...]:
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in FACTORS]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}")
+    return tuple(factor for factor in FACTORS if factor in asked)

@@ -1,0 +1,131 @@
+"""Checkpoints and their digests as text."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from det_callbacks.report.console import count, print_line, print_table, size
+
+if TYPE_CHECKING:
+    from det_callbacks.checkpoint import CheckpointReport, EntryDifference
+
+MAX_ENTRIES = 20
+"""Entries that a message names; all of them stand in the JSON."""
+
+
+def render_checkpoint(report: "CheckpointReport", console: Console) -> None:
+    """Print what a check found."""
+    entries = count(sum(report.sections.values()), "entry")
+    if report.other is not None and report.equal:
+        same = "" if report.has_same_bytes else "; the files' bytes differ"
+        print_line(console, f"{report.path} and {report.other} hold the same: {entries}{same}", "green")
+    elif report.other is not None:
+        differing = count(len(report.entries), "entry")
+        print_line(console, f"{report.path} and {report.other} differ in {differing}", "bold red")
+        rows = [
+            (entry.section, entry.name.removeprefix(f"{entry.section}: "), _between_two(entry))
+            for entry in report.entries
+        ]
+        print_table(console, ["section", "entry", "difference"], rows)
+    elif not report.equal:
+        print_line(console, mismatch_text(report), "bold red")
+    else:
+        opened = ", in the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
+        if report.is_opened:
+            opened = ", in the file's bytes and in every entry"
+        elif set(report.sections) == {"files"}:
+            opened = ", in the bytes of every file"
+        print_line(console, f"{report.path} is what was saved{opened}", "green")
+        if report.sidecar is not None:
+            print_line(console, _saved(report))
+        print_table(console, ["section", "entries"], list(report.sections.items()), numbers="entries")
+        print_line(console, f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")
+
+
+def mismatch_text(report: "CheckpointReport") -> str:
+    """Return what is wrong with a checkpoint, what was still right, and what to do."""
+    num_compared = sum(report.sections.values())
+    tensors = [entry for entry in report.entries if entry.section == "state_dict"]
+    # where nearly nothing agrees, the file was replaced, or has another's digests beside it
+    is_other = not report.has_same_bytes and len(tensors) * 2 > report.sections.get("state_dict", num_compared)
+    likely = ": the digests beside it are those of another checkpoint" if is_other and tensors else ""
+    lines = [f"{report.path} is not what was saved{likely}."]
+    lines += [f"  {entry_text(entry)}" for entry in report.entries[:MAX_ENTRIES]]
+    if len(report.entries) > MAX_ENTRIES:
+        lines.append(f"  and {len(report.entries) - MAX_ENTRIES:,} more")
+    lines += [f"  resume: {name} is missing beside it" for name in report.missing_files]
+    if not report.entries and not report.has_same_bytes:
+        lines.append(
+            f"  The file's bytes differ, and yet all {count(num_compared, 'entry')} in it have the bits that were "
+            "saved: the change is in what is no entry, or in padding."
+        )
+    elif report.is_opened:
+        right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
+        lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
+    lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
+    return "\n".join(lines)
+
+
+def entry_text(entry: "EntryDifference") -> str:
+    """Return one difference in a line."""
+    if entry.exchanged_with is not None:
+        return f"{entry.section}: {entry.path} and {entry.exchanged_with} are exchanged"
+    if entry.kind == "missing":
+        return f"{entry.name} is missing"
+    if entry.kind == "extra":
+        return f"{entry.name} was not saved, and is there"
+    if entry.kind == "structure":
+        return f"{entry.name} was saved as {entry.reference}, and is {entry.current}"
+    if entry.num_differing is not None:
+        return f"{entry.name} differs: {_elements(entry)}"
+    digests = "" if entry.reference is None else f" ({entry.reference} was saved, {entry.current} is there)"
+    return f"{entry.name} differs{digests}"
+
+
+def missing_sidecar_line(path: str) -> str:
+    """Return the line of a checkpoint that was loaded without anything to compare it with."""
+    return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
+
+
+def unrestored_line(path: str) -> str:
+    """Return the line of a checkpoint that Lightning alone resumes."""
+    return (
+        f"det_callbacks: {path} is resumed by Lightning alone: no state of generators and data stands beside "
+        "it, so with shuffling, augmentation or dropout the run will not be the same run"
+    )
+
+
+def remote_save_line(path: str) -> str:
+    """Return the line of a checkpoint that is saved to where nothing is written beside it."""
+    return f"det_callbacks: checkpoints on remote paths, such as {path}, get no digests: save to a disk and copy both"
+
+
+def unfinished_save_line(path: str) -> str:
+    """Return the line of a checkpoint that was not written when its save returned."""
+    return f"det_callbacks: the checkpoint IO had not written {path} when its save returned: it gets no digests"
+
+
+def _between_two(entry: "EntryDifference") -> str:
+    if entry.kind in ("missing", "extra"):
+        return f"only in the {'first' if entry.kind == 'missing' else 'second'}"
+    if entry.kind == "content" and entry.exchanged_with is not None:
+        return f"exchanged with {entry.exchanged_with}"
+    is_counted = entry.kind == "content" and entry.num_differing is not None
+    return _elements(entry) if is_counted else f"{entry.reference} and {entry.current}"
+
+
+def _elements(entry: "EntryDifference") -> str:
+    ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
+    return f"{entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
+
+
+def _saved(report: "CheckpointReport") -> str:
+    assert report.sidecar is not None
+    context = report.sidecar.context
+    text = f"saved after step {context.step}" if context.step is not None else "saved before the first step"
+    if context.epoch is not None:
+        text += f" in epoch {context.epoch}"
+    if context.run is None:
+        return text
+    reference = f", {context.run['reference']}" if context.run.get("reference") else ""
+    return f"{text}, run {context.run.get('id')} ({context.run.get('mode')}{reference})"

@@ -1,0 +1,241 @@
+"""The lines and errors that a recording, a verification or an audit ends with."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from det_callbacks.audit import AuditReport
+from det_callbacks.report.console import count, print_table, size, to_text
+from det_callbacks.runs.program import GRAPH, REGION
+from det_callbacks.tensors.counts import KeptCounts
+from det_callbacks.verdict import Verdict
+
+MAX_FINDINGS = 30
+"""Rows of an audit's table."""
+
+_STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
+
+
+def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:
+    """Print a closing line to standard output, coloured by its verdict on a terminal.
+
+    Args:
+        text: the line.
+        live: a console that has something on the screen which it draws again and again. It prints the line above that;
+            where it shows it somewhere else than standard output goes, it is left alone.
+        write: writes to standard output instead, for somebody who has to make room there first.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    line = Text(text, style=next((style for word, style in _STYLES.items() if f" {word}:" in text), ""))
+    if live is not None and live.is_terminal and console.is_terminal:
+        live.print(line, soft_wrap=True, highlight=False)
+    elif write is not None:
+        with console.capture() as captured:
+            console.print(line)
+        write(captured.get())
+    else:
+        console.print(line)
+
+
+def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:
+    """Return how far a run is, in a few words for a progress bar."""
+    if num_differing:
+        return f"{count(num_steps, 'step')}, {count(num_differing, 'site')} differ"
+    return f"{count(num_steps, 'step')} {'recorded' if is_recording else 'match'}"
+
+
+def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
+    """Return the level of a run with what was done about compiled code, and what was seen from outside only."""
+    regions = tuple(regions)
+    num_regions = sum(region.startswith(REGION) for region in regions)
+    unread = [region for region in regions if region.startswith("batch")]
+    words = []
+    if compiled == "eager":
+        words.append("what is compiled ran as eager code, with other kernels than the compiled ones")
+    if num_regions:
+        words.append(f"{count(num_regions, 'compiled region')} seen from outside")
+    if GRAPH in regions:
+        words.append("CUDA graphs were replayed unseen")
+    if unread:
+        words.append(f"not looked into: {', '.join(sorted(unread))}")
+    return f"{level} ({'; '.join(words)})" if words else level
+
+
+def recorded_line(
+    *,
+    path: Path,
+    num_steps: int,
+    num_sites: int,
+    num_bytes: int,
+    level: str,
+    saved: Mapping[str, Any] | None = None,
+    num_agreed: int | None = None,
+    num_ranks: int = 1,
+    kept: KeptCounts | None = None,
+    num_metrics: int = 0,
+) -> str:
+    """Return the closing line of a recording.
+
+    Args:
+        path: of the run.
+        num_steps: steps that were written.
+        num_sites: of those steps.
+        num_bytes: written.
+        level: as ``level_words`` has it.
+        saved: what was saved for replay, as in ``Coverage.replayed``.
+        num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
+        num_ranks: processes that recorded; the other numbers are of all of them.
+        kept: tensors that were; None where nobody asked for any.
+        num_metrics: values that the module logged.
+    """
+    noun = "step" if num_agreed is None else "new step"
+    ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"
+    agreed = "" if num_agreed is None else f"{count(num_agreed, 'step')} there already, and equal; "
+    also = f"{count(num_metrics, 'metric')}, " if num_metrics else ""
+    return (
+        f"det_callbacks: {agreed}recorded {count(num_steps, noun)}{ranks}, "
+        f"{count(num_sites, 'site')} at level {level}, {also}"
+        f"{size(num_bytes)} of digests{_replayed(saved or {}, 'saved for replay')}, in {path}"
+        f"{'' if kept is None else _kept(kept)}"
+    )
+
+
+def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
+    """Return the closing line of a verification, with the path of the HTML report where one was written."""
+    counts, coverage = verdict.counts, verdict.coverage
+    what = "site" if counts.sites_compared else "difference"
+    are = " differing" if counts.sites_compared else ""
+    differing = f", {count(counts.sites_differing, what)}{are}" if counts.sites_differing else ""
+    shown = "" if report is None else f"; report: {report}"
+    return (
+        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing}"
+        f"{_replayed(coverage.replayed, 'replayed')}, against {verdict.reference}"
+        f" (verdict and diverging steps: {verdict.current}{shown})"
+    )
+
+
+def no_report_line(error: Exception) -> str:
+    """Return the line of a verification whose report could not be written."""
+    return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
+
+
+def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
+    """Return the line of a fit that agreed, where the reference holds more ("fit", "test", ...): no verdict yet."""
+    last, ended = (
+        f"fit {number}" if set(stages) == {"fit"} else f"part {number} ({stages[number - 1]})"
+        for number in (len(stages), num_ended)
+    )
+    return (
+        f"det_callbacks: {ended} of {len(stages)} agrees: verified {_compared(verdict, level)}, against "
+        f"{verdict.reference}; the verdict comes with {last}"
+    )
+
+
+def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
+    """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
+    are_fits = set(stages) == {"fit"}
+    held = f"{len(stages)} fits" if are_fits else f"{len(stages)} parts ({', '.join(stages)})"
+    return (
+        f"{verdict.verdict}: the reference {verdict.reference} holds {held}, and this process ended after "
+        f"{num_ended}. {verdict.explanation} Run the other {'fits' if are_fits else 'parts'} with the same callback, "
+        f'or compare what both have with steps="common".'
+    )
+
+
+def recorded_call_line(call: str, *, path: Path, num_metrics: int) -> str:
+    """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
+    shown = count(num_metrics, "metric") if num_metrics else "nothing"
+    reason = "" if num_metrics else ": the module logs no metric there"
+    return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
+
+
+def no_prediction_line(reference: Path | None) -> str:
+    """Return the line of a prediction, which logs nothing."""
+    return f"det_callbacks: nothing of a prediction is recorded or compared with {reference}: it logs no metrics"
+
+
+def nothing_recorded_text(*, path: Path, selected: str) -> str:
+    """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
+    if not selected:
+        return (
+            "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
+            f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
+        )
+    return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
+
+
+def no_metrics_text(call: str, *, reference: Path | None) -> str:
+    """Return what is wrong with ``trainer.test`` or the like alone that logs no metric."""
+    return (
+        f"Nothing of {call} was recorded in, or compared with, {reference}: it has no steps, and no metric was logged. "
+        "That is no match. Log one with self.log, and give it a loader with batches."
+    )
+
+
+def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
+    """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
+    what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
+    if missed:
+        what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
+    if not report.findings:
+        return f"det_callbacks: nothing differed: {what} (in {folder})"
+    places = count(len(report.findings), "place")
+    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
+
+
+def audit_lines(report: AuditReport, *, replay: Path) -> str:
+    """Return the table of what differed, and what to do next."""
+    rows = [
+        (
+            *(found.judgement, found.phase, found.module, found.op),
+            ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
+            f"{found.num_elements:,}",
+            "" if found.max_ulps is None else f"{found.max_ulps:,}",
+            found.source[0] if found.source else "",
+        )
+        for found in report.findings[:MAX_FINDINGS]
+    ]
+    columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
+    table = to_text(lambda console: print_table(console, columns, rows, numbers="elements ULPs"))
+    more = len(report.findings) - MAX_FINDINGS
+    advice = [f"And {more} more in audit.json."] if more > 0 else []
+    if report.replay:
+        advice.append(
+            f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
+            f"replay={str(replay)!r}, which saves their outputs and puts them back."
+        )
+    if any(found.judgement == "transient" for found in report.findings):
+        advice.append(
+            "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
+        )
+    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
+    return "\n".join([begin, "", table, "", *advice])
+
+
+def _compared(verdict: Verdict, level: str) -> str:
+    """Return how much was compared: metrics where there were any, steps unless there were none."""
+    counts, coverage = verdict.counts, verdict.coverage
+    metrics = [count(coverage.metrics, "metric")] if coverage.metrics else []
+    if metrics and not counts.steps_compared:
+        return metrics[0]
+    ranks = "" if coverage.ranks < 2 else f" of {coverage.ranks} ranks"
+    steps = f"{count(counts.steps_compared, 'step')}{ranks}, {count(counts.sites_compared, 'site')} at level {level}"
+    return ", ".join([steps, *metrics])
+
+
+def _replayed(replayed: Mapping[str, Any], done: str) -> str:
+    if not replayed:
+        return ""
+    mib = sum(entry["mib_per_step"] for entry in replayed.values())
+    return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)"
+
+
+def _kept(kept: KeptCounts) -> str:
+    text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
+    if not kept.num_missing:
+        return text
+    missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
+    return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"

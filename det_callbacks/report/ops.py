@@ -1,0 +1,160 @@
+"""What torch says of its ops, and which of them a recorded run uses, in which modules."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from rich.console import Console
+
+from det_callbacks.errors import SelectionError
+from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
+from det_callbacks.report.console import count, print_line, print_table
+from det_callbacks.runs.store import Run
+
+_MEANINGS = {
+    "alternate algorithm": "takes another algorithm under torch.use_deterministic_algorithms(True)",
+    "error": "raises RuntimeError under torch.use_deterministic_algorithms(True)",
+    "random": "draws from a random generator",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpUse:
+    """Where an op that torch says something of occurs in a run.
+
+    Attributes:
+        fact: what torch says.
+        ops: the overloads that occur, sorted.
+        sites: module -> sites in one step, tensors and values that the op wrote there; where the run's programs differ,
+            the most in any. Sorted by module; "" is outside any module, "?" an unknown one.
+    """
+
+    fact: OpFact
+    ops: tuple[str, ...]
+    sites: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpUsage:
+    """The ops of a run that torch says something of, in the order of the facts, of so many distinct overloads."""
+
+    uses: tuple[OpUse, ...]
+    num_ops: int
+    num_programs: int
+
+
+def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
+    """Return which facts may be about ops of a run; reads every step and program of every rank.
+
+    An op that leaves no site is not found: what the selection excludes, views, ``resize_``, compiled regions.
+
+    Raises:
+        SelectionError: the run holds no ops, so that it cannot say.
+        ReferenceFormatError: one of its files is damaged or missing.
+    """
+    identities = sorted({record.program_id for rank in run.ranks for record in run.rank(rank).iterate()})
+    facts_of: dict[str, list[int]] = defaultdict(list)
+    for index, fact in enumerate(facts):
+        for name in fact.ops:
+            facts_of[name].append(index)
+    most: Counter[tuple[int, str]] = Counter()
+    overloads: dict[int, set[str]] = defaultdict(set)
+    ops: set[str] = set()
+    for identity in identities:
+        here: Counter[tuple[int, str]] = Counter()
+        for site in run.program(identity).sites:
+            if not site.op or site.role not in ("output", "value"):
+                continue
+            ops.add(site.op)
+            for index in facts_of.get(site.op.rpartition(".")[0], ()):
+                call = {"op": site.op, "phase": site.phase, "varying": site.varying}
+                if may_apply(facts[index], arguments=json.loads(site.arguments), **call):
+                    here[index, site.module] += 1
+                    overloads[index].add(site.op)
+        most |= here  # the larger count of each
+    if not ops:
+        raise SelectionError(
+            f"{run.path} holds no ops (level {run.manifest.get('selection', {}).get('level')}, "
+            f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. Record a run of at "
+            'least one step with level="op".'
+        )
+    uses = tuple(
+        OpUse(
+            fact=facts[index],
+            ops=tuple(sorted(overloads[index])),
+            sites={module: most[index, module] for other, module in sorted(most) if other == index},
+        )
+        for index in sorted(overloads)
+    )
+    return OpUsage(uses=uses, num_ops=len(ops), num_programs=len(identities))
+
+
+def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run | None = None) -> dict[str, Any]:
+    """Return all that torch says of its ops, or what it says of those that a run uses."""
+    head = {"schema": 1, "torch": version("torch"), "counts": _numbers(facts)}
+    if usage is None or run is None:
+        return {**head, "run": None, "entries": [_fact_to_dict(fact) for fact in facts]}
+    about = {
+        "path": str(run.path),
+        "run_id": run.run_id,
+        "complete": run.is_complete,
+        "selection": run.manifest.get("selection"),
+        "num_ops": usage.num_ops,
+        "num_programs": usage.num_programs,
+    }
+    entries = [
+        {
+            **_fact_to_dict(use.fact),
+            "used": list(use.ops),
+            "modules": [{"module": module, "sites": number} for module, number in use.sites.items()],
+        }
+        for use in usage.uses
+    ]
+    return {**head, "run": about, "entries": entries}
+
+
+def render_op_facts(facts: Sequence[OpFact], console: Console, usage: OpUsage | None = None) -> None:
+    """Print a table of all that torch says of its ops, or of those that a run uses, a row for each module."""
+    listed = ", ".join(f"{number} {behaviour}" for behaviour, number in _numbers(facts).items())
+    line = f"torch {version('torch')}: {len(facts)} entries ({listed})"
+    if usage is not None:
+        ops = f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}"
+        line = f"{ops}; {line}; {len(usage.uses)} may be about this run"
+    print_line(console, line)
+    if usage is not None and not usage.uses:
+        return
+    for behaviour in BEHAVIOURS:
+        print_line(console, f"  {behaviour}: {_MEANINGS[behaviour]}")
+    if usage is None:
+        rows = [
+            (one.name, one.behaviour, one.device, " ".join(one.ops) or "(none found)", one.condition or "-")
+            for one in facts
+        ]
+        print_table(console, ("name", "behaviour", "device", "ops", "condition"), rows)
+        return
+    used = [
+        (
+            *(use.fact.name, use.fact.behaviour, use.fact.device, module or "-"),
+            *(number, " ".join(use.ops), use.fact.condition or "-"),
+        )
+        for use in usage.uses
+        for module, number in use.sites.items()
+    ]
+    columns = ("name", "behaviour", "device", "module", "sites", "ops", "condition")
+    print_table(console, columns, used, numbers="sites")
+    print_line(
+        console, "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
+    )
+
+
+def _numbers(facts: Sequence[OpFact]) -> dict[str, int]:
+    return {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
+
+
+def _fact_to_dict(fact: OpFact) -> dict[str, Any]:
+    return {name: getattr(fact, name) for name in ("name", "behaviour", "device", "condition")} | {
+        "ops": list(fact.ops)
+    }

@@ -1,0 +1,204 @@
+"""A verdict in words, for a person who has to act on it."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from det_callbacks.report.console import count, print_line, print_table, to_text
+from det_callbacks.report.numbers import render_numbers
+from det_callbacks.runs.program import REGION
+from det_callbacks.verdict import Divergence, Verdict
+
+MAX_ORIGINS = 20
+
+_STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
+KINDS = {
+    "content": "other bits",
+    "argument": "called with other arguments",
+    "structure": "another shape, dtype or layout",
+    "missing": "only in the reference",
+    "extra": "only in the current run",
+}
+
+
+def verdict_lines(verdict: Verdict) -> str:
+    """Return a verdict as plain text, for an exception's message or a log."""
+    return to_text(lambda console: render_verdict(verdict, console))
+
+
+def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
+    """Return what a rank says of a verdict that all ranks have: all of it on rank 0, one line on the others."""
+    if rank == 0:
+        return verdict_lines(verdict)
+    where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
+    return f"{word_of(verdict)} (said on rank {rank} of {world_size}; {where}): {verdict.explanation}"
+
+
+def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
+    """Return what is wrong with a resumed recording whose steps are not those that the run holds.
+
+    Args:
+        verdict: on the steps that were run again.
+        path: of the run.
+        num_agreed: steps that agreed before.
+        num_dropped: new steps that were written before, and are taken back.
+        rank: that says it; all but rank 0 say it in one line.
+    """
+    if rank:
+        return (
+            f"The resumed run is not the run in {path}, which is as it was before (said on rank {rank}; rank 0 prints "
+            f"the whole verdict): {verdict.explanation}"
+        )
+    agreed = f"{count(num_agreed, 'step')} before it agreed" if num_agreed else "it is the first one that was run again"
+    dropped = f"; {count(num_dropped, 'new step')} of this attempt went with it" if num_dropped else ""
+    return (
+        f"The resumed run is not the run in {path}: a step that is there already came out otherwise ({agreed}). "
+        f"The run keeps its steps and is as it was before{dropped}.\n\n{verdict_lines(verdict)}\n"
+        "Find out what the checkpoint did not bring back, or record this training as another run: into another folder, "
+        "or over this one with overwrite=True."
+    )
+
+
+def word_of(verdict: Verdict) -> str:
+    """Return MATCH, DIVERGED or NOT COMPARABLE."""
+    return verdict.verdict.upper().replace("_", " ")
+
+
+def role_of(divergence: Divergence) -> str:
+    """Return whether a divergence is an origin, in words."""
+    if divergence.is_origin:
+        return "origin: what it read agrees, so it starts here"
+    if divergence.is_origin is None:
+        return "cannot be proven to start here"
+    if not divergence.op:
+        return "source: it came in from outside the step's ops, or was passed on to here"
+    return "passed on: something it read differs already"
+
+
+def render_verdict(verdict: Verdict, console: Console) -> None:
+    """Print a verdict: the word, the sentence, where it began, what was covered, and what to do next."""
+    print_line(console, word_of(verdict), _STYLES[verdict.verdict])
+    print_line(console, verdict.explanation)
+    print_line(console)
+    print_line(console, f"reference  {verdict.reference}")
+    print_line(console, f"current    {verdict.current}")
+    if verdict.cause is not None:
+        print_line(console, f"cause      {verdict.cause}")
+    if verdict.evidence:
+        _section(console, "Evidence", *verdict.evidence)
+    first = verdict.first_divergence
+    if first is not None:
+        _section(console, "First divergence", *_facts(first))
+    render_numbers(verdict, console)
+    if verdict.origins:
+        _render_origins(verdict, console)
+    _section(console, "Compared", *_coverage(verdict))
+    if verdict.environment:
+        _section(console, "Environment differences")
+        rows = [
+            (
+                one.name,
+                one.reference,
+                one.current,
+                "machine" if one.is_machine else "choice",
+                "yes" if one.changes_bits else "no",
+            )
+            for one in verdict.environment
+        ]
+        print_table(console, ("name", "reference", "current", "kind", "can change bits"), rows, is_folded=True)
+    if verdict.verdict != "match" and first is not None:
+        rank = f" --rank {first.rank}" if first.rank else ""
+        step = "" if first.phase == "metric" else f" --step {first.step}{rank}"  # no step has it
+        shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]
+        _section(console, "Next", *shown, *([] if verdict.record_next is None else _record_next(verdict.record_next)))
+
+
+def _section(console: Console, title: str, *lines: str) -> None:
+    print_line(console)
+    print_line(console, title, "bold")
+    for line in lines:
+        print_line(console, f"  {line}")
+
+
+def _facts(divergence: Divergence) -> list[str]:
+    is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
+    kind = "another compiled graph" if is_graph and divergence.kind == "structure" else KINDS[divergence.kind]
+    shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
+    facts = [
+        ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
+        ("module", divergence.module or "(outside any module)"),
+        ("op", f"{divergence.op} #{divergence.occurrence}, output {divergence.output}" if divergence.op else ""),
+        ("name", divergence.name or ""),
+        ("kind", f"{divergence.kind}: {kind}"),
+        ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
+        ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
+        ("origin", role_of(divergence)),
+        *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
+    ]
+    return [f"{name:<8} {fact}" for name, fact in facts if fact]
+
+
+def _render_origins(verdict: Verdict, console: Console) -> None:
+    shown = verdict.origins[:MAX_ORIGINS]
+    more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
+    _section(console, f"Origins (differing, though nothing they read differs{more})")
+    has_ranks = verdict.coverage.ranks > 1 or any(origin.rank for origin in shown)
+    columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
+    rows = [
+        (
+            origin.rank,
+            origin.step,
+            origin.phase,
+            origin.module or "-",
+            f"{origin.op}#{origin.occurrence}",
+            origin.name or "-",
+            origin.kind,
+            origin.source[0] if origin.source else "-",
+        )[not has_ranks :]
+        for origin in shown
+    ]
+    print_table(console, columns[not has_ranks :], rows, numbers="rank step", is_folded=True)
+
+
+def _coverage(verdict: Verdict) -> list[str]:
+    counts, coverage = verdict.counts, verdict.coverage
+    span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
+    skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
+    skipped = f"; skipped: {skipped}" if skipped else ""
+    lines = [
+        f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
+        f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing"
+    ]
+    lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
+    lines.append(f"{count(coverage.ops_seen, 'op')} seen, {coverage.ops_digested:,} digested{skipped}")
+    lines += [f"digests of tensors on {device}: {method}" for device, method in coverage.digested_on.items()]
+    lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
+    for name, replayed in coverage.replayed.items():
+        lines.append(
+            f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
+            f"differed, {replayed['mib_per_step']:.3g} MiB a step"
+        )
+    return lines
+
+
+def _record_next(arguments: Mapping[str, Any]) -> list[str]:
+    """Return how to record what the runs do not hold, as arguments of the callback and as Hydra overrides."""
+    steps = arguments.get("only_steps")
+    which = "the training"
+    if steps is not None:
+        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
+    python = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+    words = (
+        f"determinism.{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+        for name, value in arguments.items()
+    )
+    return [
+        f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
+        f"    in Python  {python}",
+        f"    in Hydra   {shlex.join(words)}",
+    ]
