@@ -70,8 +70,8 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
                 continue
             ops.add(site.op)
             for index in facts_of.get(site.op.rpartition(".")[0], ()):
-                call = {"op": site.op, "phase": site.phase, "varying": site.varying}
-                if may_apply(facts[index], arguments=json.loads(site.arguments), **call):
+                arguments, fact = json.loads(site.arguments), facts[index]
+                if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, varying=site.varying):
                     here[index, site.module] += 1
                     overloads[index].add(site.op)
         most |= here  # the larger count of each
