@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from det_callbacks.audit import AuditFinding, AuditReport
+from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
 from det_callbacks.errors import (
     AuditError,
     CheckpointFormatError,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.compare import compare_runs
     from det_callbacks.digest import StateDigest, digest_state, digest_tensor
-    from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
+    from det_callbacks.equivalence import BitwiseEquivalenceMode
     from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
     from det_callbacks.observers import (
         ObserverContext,
@@ -137,10 +137,7 @@ _HOMES = {
         "digest_state",
         "digest_tensor",
     ),
-    "det_callbacks.equivalence": (
-        "BitwiseEquivalenceMode",
-        "OpMismatch",
-    ),
+    "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.numerics": (
         "NumericsReport",
         "TensorComparison",

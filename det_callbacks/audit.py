@@ -1,4 +1,4 @@
-"""What an audit found, and the list of patterns that record and verify take to replay it."""
+"""What running ops again found: plain data, and the list of patterns that record and verify take to replay it."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,34 +9,76 @@ Judgement = Literal["nondeterministic", "transient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditFinding:
-    """One op that gave other bits when it was run again on the same inputs.
+class OpMismatch:
+    """One output of an op, at one place, that differed between two runs on the same inputs; a third one followed.
 
     Attributes:
-        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before.
-        phase: of the op.
-        module: qualified name; "" outside any module.
+        phase: "forward", "backward", "optimizer" or what was set.
+        module: qualified name, "" outside any module, "?" when unknown; for ops of a backward pass that of the forward
+            op whose gradient it computes.
         op: ``namespace.op.overload``.
-        source: lines of the user's code, innermost first; of the forward call for a backward op.
-        steps: in which it differed.
-        num_places: outputs and occurrences of it that differed, all steps together.
-        shape: of the first such output.
-        dtype: of the first such output.
-        num_elements: that differed in the first such output.
-        max_ulps: largest distance among all of them; None where there is none.
+        occurrence: calls of that op at that place earlier in the block.
+        output: number among what the call wrote: what it returned first, then the arguments it wrote.
+        source: up to four lines of the user's, innermost first; for ops of a backward pass those of the forward call.
+        shape: of the first run's output; () for a number.
+        dtype: "float32"; the Python class for a number.
+        num_elements: of the first run's output.
+        num_differing: elements whose bits differ; all of them when the second run gave another shape or dtype, and for
+            tensors that are not strided.
+        max_ulps: largest distance of two finite elements; None where there is none.
+        is_transient: whether everything that the third run wrote agrees with the first run, or with the second.
     """
 
-    judgement: Judgement
     phase: str
     module: str
     op: str
+    occurrence: int
+    output: int
     source: tuple[str, ...]
-    steps: tuple[int, ...]
-    num_places: int
     shape: tuple[int, ...]
     dtype: str
     num_elements: int
+    num_differing: int
     max_ulps: int | None
+    is_transient: bool
+
+    def __str__(self) -> str:
+        module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        place = f" at {self.source[0]}" if self.source else ""
+        distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
+        third = "; of three runs two agree, so it may be transient" if self.is_transient else ""
+        return (
+            f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
+            f"{self.output} differ{distance}{third}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFinding(OpMismatch):
+    """One op that gave other bits when it was run again; what ``OpMismatch`` says is of the first such output.
+
+    Attributes:
+        judgement: "transient" when a single call of it differed, and its third run agreed with one of the two before.
+        steps: in which it differed.
+        num_places: outputs and occurrences of it that differed, all steps together.
+    """
+
+    judgement: Judgement
+    steps: tuple[int, ...]
+    num_places: int
+
+    @classmethod
+    def of(cls, mismatches: Sequence[tuple[int, OpMismatch]]) -> "AuditFinding":
+        """Return the finding that (step, mismatch) of one op in one module and phase come to."""
+        first = mismatches[0][1]
+        calls = {(step, one.occurrence) for step, one in mismatches}
+        known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
+        return cls(
+            **{**asdict(first), "max_ulps": max(known, default=None)},
+            judgement="transient" if first.is_transient and len(calls) == 1 else "nondeterministic",
+            steps=tuple(sorted({step for step, _ in calls})),
+            num_places=len(mismatches),
+        )
 
     @property
     def pattern(self) -> str:

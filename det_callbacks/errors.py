@@ -8,8 +8,7 @@ and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not compar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from det_callbacks.audit import AuditReport
-    from det_callbacks.equivalence import OpMismatch
+    from det_callbacks.audit import AuditReport, OpMismatch
     from det_callbacks.numerics import NumericsReport
     from det_callbacks.ranks import ReplicaReport
     from det_callbacks.verdict import Verdict

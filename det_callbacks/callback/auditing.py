@@ -2,15 +2,14 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import lightning.pytorch as pl
 
-from det_callbacks.audit import AuditFinding, AuditReport, replay_list
+from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
 from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.compare.live import free_folder
-from det_callbacks.equivalence import BitwiseEquivalenceMode, OpMismatch
+from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines, print_closing_line
 from det_callbacks.runs.files import replace_atomically
@@ -19,38 +18,6 @@ AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"
 NUM_STEPS = 3
 """Steps that are audited where none are chosen: the first ones that come."""
-
-
-@dataclass(slots=True)
-class _Found:
-    """The mismatches of one op in one module and phase."""
-
-    first: OpMismatch
-    calls: set[tuple[int, int]] = field(default_factory=set)
-    num_places: int = 0
-    max_ulps: int | None = None
-
-    def add(self, mismatch: OpMismatch, step: int) -> None:
-        self.calls.add((step, mismatch.occurrence))
-        self.num_places += 1
-        if mismatch.max_ulps is not None:
-            self.max_ulps = max(self.max_ulps or 0, mismatch.max_ulps)
-
-    def finding(self) -> AuditFinding:
-        first = self.first
-        return AuditFinding(
-            judgement="transient" if first.is_transient and len(self.calls) == 1 else "nondeterministic",
-            phase=first.phase,
-            module=first.module,
-            op=first.op,
-            source=first.source,
-            steps=tuple(sorted({step for step, _ in self.calls})),
-            num_places=self.num_places,
-            shape=first.shape,
-            dtype=first.dtype,
-            num_elements=first.num_differing,
-            max_ulps=self.max_ulps,
-        )
 
 
 class Auditing:
@@ -72,7 +39,7 @@ class Auditing:
         self._on_divergence = on_divergence
         self._mode: BitwiseEquivalenceMode | None = None
         self._steps: list[int] = []
-        self._found: dict[tuple[str, str, str], _Found] = {}
+        self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
         self._restore: Callable[[], object] | None = None
         self.say: Callable[[str], None] = print_closing_line
         """Prints a line; whoever trains may know what else is on the terminal."""
@@ -83,7 +50,7 @@ class Auditing:
             self._folder = free_folder(Path(trainer.log_dir or trainer.default_root_dir), kind="audit")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
-        self._mode = self._mode or BitwiseEquivalenceMode.for_training(pl_module)
+        self._mode = self._mode or BitwiseEquivalenceMode(model=pl_module, base_phase="other")
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Mark the training step of a fit that is about to train."""
@@ -106,7 +73,7 @@ class Auditing:
         self._steps.append(step)
         for mismatch in self._running.finish():
             place = (mismatch.phase, mismatch.module, mismatch.op)
-            self._found.setdefault(place, _Found(first=mismatch)).add(mismatch, step)
+            self._found.setdefault(place, []).append((step, mismatch))
 
     def detach(self) -> None:
         """Leave no mode open and nothing of ours in the loops; may be called more than once."""
@@ -127,7 +94,7 @@ class Auditing:
             steps=tuple(self._steps),
             num_compared=self._running.num_compared,
             skipped=dict(self._running.skipped),
-            findings=tuple(found.finding() for found in self._found.values()),
+            findings=tuple(map(AuditFinding.of, self._found.values())),
         )
         if not report.num_compared:
             wanted = "" if self._chosen is None else f" that only_steps asks for ({', '.join(map(str, self._chosen))})"

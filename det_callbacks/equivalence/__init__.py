@@ -1,6 +1,5 @@
 """Every op run again, and compared bit for bit."""
 
-from det_callbacks.equivalence.mismatch import OpMismatch
 from det_callbacks.equivalence.mode import BitwiseEquivalenceMode
 
-__all__ = ["BitwiseEquivalenceMode", "OpMismatch"]
+__all__ = ["BitwiseEquivalenceMode"]

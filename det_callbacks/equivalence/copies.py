@@ -1,24 +1,25 @@
-"""Copies of the arguments that an op writes, for a second run: strides, offsets, overlap and alignment are kept.
+"""What a second run of an op starts from: copies of what it writes, and the generators as they were.
 
-Every storage that a written argument lies in is copied once, and each tensor argument on it is rebuilt there, written
-or not; so two arguments that view the same bytes still do.
+Every storage that a written argument lies in is copied, and each tensor argument on it is rebuilt there, written or
+not; strides, offsets, overlap and alignment are kept, and two arguments that view the same bytes still do.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Generator, Tensor, UntypedStorage
 
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
 from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
+from det_callbacks.device_generators import every_generator
 from det_callbacks.trace.components import has_parts, parts_of
 
 _ALIGNMENT = 64
 """Bytes that torch aligns host memory to; kernels may sum in another order where memory is aligned otherwise."""
-_WHOLE_BYTES = 1 << 20
-"""Storages up to here are copied whole; of larger ones only the stretch that the arguments span."""
 
 
 class AliasedError(Exception):
@@ -26,7 +27,7 @@ class AliasedError(Exception):
 
 
 class Copies:
-    """Copies made for one call.
+    """The arguments of one call with copies of what it writes.
 
     Args:
         args: of the call.
@@ -38,34 +39,28 @@ class Copies:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]) -> None:
-        tensors = [*_tensors((*args, *kwargs.values()))]
-        addresses: set[int] = set()
-        self._special: dict[int, Tensor] = {}
-        for tensor in written:
-            if is_special(tensor):
-                self._special[id(tensor)] = tensor.detach().clone()
-            else:
-                addresses.add(tensor.untyped_storage()._cdata)
-        self._by_id: dict[int, Tensor] = {}
-        shared = [tensor for tensor in tensors if not is_special(tensor)]
-        specials = [tensor for tensor in tensors if is_special(tensor)]
-        if specials and (addresses or self._special):
-            _refuse_aliases(specials, shared, addresses)
+        tensors = {id(tensor): tensor for tensor in _tensors((*args, *kwargs.values()))}
+        specials = [tensor for tensor in tensors.values() if is_special(tensor)]
+        addresses = {tensor.untyped_storage()._cdata for tensor in written if not is_special(tensor)}
+        if specials and written:
+            shared = {one.untyped_storage()._cdata for one in tensors.values() if not is_special(one)}
+            _refuse_aliases(specials, shared | addresses)
+        self._copies = {id(tensor): tensor.detach().clone() for tensor in written if is_special(tensor)}
         on_storage: dict[int, list[Tensor]] = {}
-        for tensor in shared:
-            if not torch._is_zerotensor(tensor) and (address := tensor.untyped_storage()._cdata) in addresses:
-                on_storage.setdefault(address, []).append(tensor)
+        for tensor in tensors.values():
+            if not is_special(tensor) and not torch._is_zerotensor(tensor):
+                address = tensor.untyped_storage()._cdata
+                if address in addresses:
+                    on_storage.setdefault(address, []).append(tensor)
         for group in on_storage.values():
             storage, shift = _copied(group)
-            for tensor in group:
-                if id(tensor) not in self._by_id:
-                    self._by_id[id(tensor)] = _rebuilt(tensor, storage, shift)
+            self._copies.update((id(tensor), _rebuilt(tensor, storage, shift)) for tensor in group)
         self.args: tuple[Any, ...] = tuple(self._replaced(value) for value in args)
         self.kwargs: dict[str, Any] = {name: self._replaced(value) for name, value in kwargs.items()}
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._by_id.get(id(value), self._special.get(id(value), value))
+            return self._copies.get(id(value), value)
         if type(value) in (list, tuple):
             return type(value)(self._replaced(item) for item in value)
         return value
@@ -84,13 +79,8 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _refuse_aliases(specials: list[Tensor], shared: list[Tensor], written: set[int]) -> None:
-    seen = {tensor.untyped_storage()._cdata for tensor in shared} | written
-    known: set[int] = set()
+def _refuse_aliases(specials: list[Tensor], seen: set[int]) -> None:
     for tensor in specials:
-        if id(tensor) in known:
-            continue
-        known.add(id(tensor))
         parts = [*parts_of(tensor)] if has_parts(tensor) else [tensor]
         addresses = {part.untyped_storage()._cdata for part in parts if not has_parts(part)}
         if addresses & seen:
@@ -101,31 +91,17 @@ def _refuse_aliases(specials: list[Tensor], shared: list[Tensor], written: set[i
 def _copied(tensors: list[Tensor]) -> tuple[UntypedStorage, int]:
     """Return a copy of the storage that tensors lie in, and by how many bytes its content lies further on."""
     storage = tensors[0].untyped_storage()
-    num_bytes = storage.nbytes()
     shift = _data_address(tensors[0]) % _ALIGNMENT
-    if any(shift % tensor.element_size() for tensor in tensors):
-        shift = 0
-    low, high = 0, num_bytes
-    if num_bytes > _WHOLE_BYTES:
-        low = min(int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors)
-        high = min(max(map(_end, tensors)), num_bytes)
-    if not shift and 2 * (high - low) >= num_bytes:
+    if not shift or any(shift % tensor.element_size() for tensor in tensors):
         return storage.clone(), 0
-    copy = UntypedStorage(num_bytes + shift, device=storage.device)
-    if low < high:
-        _bytes_of(copy, low + shift, high + shift).copy_(_bytes_of(storage, low, high))
+    copy = UntypedStorage(storage.nbytes() + shift, device=storage.device)
+    _bytes_of(copy, shift).copy_(_bytes_of(storage, 0))
     return copy, shift
 
 
-def _end(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
-
-
-def _bytes_of(storage: UntypedStorage, start: int, end: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+def _bytes_of(storage: UntypedStorage, start: int) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (storage.nbytes() - start,), (1,))
 
 
 def _rebuilt(tensor: Tensor, storage: UntypedStorage, shift: int) -> Tensor:
@@ -139,3 +115,44 @@ def _rebuilt(tensor: Tensor, storage: UntypedStorage, shift: int) -> Tensor:
     if tensor.requires_grad:
         copy.requires_grad_()
     return copy
+
+
+class GeneratorStates:
+    """The states of torch's default generators (CPU, and every device of the kinds in use) and of those passed.
+
+    Those of devices that the process has not used are among them: the op may be the first on its device.
+
+    Args:
+        args: of the op.
+        kwargs: of the op.
+        with_python: take those of Python and NumPy as well, for code that is not torch's.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_python: bool) -> None:
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+        self._generators: list[Generator] = [torch.default_generator, *every_generator(), *passed]
+        self._with_python = with_python
+        self._before = self._read()
+        self._after = self._before
+
+    def rewind(self) -> None:
+        """Remember where the first run left the generators, and put them back to where it began."""
+        self._after = self._read()
+        self._write(self._before)
+
+    def forward(self) -> None:
+        """Put the generators where the first run left them."""
+        self._write(self._after)
+
+    def _read(self) -> tuple[list[Tensor], Any, Any]:
+        states = [generator.get_state() for generator in self._generators]
+        if not self._with_python:
+            return states, None, None
+        return states, random.getstate(), np.random.get_state()
+
+    def _write(self, states: tuple[list[Tensor], Any, Any]) -> None:
+        for generator, state in zip(self._generators, states[0], strict=True):
+            generator.set_state(state)
+        if self._with_python:
+            random.setstate(states[1])
+            np.random.set_state(states[2])

@@ -1,38 +1,115 @@
 """BitwiseEquivalenceMode: which ops give other bits when they are run again on the same inputs."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType, TracebackType
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction as _DisableTorchFunction
+from torch._C import _len_torch_dispatch_stack  # looked at in torch 2.13
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
-from det_callbacks.equivalence.checker import Checker
-from det_callbacks.equivalence.mismatch import OpMismatch
-from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.audit import OpMismatch
+from det_callbacks.device_generators import is_capturing
+from det_callbacks.equivalence.bits import difference_of, has_same_bits
+from det_callbacks.equivalence.copies import AliasedError, Copies, GeneratorStates
+from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
+from det_callbacks.trace.building import source_of
+from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
+from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.overloads import HIDDEN_STATES, OPAQUE_WRITES, OpKind, OpPlan, make_plan
 from det_callbacks.trace.places import Places
+from det_callbacks.trace.tree import Context, module_of
+
+_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
+"""Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
+MAX_KEPT = 1000
+"""Mismatches that are kept; more are counted."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckPlan:
+    """How calls of one overload are checked.
+
+    Attributes:
+        plan: what tracing knows of it.
+        left_out: why it is never run twice; "" when it is.
+        scratch: arguments that it uses as scratch memory.
+        hidden_state: argument that holds the state of a random generator, advanced without saying so; "" if none.
+        is_foreign: not torch's own code: it may draw from any generator of the process.
+    """
+
+    plan: OpPlan
+    left_out: str
+    scratch: frozenset[str]
+    hidden_state: str
+    is_foreign: bool
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an argument of a call by its name."""
+        index = self.plan.argument_names.index(name)
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return the arguments that a call writes, scratch memory included."""
+        values = (self.argument(name, args, kwargs) for name in self.scratch)
+        return written_arguments(self.plan, args, kwargs) + [value for value in values if isinstance(value, Tensor)]
+
+
+def make_check_plan(func: Any) -> CheckPlan:
+    """Return how calls of an op are checked."""
+    plan = make_plan(func)
+    namespace = plan.base.partition(".")[0]
+    kind = (plan.whole or plan).kind
+    left_out = "" if kind is OpKind.DIGEST else kind.value
+    if not left_out and isinstance(func, OpOverload):
+        schema = func._schema
+        if not schema.returns and not plan.writes:
+            left_out = "side_effect"
+        elif namespace not in _OWN_NAMESPACES and any("__torch__" in str(item.type) for item in schema.arguments):
+            left_out = "hidden_state"
+    return CheckPlan(
+        plan=plan,
+        left_out=left_out,
+        scratch=OPAQUE_WRITES.get(plan.base, frozenset()),
+        hidden_state=HIDDEN_STATES.get(plan.base, ""),
+        is_foreign=namespace not in _OWN_NAMESPACES,
+    )
 
 
 class _Interceptor(DispatchMode):
-    """Hands every op to the checker; passes them through once it was turned off."""
+    """Hands every op to its owner; passes them through once it was turned off."""
 
-    def __init__(self, checker: Checker) -> None:
+    def __init__(self, owner: "BitwiseEquivalenceMode") -> None:
         super().__init__()
-        self.checker: Checker | None = checker
+        self.owner: BitwiseEquivalenceMode | None = owner
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.checker is None:
+        if self.owner is None:
             return func(*args, **(kwargs or {}))
-        out = self.checker.op(func, types, args, kwargs or {})
+        out = self.owner._op(func, types, args, kwargs or {})
         return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 class BitwiseEquivalenceMode:
-    """Run every op of the ``with`` block twice on the same inputs, and tell those that gave other bits.
+    """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
 
     An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a flipped bit of
     the hardware, perhaps), unless it comes again.
@@ -51,20 +128,25 @@ class BitwiseEquivalenceMode:
 
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
     keeps a state of its own, does so twice. Ops inside compiled regions are not seen, but for extern kernels and
-    custom ops. A warning that an op gives at every call may be given twice; filters are left alone. Nondeterminism
-    that two runs in a row do not show (threads, memory that is reused) may need several steps.
+    custom ops. A warning that an op gives at every call may be given twice. Nondeterminism that two runs in a row do
+    not show (threads, memory that is reused) may need several steps.
 
     Time: each op twice, its outputs read twice (on a GPU one synchronisation an op), and some 30 microseconds an op,
-    for a custom op 70 more. A step of a small MLP (114 ops in 0.6 ms) takes 8 times as long, of a transformer of
+    for a custom op 150 more. A step of a small MLP (114 ops in 0.6 ms) takes 8 times as long, of a transformer of
     6 x 384 2.4 times (two cores of a CPU, torch 2.13).
     Memory: one op's outputs, and two copies of the storages that it writes.
 
     Args:
         raise_on_mismatch: raise at the first op that differs, instead of collecting.
         model: module that names are relative to; None names outermost modules by their class.
+        base_phase: phase of what runs outside a backward pass and an optimizer's step.
 
     Attributes:
         is_open: whether a block is under way.
+        num_ops: ops seen: those compared and those in ``skipped``.
+        num_compared: ops whose two runs were compared.
+        num_mismatches: outputs found to differ, those that were not kept included.
+        skipped: reason -> ops that were not compared.
 
     Raises:
         EquivalenceError: from the op, an op differs and ``raise_on_mismatch`` is set.
@@ -79,23 +161,20 @@ class BitwiseEquivalenceMode:
         ([], 3)
     """
 
-    def __init__(self, raise_on_mismatch: bool = False, *, model: nn.Module | None = None) -> None:
-        self._setup(model, raise_on_mismatch=raise_on_mismatch, base_phase="forward")
-
-    @classmethod
-    def for_training(cls, model: nn.Module, *, raise_on_mismatch: bool = False) -> "BitwiseEquivalenceMode":
-        """Return a mode whose blocks are opened and closed by a training loop that also sets the phases."""
-        mode = cls.__new__(cls)
-        mode._setup(model, raise_on_mismatch=raise_on_mismatch, base_phase="other")
-        return mode
-
-    def _setup(self, model: nn.Module | None, *, raise_on_mismatch: bool, base_phase: str) -> None:
+    def __init__(
+        self, raise_on_mismatch: bool = False, *, model: nn.Module | None = None, base_phase: str = "forward"
+    ) -> None:
+        self.is_open = False
+        self.num_ops = self.num_compared = self.num_mismatches = 0
+        self.skipped: Counter[str] = Counter()
+        self._raises = raise_on_mismatch
         self._base_phase = base_phase
         self._places = Places(model)
         self._phases = OptimizerPhases(self._places, base_phase)
-        self._checker = Checker(self._places, raise_on_mismatch=raise_on_mismatch)
         self._interceptor: _Interceptor | None = None
-        self.is_open = False
+        self._mismatches: list[OpMismatch] = []
+        self._plans: dict[int, CheckPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        self._calls: Counter[tuple[str, str, int]] = Counter()
 
     def __enter__(self) -> Self:
         self.begin()
@@ -112,13 +191,13 @@ class BitwiseEquivalenceMode:
             raise TraceError(
                 "BitwiseEquivalenceMode is already open: it runs one block at a time. Leave it before entering again."
             )
-        self._checker.begin_block()
+        self._calls.clear()
         self._places.phase = self._base_phase
         self.is_open = True
         try:
             self._phases.open()
             self._places.open()
-            interceptor = _Interceptor(self._checker)
+            interceptor = _Interceptor(self)
             interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             self._interceptor = interceptor
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
@@ -126,9 +205,10 @@ class BitwiseEquivalenceMode:
             raise
 
     def finish(self) -> list[OpMismatch]:
-        """End the block and return its mismatches, at most 1000 and each with count 1."""
+        """End the block; return the mismatches since the last call, at most 1000, and forget them."""
         self.abandon()
-        return self._checker.mismatches.block
+        found, self._mismatches = self._mismatches, []
+        return found
 
     def abandon(self) -> None:
         """End the block, whatever state it is in; may be called more than once."""
@@ -143,7 +223,7 @@ class BitwiseEquivalenceMode:
         if interceptor.is_on_top:
             interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return
-        interceptor.checker = None  # leaving would pop whatever is on top, and that is not ours
+        interceptor.owner = None  # leaving would pop whatever is on top, and that is not ours
         warnings.warn(
             f"Another dispatch mode ({interceptor.describe_top()}) was opened inside BitwiseEquivalenceMode and left "
             "open; what ran up to here was compared, and the mode is off from here on. Close that mode first.",
@@ -165,25 +245,177 @@ class BitwiseEquivalenceMode:
         return in_phase(self._places, "forward", function)
 
     def get_mismatches(self) -> list[OpMismatch]:
-        """Return the mismatches of all blocks so far: one for each place with its count, at most 1000."""
-        return list(self._checker.mismatches)
+        """Return the mismatches of all blocks so far, in order; the first 1000."""
+        return list(self._mismatches)
 
-    @property
-    def num_mismatches(self) -> int:
-        """Outputs found to differ, those that were not kept included."""
-        return self._checker.mismatches.num_found
+    def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op and return what it returned, the first time."""
+        check = self._plans.get(id(func))
+        if check is None:
+            check = self._plans[id(func)] = make_check_plan(func)
+        plan = check.plan
+        if comes_apart(plan, args, kwargs):
+            return TAKE_APART
+        self.num_ops += 1
+        if plan.kind is OpKind.OPAQUE:
+            self.skipped[check.left_out] += 1
+            self._places.backward.note_unseen()
+            return func(*args, **kwargs)
+        if _graph_task_id() == -1:
+            phase = self._places.phase
+            context: Context = self._places.modules.current
+        else:
+            phase = "backward"
+            context = self._places.backward.context()
+        source = self._places.note(func, plan, phase, context)
+        reason = check.left_out
+        if types:
+            standin = [kind for kind in types if kind not in _PLAIN]
+            if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in standin):
+                reason = reason or "no_data"
+            # they are subclasses of Tensor, declared as any class
+            elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in standin):  # type: ignore[attr-defined]  # classes
+                # the class runs ops on the tensors that it is made of, and those come here again, one by one
+                self.skipped["subclass"] += 1
+                return NotImplemented
+        if check.hidden_state and check.argument(check.hidden_state, args, kwargs) is not None:
+            reason = "hidden_state"
+        if not reason and is_capturing():
+            reason = "capturing"
+        if reason:
+            self.skipped[reason] += 1
+            return func(*args, **kwargs)
+        module = module_of(context)
+        occurrence = self._calls[phase, module, id(func)]
+        self._calls[phase, module, id(func)] += 1
+        out, differing, is_transient = self._run_twice(check, args, kwargs)
+        for index, one, other in differing:
+            with _no_modes_below(), _DisableTorchFunction():
+                difference = difference_of(one, other)
+            mismatch = OpMismatch(
+                phase=phase,
+                module=module,
+                op=plan.name,
+                occurrence=occurrence,
+                output=index,
+                source=source_of(context) if source is None else source,
+                is_transient=is_transient,
+                **difference,
+            )
+            self._add(mismatch)
+        return out
 
-    @property
-    def num_ops(self) -> int:
-        """Ops seen: those compared and those in ``skipped``."""
-        return self._checker.num_ops
+    def _add(self, mismatch: OpMismatch) -> None:
+        self.num_mismatches += 1
+        if len(self._mismatches) < MAX_KEPT:
+            self._mismatches.append(mismatch)
+        if self._raises:
+            raise EquivalenceError(
+                f"{mismatch}. It was run twice on the same inputs with the same generator states; every op before it "
+                "gave the same bits twice, as far as they were compared. Use a deterministic op there (det-callbacks "
+                "ops lists what torch says of its own), or collect all of them with raise_on_mismatch=False.",
+                mismatch,
+            )
 
-    @property
-    def num_compared(self) -> int:
-        """Ops whose two runs were compared."""
-        return self._checker.num_compared
+    def _run_twice(
+        self, check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[tuple[int, Any, Any]], bool]:
+        """Return what the first run returned, what the second wrote otherwise, and whether a third agreed with one."""
+        plan = check.plan
+        second_call = third_call = (args, kwargs)
+        if plan.writes:
+            copied = self._copied_twice(check, args, kwargs)
+            if copied is None:
+                return plan.call(*args, **kwargs), [], False
+            second_call, third_call = copied
+        states = None
+        if plan.draws_random or check.is_foreign:
+            states = GeneratorStates(args, kwargs, with_python=check.is_foreign)
+        try:
+            out = plan.call(*args, **kwargs)
+        except BaseException:  # Ctrl-C too: raised again
+            self.skipped["raised"] += 1
+            raise
+        first = written_by_call(plan, out, args, kwargs)
+        reason = "" if first and all(map(holds_data, first)) else "no_data" if first else "no_output"
+        if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
+            reason = "in_flight"
+        differing: list[tuple[int, Any, Any]] = []
+        is_transient = False
+        if not reason:
+            with _no_modes_below():
+                second = _run_again(plan, states, *second_call)
+                try:
+                    if second is None:
+                        reason = "second_run_raised"
+                    elif differing := _differing(first, second):
+                        third = _run_again(plan, states, *third_call)
+                        is_transient = third is not None and not (
+                            _differing(first, third) and _differing(second, third)
+                        )
+                except (TypeError, DetCallbacksError):
+                    reason, differing = "unreadable", []
+        if reason:
+            self.skipped[reason] += 1
+        else:
+            self.num_compared += 1
+        return out, differing, is_transient
 
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        """Reason -> ops that were not compared."""
-        return MappingProxyType(self._checker.skipped)
+    def _copied_twice(
+        self, check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Call, _Call] | None:
+        """Return the arguments of the second and of the third run; None, counted, when they cannot be copied."""
+        written = check.written(args, kwargs)
+        if not all(map(holds_data, written)):
+            self.skipped["no_data"] += 1
+            return None
+        try:
+            with _no_modes_below(), _DisableTorchFunction():
+                copies = Copies(args, kwargs, written)
+                others = Copies(copies.args, copies.kwargs, check.written(copies.args, copies.kwargs))
+        except AliasedError:
+            self.skipped["aliased"] += 1
+            return None
+        except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
+            self.skipped["not_copied"] += 1
+            return None
+        return (copies.args, copies.kwargs), (others.args, others.kwargs)
+
+
+def _run_again(
+    plan: OpPlan, states: GeneratorStates | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any] | None:
+    """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
+    if states is not None:
+        states.rewind()
+    try:
+        out = plan.call(*args, **kwargs)
+    except Exception:  # whatever an op raises; the first run stands
+        return None
+    finally:
+        if states is not None:
+            states.forward()
+    return written_by_call(plan, out, args, kwargs)
+
+
+def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[int, Any, Any]]:
+    """Return what two runs wrote with other bits; one that wrote less differs in what it lacks."""
+    with _DisableTorchFunction():
+        return [
+            (index, one, other)
+            for index, (one, other) in enumerate(zip_longest(first, second))
+            if not has_same_bits(one, other)
+        ]
+
+
+@contextmanager
+def _no_modes_below() -> Iterator[None]:
+    """Keep the dispatch modes below this one from seeing what is done to check.
+
+    Torch-function modes stay: where one is on in the first run of an op, it is on in the second.
+    """
+    if _len_torch_dispatch_stack():
+        with _disable_current_modes():
+            yield
+    else:
+        yield

@@ -192,7 +192,7 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
         (
             *(found.judgement, found.phase, found.module, found.op),
             ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
-            f"{found.num_elements:,}",
+            f"{found.num_differing:,}",
             "" if found.max_ulps is None else f"{found.max_ulps:,}",
             found.source[0] if found.source else "",
         )

@@ -29,11 +29,11 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
         "run",
     ): "the thread that waits for this one raises the error it keeps",
     (
-        "det_callbacks/equivalence/checker.py",
+        "det_callbacks/equivalence/mode.py",
         "_copied_twice",
     ): "a check that cannot be made must not stop the program; it is counted as not made",
     (
-        "det_callbacks/equivalence/checker.py",
+        "det_callbacks/equivalence/mode.py",
         "_run_again",
     ): "what only another run raises is not the program's; the second is counted as not compared",
     ("det_callbacks/ranks/group.py", "gather"): "what one rank raises is told to the others, and then raised",

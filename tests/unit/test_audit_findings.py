@@ -12,7 +12,8 @@ ODD = "net.[0].what?*"
 
 def finding(**changes):
     place = {"phase": "backward", "module": "net.0", "op": "aten.index_add_.default", "source": ()}
-    what = {"shape": (2,), "dtype": "float32", "num_elements": 1, "max_ulps": 3}
+    what = {"shape": (2,), "dtype": "float32", "num_elements": 2, "num_differing": 1, "max_ulps": 3}
+    place |= {"occurrence": 0, "output": 0, "is_transient": False}
     return AuditFinding(
         **{"judgement": "nondeterministic", "steps": (1, 2), "num_places": 2, **place, **what, **changes}
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from det_callbacks import HashMode, enforce_determinism
 from det_callbacks.callback.proof import _undrawn
 from det_callbacks.device_generators import home_devices, is_default, keep_states, used_generators
-from det_callbacks.equivalence.generators import GeneratorStates as OpStates
+from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from det_callbacks.resume import GeneratorStates, find_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
