@@ -14,11 +14,10 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import digest_memory, late
-from det_callbacks.digest.device import Choice
-from det_callbacks.digest.integer_digest import bytes_of
-from det_callbacks.digest.queue import Span
-from det_callbacks.digest.transfers import Transfers
+from det_callbacks.digest import digest_memory
+from det_callbacks.digest.device import Choice, Span, late
+from det_callbacks.digest.device.copied import bytes_of
+from det_callbacks.digest.device.late import Transfers
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.recorder import Recorder
 
@@ -26,7 +25,7 @@ _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"
 
 
 class LateDevice:
-    """See ``det_callbacks.digest.queue.DeviceDigest``.
+    """See ``det_callbacks.digest.device.DeviceDigest``.
 
     Args:
         mask: differs from 0 where a late digest is to be told from one that the host computed.

@@ -9,8 +9,7 @@ from det_callbacks.digest.components import (
     require_storage,
     tensor_bits,
 )
-from det_callbacks.digest.device import device_choice
-from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
+from det_callbacks.digest.device import Bits, Derived, LateBits, LateDigests, device_choice, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.streaming import DigestStream
 from det_callbacks.digest.unobserved import unobserved

@@ -45,11 +45,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import ALONE_BYTES
-from det_callbacks.digest.late import Bits, Derived, LateBits, LateDigests, value_of
+from det_callbacks.digest.device import Bits, Derived, LateBits, LateDigests, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
+
+ALONE_BYTES = 1024 * 1024
+"""A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
+launching a batch of one with both stages and fetching its digest, some 70 us. Reckoned, not measured."""
 
 # Anything else may compute its attributes in Python.
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
@@ -84,13 +87,9 @@ def digest_tensor(tensor: torch.Tensor) -> int:
         >>> digest_tensor(weight) == digest_tensor(weight.t().contiguous().t())
         True
     """
-    span = None if _len_torch_function_stack() else _span(tensor, False)
-    if span is not None:
-        return digest_memory(*span)
-    with unobserved():
-        digest = _digest(tensor, None, memory_order=False)
-    assert isinstance(digest, int)
-    return digest
+    bits = _bits(tensor, None, memory_order=False)
+    assert isinstance(bits, int)
+    return bits
 
 
 def digest_output(tensor: torch.Tensor) -> int:
@@ -98,36 +97,19 @@ def digest_output(tensor: torch.Tensor) -> int:
 
     A strided tensor that is dense and does not overlap (any permutation of its dimensions) is read as it lies in
     memory: a row-major copy of a channels-last tensor costs five times its digest. Its strides stand beside the digest.
-
-    Raises:
-        TypeError: as ``digest_tensor`` does.
-        DetCallbacksError: likewise.
     """
-    span = None if _len_torch_function_stack() else _span(tensor, True)
-    if span is not None:
-        return digest_memory(*span)
-    with unobserved():
-        digest = _digest(tensor, None, memory_order=True)
-    assert isinstance(digest, int)
-    return digest
+    bits = _bits(tensor, None, memory_order=True)
+    assert isinstance(bits, int)
+    return bits
 
 
 def tensor_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
-    """Return what ``digest_tensor`` does, late where a device computes it.
-
-    Args:
-        tensor: any with data.
-        late: where it is queued then.
-
-    Raises:
-        TypeError: as ``digest_tensor`` does.
-        DetCallbacksError: likewise.
-    """
+    """Return what ``digest_tensor`` does, queued in ``late`` where a device computes it; raise as that does."""
     return _bits(tensor, late, memory_order=False)
 
 
 def output_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
-    """Return what ``digest_output`` does, late where a device computes it; as ``tensor_bits``."""
+    """Return what ``digest_output`` does, as ``tensor_bits``."""
     return _bits(tensor, late, memory_order=True)
 
 
@@ -135,10 +117,6 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return ``digest_tensor`` of each; from 16 MiB in all on, the contiguous ones on the host in two threads.
 
     Those of a device that computes digests go through a ``DigestQueue``, and their digests are fetched together.
-
-    Raises:
-        TypeError: as ``digest_tensor`` does.
-        DetCallbacksError: likewise.
     """
     late = LateDigests()
     found: list[Bits] = [0] * len(tensors)
@@ -158,7 +136,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [value_of(bits, known) for bits in found]
 
 
-def _bits(tensor: torch.Tensor, late: LateDigests, *, memory_order: bool) -> Bits:
+def _bits(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits:
     span = None if _len_torch_function_stack() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
@@ -256,30 +234,42 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def _components(tensor: torch.Tensor, late: LateDigests | None) -> list[Bits] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
-    if type(tensor) not in _PLAIN_TYPES:
-        if is_traceable_wrapper_subclass(tensor):
-            return [_digest(part, late, memory_order=False) for part in inner_tensors(tensor)]
-        if tensor.layout is torch.strided and tensor.nbytes and not _data_address(tensor):
-            raise TypeError(
-                f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
-                "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
-            )
-    if tensor.is_quantized:
-        return _quantised_components(tensor, late)
-    if tensor.layout is torch.strided:
-        return [_digest(part, late, memory_order=False) for part in tensor.unbind()] if tensor.is_nested else None
-    if tensor.layout is torch.sparse_coo:
-        parts = [_digest(part, late, memory_order=False) for part in (tensor._indices(), tensor._values())]
-        return [*parts, digest_bytes(bytes([tensor.is_coalesced()]))]
-    if tensor.layout in _COMPRESSED:
-        accessors = (*_COMPRESSED[tensor.layout], torch.Tensor.values)
-        return [_digest(accessor(tensor), late, memory_order=False) for accessor in accessors]
-    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # not in torch's stubs
-        return [_digest(tensor.to_dense(), late, memory_order=False)]
-    raise TypeError(
-        f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are supported; "
-        "digest the tensors it is made of instead"
-    )
+    parts: Sequence[torch.Tensor]
+    ends: list[Bits] = []
+    if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+        parts = inner_tensors(tensor)
+    elif type(tensor) not in _PLAIN_TYPES and _is_empty_shell(tensor):
+        raise TypeError(
+            f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
+            "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
+        )
+    elif tensor.is_quantized and tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        parts = [tensor.int_repr()]
+        ends = [digest_bytes(struct.pack("<dq", tensor.q_scale(), tensor.q_zero_point()))]
+    elif tensor.is_quantized:
+        parts = [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+        ends = [digest_bytes(struct.pack("<q", tensor.q_per_channel_axis()))]
+    elif tensor.layout is torch.strided:
+        if not tensor.is_nested:
+            return None
+        parts = tensor.unbind()
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+        ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
+    elif tensor.layout in _COMPRESSED:
+        parts = [accessor(tensor) for accessor in (*_COMPRESSED[tensor.layout], torch.Tensor.values)]
+    elif tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]  # not in torch's stubs
+        parts = [tensor.to_dense()]
+    else:
+        raise TypeError(
+            f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are "
+            "supported; digest the tensors it is made of instead"
+        )
+    return [*(_digest(part, late, memory_order=False) for part in parts), *ends]
+
+
+def _is_empty_shell(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and bool(tensor.nbytes) and not _data_address(tensor)
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
@@ -294,19 +284,12 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
             f"cannot digest a {type(wrapper).__qualname__}: its __tensor_flatten__ names no tensor; digest the tensors "
             "that hold its data"
         )
-    return [_waited(wrapper, part) for part in inner]
-
-
-def _quantised_components(tensor: torch.Tensor, late: LateDigests | None) -> list[Bits]:
-    integers = _digest(tensor.int_repr(), late, memory_order=False)
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return [integers, digest_bytes(struct.pack("<dq", tensor.q_scale(), tensor.q_zero_point()))]
-    return [
-        integers,
-        _digest(tensor.q_per_channel_scales(), late, memory_order=False),
-        _digest(tensor.q_per_channel_zero_points(), late, memory_order=False),
-        digest_bytes(struct.pack("<q", tensor.q_per_channel_axis())),
-    ]
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(wrapper, collectives.AsyncCollectiveTensor):
+        # The wrapper's own ``wait`` would record that it waited, and the program's later wait, an op that modes see,
+        # would not happen any more. Waiting twice is harmless.
+        return [torch.ops._c10d_functional.wait_tensor(part) for part in inner]
+    return inner
 
 
 def _combine(components: Sequence[Bits]) -> Bits:
@@ -319,19 +302,6 @@ def _combine(components: Sequence[Bits]) -> Bits:
 
 def _combined(components: Sequence[int]) -> int:
     return digest_bytes(struct.pack(f"<{len(components) + 1}Q", len(components), *components))
-
-
-def _waited(wrapper: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """Return the inner tensor once the collective that fills it, if there is one, is done.
-
-    The wrapper's own ``wait`` would note that it waited, and the program's later wait, an op that modes see, would not
-    happen any more. Waiting twice is harmless.
-    """
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is not None and isinstance(wrapper, collectives.AsyncCollectiveTensor):
-        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(inner)
-        return waited
-    return inner
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

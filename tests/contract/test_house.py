@@ -42,7 +42,7 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
 # Recipes use public names; who measures or shows the engine itself says so here.
 PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
     ("recipes/overhead/bandwidth.py", "det_callbacks.digest"): "measures the digests themselves",
-    ("recipes/overhead/bandwidth.py", "det_callbacks.digest.queue"): "likewise, without the wait for them",
+    ("recipes/overhead/bandwidth.py", "det_callbacks.digest.device"): "likewise, without the wait for them",
     (
         "recipes/overhead/ours.py",
         "det_callbacks.runs.writer",

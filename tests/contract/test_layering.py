@@ -56,8 +56,8 @@ BANNED_FILES = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 # (module, imported module) -> why it is not imported at the top.
 INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     (
-        "det_callbacks.digest.device",
-        "det_callbacks.digest.triton_kernels",
+        "det_callbacks.digest.device.choice",
+        "det_callbacks.digest.device.triton_kernels",
     ): "needs Triton, which only CUDA builds of torch bring; imported for tensors on such a device",
     ("det_callbacks.cli.commands", "det_callbacks.checkpoint"): "loads torch, which other commands do without",
     ("det_callbacks.cli.commands", "det_callbacks.doctor"): "likewise",

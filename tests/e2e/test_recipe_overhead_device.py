@@ -13,9 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from det_callbacks.digest.device import Choice
-from det_callbacks.digest.integer_digest import IntegerDigest
-from det_callbacks.digest.queue import DigestQueue
+from det_callbacks.digest.device import Choice, DigestQueue
+from det_callbacks.digest.device.copied import CopiedDigest
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "overhead"
 MODULES = ("bandwidth", "device", "measure", "models", "ours", "run", "tables")
@@ -130,7 +129,7 @@ def test_a_copy_counts_twice_its_size_and_a_digest_once(recipe: SimpleNamespace)
 
 
 def test_a_device_with_a_queue_is_measured_by_it(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = Choice(method=IntegerDigest(min_bytes=4096), reasons=())
+    choice = Choice(method=CopiedDigest(), reasons=())
     monkeypatch.setattr(recipe.bandwidth, "device_choice", lambda _device: choice)
     measured = recipe.bandwidth.measure_bandwidth(torch.device("cpu"), 4096, rounds=2, pool_bytes=3 * 4096)
     assert (measured.num_bytes, measured.num_calls) == (4096, 3)
@@ -138,13 +137,13 @@ def test_a_device_with_a_queue_is_measured_by_it(recipe: SimpleNamespace, monkey
 
 
 def test_a_queue_of_other_bits_is_not_timed(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Liar(IntegerDigest):
+    class Liar(CopiedDigest):
         def collect(self, launched: Sequence[list[int | torch.Tensor]]) -> list[int]:
             first, *rest = super().collect(launched)
             return [first ^ 1, *rest]
 
     tensors = list(torch.arange(30, dtype=torch.uint8).view(3, 10))
-    recipe.bandwidth.check_queue(DigestQueue(IntegerDigest()), tensors)
+    recipe.bandwidth.check_queue(DigestQueue(CopiedDigest()), tensors)
     with pytest.raises(RuntimeError, match="other digests than digest_tensors for 1 of 3 tensors of 10 bytes"):
         recipe.bandwidth.check_queue(DigestQueue(Liar()), tensors)
 

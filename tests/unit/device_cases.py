@@ -20,12 +20,9 @@ from det_callbacks.digest import (
     digest_output,
     digest_tensor,
     digest_tensors,
-    late,
-    triton_digest,
 )
-from det_callbacks.digest.device import Choice, disagreement
-from det_callbacks.digest.queue import DeviceDigest
-from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.digest.device import Choice, DeviceDigest, disagreement, late, triton_digest
+from det_callbacks.digest.device.triton_digest import TritonDigest
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024
@@ -123,7 +120,7 @@ def check_edges_of_sizes(method: DeviceDigest, *, is_thorough: bool) -> None:
 
 
 def main(num_cases: int) -> None:
-    import det_callbacks.digest.triton_kernels as kernels
+    import det_callbacks.digest.device.triton_kernels as kernels
 
     method = TritonDigest(kernels, HOST)
     assert disagreement(method, HOST) is None
@@ -132,7 +129,7 @@ def main(num_cases: int) -> None:
     check(method, num_cases, largest=2 * LEAF, seed=num_cases)
     # sums that fill their buffer within a launch, and a tensor whose own would not fit
     parts = [torch.arange(LEAF // 8 + 77), *(torch.arange(20.0 + number) for number in range(9)), torch.arange(3)]
-    with mock.patch.object(triton_digest, "LANE_TILES", (8,)), as_on_a_device(TritonDigest(kernels, HOST)):
+    with mock.patch.object(triton_digest, "FIRST_LANE_TILES", 8), as_on_a_device(TritonDigest(kernels, HOST)):
         found = digest_tensors(parts)
     assert found == digest_tensors(parts)
     print(f"{num_cases} cases agree")

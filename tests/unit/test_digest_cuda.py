@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from det_callbacks.digest import digest_tensor, digest_tensors
-from det_callbacks.digest.device import device_choice
-from det_callbacks.digest.queue import MAX_BYTES, DigestQueue
-from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.digest.device import DigestQueue, device_choice
+from det_callbacks.digest.device.queue import MAX_BYTES
+from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.errors import DetCallbacksError
 
 pytestmark = [

@@ -11,10 +11,9 @@ import device_cases
 import pytest
 import torch
 
-from det_callbacks.digest import device as device_module
-from det_callbacks.digest import digest_output, digest_tensor, digest_tensors, integer_digest, integer_ops
-from det_callbacks.digest.device import Choice, device_choice, disagreement
-from det_callbacks.digest.integer_digest import IntegerDigest, IntegerLaunch
+from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest.device import Choice, choice, copied, device_choice, disagreement
+from det_callbacks.digest.device.copied import CopiedDigest, CopiedLaunch
 
 ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
@@ -85,7 +84,7 @@ class Driver:
 def compile_for(capability):
     launched.clear()
     driver.set_active(Driver(capability))
-    from det_callbacks.digest import triton_kernels as kernels
+    from det_callbacks.digest.device import triton_kernels as kernels
     functions = (kernels._sum_blocks, kernels._hash_leaves, kernels._hash_words)
     for function in functions:
         function.device_caches.clear()
@@ -126,128 +125,100 @@ def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) ->
     assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_integer_ops_give_the_bits_of_the_host(seed: int) -> None:
-    device_cases.check(IntegerDigest(min_bytes=0), 60, largest=5 * 256 * 1024, seed=seed)
+def test_copies_give_the_bits_of_the_host() -> None:
+    device_cases.check(CopiedDigest(), 60, largest=5 * 256 * 1024, seed=7)
 
 
-def test_integer_ops_of_several_chunks_and_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_ops, "CHUNK_BYTES", 2 * 256 * 1024)
-    parts = [torch.arange(5 * 256 * 1024 // 8 + 3), torch.arange(4 * 256 * 1024 // 4, dtype=torch.int32)]
-    expected = digest_tensors(parts)
-    with device_cases.as_on_a_device(IntegerDigest(min_bytes=0)):
-        assert digest_tensors(parts) == expected
-
-
-def test_small_tensors_are_copied_together_and_large_ones_are_not() -> None:
-    device_cases.check(IntegerDigest(min_bytes=2000), 60, largest=300_000, seed=7)
-
-
-def test_one_small_tensor_is_copied_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_by_itself_is_queued_when_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     monkeypatch.setattr(
-        IntegerDigest, "launch", lambda self, spans, stream: launched.append(len(spans)) or [7] * len(spans)
+        CopiedDigest, "launch", lambda self, spans, stream: launched.append(len(spans)) or [7] * len(spans)
     )
-    monkeypatch.setattr(IntegerDigest, "collect", lambda self, parts: [digest for part in parts for digest in part])
+    monkeypatch.setattr(CopiedDigest, "collect", lambda self, parts: [digest for part in parts for digest in part])
     small, large = torch.arange(25), torch.arange(26)
     expected = digest_tensor(small)
-    with device_cases.as_on_a_device(IntegerDigest(), alone_bytes=large.nbytes):
+    with device_cases.as_on_a_device(CopiedDigest(), alone_bytes=large.nbytes):
         assert (digest_tensor(small), digest_output(small.view(5, 5).t()), launched) == (expected, expected, [])
         assert (digest_tensor(large), launched) == (7, [1])
         assert (digest_tensors([small, small]), launched) == ([7, 7], [1, 2])
 
 
-class Streamed(IntegerDigest):
+class Streamed(CopiedDigest):
     """Copies that arrive when they are waited for, on the host."""
 
-    def __init__(self) -> None:
-        super().__init__(min_bytes=1000)
-        self.num_arrived = 0
+    num_arrived = 0
 
-    def _to_host(self, contents: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Event | None]:
-        if not contents:
-            return super()._to_host(contents)
-        joined = torch.cat(list(contents))
-        copied = torch.zeros_like(joined)
+    def _to_host(self, content: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+        copied, content = torch.zeros_like(content), content.clone()
 
         def arrive() -> None:
             self.num_arrived += 1
-            copied.copy_(joined)
+            copied.copy_(content)
 
         return copied, SimpleNamespace(synchronize=arrive)
 
 
 def test_copies_are_waited_for_at_the_end_or_when_they_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_digest, "MAX_COPIED_BYTES", 2500)
+    monkeypatch.setattr(copied, "MAX_COPIED_BYTES", 2500)
     method = Streamed()
-    values = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (900, 900, 2000, 600, 900, 500)]
+    values = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (900, 900, 600, 900, 500)]
     launched = [method.launch([(value.untyped_storage(), 0, value.nbytes)], None) for value in values]
-    assert method.num_arrived == 2  # of 900, 900, 600, 900 and 500 bytes: 2,000 are left
+    assert method.num_arrived == 2  # 2,000 bytes are left
     assert method.collect(launched) == digest_tensors(values)
     assert method.num_arrived == 5
 
 
-def test_integer_ops_leave_what_they_read_alone() -> None:
-    value = torch.arange(300_000)
-    version = value._version
-    integer_ops.digest_flat(value)
-    assert torch.equal(value, torch.arange(300_000))
-    assert value._version == version
-
-
-class Lying(IntegerDigest):
+class Lying(CopiedDigest):
     """Wrong in one bit of the digests of tensors above a leaf."""
 
     name = "a lie"
 
-    def collect(self, launched: Sequence[IntegerLaunch]) -> list[int]:
+    def collect(self, launched: Sequence[CopiedLaunch]) -> list[int]:
         first, *others = super().collect(launched)
         return [first ^ 1, *others]
 
 
 def test_a_method_that_gives_other_bits_is_found() -> None:
-    assert disagreement(IntegerDigest(min_bytes=0), device_cases.HOST) is None
-    found = disagreement(Lying(min_bytes=0), device_cases.HOST)
+    assert disagreement(CopiedDigest(), device_cases.HOST) is None
+    found = disagreement(Lying(), device_cases.HOST)
     assert found == "a lie gave other bits than the host for 263173 bytes at 0"
 
 
-def choice_with(monkeypatch: pytest.MonkeyPatch, *, answer: object) -> Choice:
-    """Return the choice for a GPU where Triton is missing and the trial of integer ops ends like this."""
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "copies to the host; no Triton: ModuleNotFoundError"),
+        ("gave other bits", "a copy to the host; no Triton: ModuleNotFoundError"),
+        (NotImplementedError("no such op"), "a copy to the host; no Triton: ModuleNotFoundError"),
+    ],
+)
+def test_without_triton_copies_are_taken_and_say_why(
+    monkeypatch: pytest.MonkeyPatch, answer: object, says: str
+) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "det_callbacks.digest.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "det_callbacks.digest.device.triton_kernels", raising=False)
 
-    def trial(method: object, device: torch.device) -> str | None:
+    def trial(method: object, device: torch.device) -> object:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(device_module, "disagreement", trial)
-    return device_choice.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(choice, "disagreement", trial)
+    found = device_choice.__wrapped__(torch.device("cuda", 0))
+    assert isinstance(found.method, CopiedDigest) == (answer is None)
+    assert str(found).startswith(says)
+    assert answer is None or str(answer) in str(found)
 
 
-def test_without_triton_integer_ops_are_taken_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = choice_with(monkeypatch, answer=None)
-    assert isinstance(choice.method, IntegerDigest)
-    assert str(choice).startswith("torch's integer ops; no Triton: ModuleNotFoundError")
-
-
-@pytest.mark.parametrize("answer", ["gave other bits", NotImplementedError("gave other bits")], ids=["bits", "error"])
-def test_without_either_the_host_is_taken_and_says_why(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = choice_with(monkeypatch, answer=answer)
-    assert choice.method is None
-    assert str(choice).startswith("a copy to the host; no Triton: ModuleNotFoundError")
-    assert str(choice).endswith("gave other bits")
-
-
-def test_devices_without_integer_ops_are_copied() -> None:
+def test_other_devices_are_copied_one_by_one() -> None:
     assert device_choice(torch.device("hpu", 0)) == Choice(method=None, reasons=())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_triton_is_chosen_and_agrees() -> None:
-    choice = device_choice(torch.device("cuda", torch.cuda.current_device()))
-    assert str(choice).startswith("Triton"), choice
+    found = device_choice(torch.device("cuda", torch.cuda.current_device()))
+    assert str(found).startswith("Triton"), found
     there, here = (
         device_cases.tensors(500, largest=40 << 20, seed=1, device=torch.device(device)) for device in ("cuda", "cpu")
     )

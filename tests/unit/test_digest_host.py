@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from det_callbacks.digest import digest_bytes, digest_memory, format_digest, host
+from det_callbacks import host_digest as host
+from det_callbacks.digest import digest_bytes, digest_memory, format_digest
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -14,19 +14,19 @@ from late_kernels import late_kernels
 from test_digest_queue import LateDevice
 from test_lanes import StreamedDigest, digests, random_bytes, spans
 
-from det_callbacks.digest import (
-    digest_memory,
-    digest_tensor,
-    integer_digest,
-    integer_ops,
+from det_callbacks.digest import digest_memory, digest_tensor
+from det_callbacks.digest.device import (
+    Choice,
+    DigestQueue,
+    LateDigests,
+    Span,
+    copied,
+    device_choice,
     lanes,
     late,
     triton_digest,
 )
-from det_callbacks.digest.device import Choice, device_choice
-from det_callbacks.digest.integer_digest import IntegerDigest
-from det_callbacks.digest.late import LateDigests
-from det_callbacks.digest.queue import DigestQueue, Span
+from det_callbacks.digest.device.copied import CopiedDigest
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import LEAF_BYTES
 
@@ -57,8 +57,10 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_right_digests_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of launches that wait already, and of later ones; three streams for two lanes, sums that fill up, a long span."""
-    monkeypatch.setattr(triton_digest, "LANE_TILES", (24, 10))
+    """Of launches that wait already, and of later ones; three streams, sums that fill up, a long span."""
+    monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 24)
+    monkeypatch.setattr(triton_digest, "LANE_TILES", 10)
+    monkeypatch.setattr(triton_digest, "MAX_LANES", 2)
     monkeypatch.setattr(lanes, "NUM_SLOTS", 7)
     values = random_bytes(100, LEAF_BYTES + 9)
     long = random_bytes(3 * LEAF_BYTES + 5)
@@ -90,7 +92,7 @@ def test_an_interrupt_at_any_line_leaves_right_digests_or_an_error(monkeypatch: 
 
 def test_a_launch_asks_no_tensor_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """``Tensor.data_ptr`` is watched while a step is recorded, and costs microseconds then."""
-    monkeypatch.setattr(triton_digest, "LANE_TILES", (16, 16))
+    monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 16)
     method = StreamedDigest()
     monkeypatch.setattr(StreamedDigest, "_tell_allocator", triton_digest.TritonDigest._tell_allocator)
     values = random_bytes(100, LEAF_BYTES + 9, 3 * LEAF_BYTES)
@@ -102,27 +104,9 @@ def test_a_launch_asks_no_tensor_for_its_address(monkeypatch: pytest.MonkeyPatch
     assert asked == []
 
 
-def test_without_memory_for_another_lane_the_streams_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, values = StreamedDigest(), random_bytes(100, 2 * LEAF_BYTES)
-    launched = [method.launch(spans(values), "main")]
-    tried = []
-
-    def full(*arguments: object) -> torch.Tensor:
-        tried.append(arguments)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(lanes.Lane, "_empty", full)
-    launched += [method.launch(spans(values), stream) for stream in ("side", "main", "side")]
-    assert len(tried) == 1, "the allocator of a full device waits for it"
-    assert method.collect(launched) == digests(values) * 4
-    fresh = StreamedDigest()
-    with pytest.raises(torch.OutOfMemoryError):
-        fresh.launch(spans(values), "main")
-
-
 def test_a_stream_of_an_earlier_step_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be gone: a library's own stream is destroyed with the library's objects."""
-    monkeypatch.setattr(triton_digest, "LANE_TILES", (16,))
+    monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 16)
     method, values = StreamedDigest(), random_bytes(100)
     assert method.collect([method.launch(spans(values), "gone")]) == digests(values)
     method.notes.clear()
@@ -182,7 +166,7 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: 
 
 
 def test_an_interrupted_digest_of_a_copy_is_made_again_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, values = IntegerDigest(), random_bytes(100, 200, 300)
+    method, values = CopiedDigest(), random_bytes(100, 200, 300)
     launched = method.launch(spans(values), None)
     numbers = iter(range(9))
 
@@ -191,9 +175,9 @@ def test_an_interrupted_digest_of_a_copy_is_made_again_from_its_beginning(monkey
             raise KeyboardInterrupt
         return digest_memory(address, size)
 
-    monkeypatch.setattr(integer_digest, "digest_memory", interrupted)
+    monkeypatch.setattr(copied, "digest_memory", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launched.digest_copied()
+        launched.digests()
     assert method.collect([launched]) == digests(values)
 
 
@@ -207,24 +191,16 @@ def test_a_copy_s_event_is_of_the_device_of_the_copy(monkeypatch: pytest.MonkeyP
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: real(*shape, **options))
     values = random_bytes(100)
-    method = IntegerDigest(device=device)
+    method = CopiedDigest(device)
     assert method.collect([method.launch(spans(values), method.stream())]) == digests(values)
     assert recorded == ["the current stream of cuda:1"]
-
-
-def test_integer_ops_bring_their_constants_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = torch.arange(LEAF_BYTES // 4)
-    with torch.inference_mode():
-        integer_ops.digest_flat(value)
-    monkeypatch.setattr(torch, "tensor", None)
-    assert integer_ops.digest_flat(value).item() & (1 << 64) - 1 == digest_tensor(value)
 
 
 # what is chosen
 
 
 def reason_with(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(sys.modules, "det_callbacks.digest.triton_kernels", kernels)
+    monkeypatch.setitem(sys.modules, "det_callbacks.digest.device.triton_kernels", kernels)
     return str(device_choice.__wrapped__(torch.device("cuda", 0)))
 
 

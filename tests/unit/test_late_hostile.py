@@ -13,8 +13,8 @@ from late_device import LateDevice, late_device
 from torch import library
 from tracing import position_of, site_of, traced, verified
 
-from det_callbacks.digest import digest_tensor, late
-from det_callbacks.digest.device import Choice
+from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.device import Choice, late
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.trace import names, storages

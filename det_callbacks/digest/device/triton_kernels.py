@@ -1,6 +1,8 @@
 """The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
 
-The specification is in ``det_callbacks.host_digest``, the algorithm and its constants in ``det_callbacks.digest.xxh3``.
+The specification is in ``det_callbacks.host_digest``; the algorithm and its constants are those of XXH3-64 with seed 0,
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md: the default secret (192 bytes) and the eight initial
+accumulators. A digest hashes nothing, or a multiple of 1,024 bytes: only the branch for inputs above 240 is needed.
 What makes XXH3 parallel here: the 16 stripes of a block of 1 KiB only add to the eight accumulators, so the sums of all
 blocks are found at once. Between two blocks the accumulators are scrambled, one after the other, which takes a leaf of
 256 blocks some microseconds however few leaves there are. So there are two stages, and only the first reads the spans:
@@ -8,7 +10,7 @@ blocks are found at once. Between two blocks the accumulators are scrambled, one
 * ``_sum_blocks``: 64 bytes for each block, up to 16 spans a launch. They come as the launch's arguments: a table would
   have to be copied to the device first, and the device idles between a copy and the kernel that waits for it.
 * ``_hash_leaves``, a warp for each leaf, and ``_hash_words``, a warp for the leaf hashes of each span that has several:
-  once for what hundreds of MiB have left of sums, told by one table (``det_callbacks.digest.lanes`` says when).
+  once for what hundreds of MiB have left of sums, told by one table (``det_callbacks.digest.device.lanes`` says when).
 
 Bytes of a span are read as aligned words of 8 bytes, of which two are joined where the span begins between them: a load
 that is not aligned is an error on a GPU. An aligned word with one byte of a span in it lies in the same page and
@@ -20,14 +22,13 @@ looking at the arguments, and none that is compiled in the middle of a training 
 This module needs Triton, which torch's CUDA builds bring, and is imported only where a tensor is on such a device.
 """
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.errors import TritonError
-
-from det_callbacks.digest.xxh3 import INITIAL_LANES, LAST_WORDS, MERGE_WORDS, SECRET_WORDS, signed
 
 __all__ = ["CONSTANTS", "IS_INTERPRETED", "SPANS_PER_LAUNCH", "TILE_BYTES", "VERSION", "Launchers", "TritonError"]
 
@@ -39,7 +40,31 @@ SPANS_PER_LAUNCH = 16
 TILE_BYTES = 32 * 1024
 """What one program of ``_sum_blocks`` reads: 32 blocks, an eighth of a leaf."""
 
-CONSTANTS = tuple(signed(word) for word in (*SECRET_WORDS, *LAST_WORDS, *MERGE_WORDS, *INITIAL_LANES))
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a"
+    "51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8f"
+    "f8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+
+_INITIAL_LANES = (
+    0xC2B2AE3D,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x85EBCA77,
+    0x27D4EB2F165667C5,
+    0x9E3779B1,
+)
+
+# Stripe s of a block is mixed with the eight words of the secret from s on, the last stripe of all with others; the
+# eight from 16 on scramble after a block.
+_WORDS = [
+    word for offset, count in ((0, 24), (121, 8), (11, 8)) for word in struct.unpack_from(f"<{count}q", _SECRET, offset)
+]
+
+CONSTANTS = (*_WORDS, *struct.unpack("<8q", struct.pack("<8Q", *_INITIAL_LANES)))
 """What the kernels' constants point at; they know the places as numbers."""
 
 _SUM_ARGUMENTS = [

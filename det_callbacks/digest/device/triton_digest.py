@@ -1,7 +1,6 @@
 """Digests by Triton kernels on a CUDA device: the streams that spans are ready on, and fetching all digests at once."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,15 +9,18 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.capture import require_no_capture
-from det_callbacks.digest.lanes import TABLE_WORDS, Lane
-from det_callbacks.digest.pinned import PinnedRing
-from det_callbacks.digest.queue import Span
-from det_callbacks.digest.xxh3 import EMPTY_HASH
-from det_callbacks.errors import DetCallbacksError
+from det_callbacks.digest.device.lanes import Lane
+from det_callbacks.digest.device.queue import Span, require_no_capture
+from det_callbacks.host_digest import digest_bytes
 
-LANE_TILES = (16 * 1024, 4 * 1024, 4 * 1024)
-"""Tiles of 32 KiB whose sums, 2 KiB each, the first, second and third stream's lane holds: 48 MiB in all."""
+EMPTY_DIGEST = digest_bytes(b"")
+
+FIRST_LANE_TILES = 16 * 1024
+LANE_TILES = 4 * 1024
+"""Tiles of 32 KiB whose sums, 2 KiB each, the lane of the first stream and those of others hold: 32 and 8 MiB."""
+
+MAX_LANES = 3
+"""Streams whose lanes are kept for the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
     A launch is one kernel for up to 16 spans, without a copy or an allocation, and every few hundred MiB of spans a
-    small copy and two more. Takes 32 MiB of the device's memory, and 8 MiB for each of a second and third stream.
+    small copy and two more. Takes 32 MiB of the device's memory, and 8 MiB for each further stream that is used.
 
     A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
     stream and is let go then is given away only once the stream has passed. Any thread may call.
@@ -61,9 +63,7 @@ class TritonDigest:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
-        # the one that was used longest ago is first
-        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
-        self._sizes = list(LANE_TILES)
+        self._lanes: dict[Hashable, Lane] = {}
         require_no_capture()
         # what is made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
@@ -71,9 +71,6 @@ class TritonDigest:
             self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
             self._scratch = torch.empty((0,), dtype=torch.uint8, device=device)
             self._nothing = torch.empty((0,), dtype=torch.uint8, device=device).untyped_storage()
-            self._ring = PinnedRing(
-                TABLE_WORDS, make_buffer=self._host_words, make_event=torch.cuda.Event if self._is_cuda else None
-            )
             self._fetched = self._host_words(4096)
 
     def stream(self) -> Hashable:
@@ -111,27 +108,20 @@ class TritonDigest:
         for part in launched:
             slots, first, last = bounds.get(id(part.slots), (part.slots, part.first, part.first))
             bounds[id(part.slots)] = (slots, min(first, part.first), max(last, part.first + len(part.sizes)))
-        used = {id(part.lane) for part in launched}
         with self._lock:
-            lanes = [(stream, lane) for stream, lane in self._lanes.items() if id(lane) in used]
-            if len(lanes) < len(used):
-                raise DetCallbacksError(
-                    "digests of the device were lost when an earlier launch was interrupted; the tensors are intact; "
-                    "take the digests again, or leave the step out"
-                )
-            for stream, lane in lanes:
-                with self._on(stream):
+            for lane in {id(part.lane): part.lane for part in launched}.values():
+                with self._on(lane.stream):
                     lane.finish()
-                if stream != self.stream():
-                    self.wait_for(stream)
+                if lane.stream != self.stream():
+                    self.wait_for(lane.stream)
             found, starts = self._fetch(bounds)
-            for _, lane in lanes:
-                lane.is_idle = True
+            for stream in list(self._lanes)[MAX_LANES:]:
+                del self._lanes[stream]
         digests = []
         for part in launched:
             start = starts[id(part.slots)] + part.first
             values = found[start : start + len(part.sizes)]
-            digests += [value if size else EMPTY_HASH for value, size in zip(values, part.sizes, strict=True)]
+            digests += [value if size else EMPTY_DIGEST for value, size in zip(values, part.sizes, strict=True)]
         return digests
 
     def _fetch(self, bounds: dict[int, tuple[torch.Tensor, int, int]]) -> tuple[list[int], dict[int, int]]:
@@ -154,41 +144,11 @@ class TritonDigest:
         return words, starts
 
     def _lane(self, stream: Hashable) -> Lane:
-        """Return the lane of the current stream: its own, a new one, or that of the stream not used for longest."""
         lane = self._lanes.get(stream)
         if lane is None:
-            handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
-            lane = self._new_lane(handle) or self._take_over(stream, handle)
+            num_tiles = LANE_TILES if self._lanes else FIRST_LANE_TILES
+            lane = Lane(self._kernels, self._launchers, self._constants, num_tiles=num_tiles, stream=stream)
             self._lanes[stream] = lane
-        self._lanes.move_to_end(stream)
-        return lane
-
-    def _new_lane(self, handle: int) -> Lane | None:
-        """Return a lane, or None where there are enough, or no memory for another one."""
-        if not self._sizes and self._lanes:
-            return None
-        num_tiles = self._sizes[0] if self._sizes else LANE_TILES[-1]
-        try:
-            lane = Lane(self._kernels, self._launchers, self._constants, self._ring, num_tiles=num_tiles, handle=handle)
-        except torch.OutOfMemoryError:
-            if not self._lanes:
-                raise
-            self._sizes.clear()  # a device that is full is not asked again: the allocator would wait for it each time
-            return None
-        del self._sizes[:1]
-        return lane
-
-    def _take_over(self, stream: Hashable, handle: int) -> Lane:
-        """Return the lane of another stream for the current one, which comes after what the other was given."""
-        former, lane = next(iter(self._lanes.items()))
-        if not lane.is_idle:
-            with self._on(former):
-                lane.finish()
-            self.wait_for(former)
-        del self._lanes[former]  # first: an interrupt loses the lane rather than leave it to two streams
-        for tensor in lane.tensors():
-            self._tell_allocator(tensor, stream)
-        lane.handle = handle
         return lane
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:

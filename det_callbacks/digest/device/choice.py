@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.integer_digest import IntegerDigest
-from det_callbacks.digest.queue import DeviceDigest
-from det_callbacks.digest.triton_digest import TritonDigest
+from det_callbacks.digest.device.copied import CopiedDigest
+from det_callbacks.digest.device.queue import DeviceDigest
+from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
-INTEGER_DEVICES = frozenset({"cuda", "mps", "xpu"})
-"""Devices whose tensors are strided memory of their own; others may have no integer ops, or no memory to show."""
-
-ALONE_BYTES = 1024 * 1024
-"""A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
-launching a batch of one with both stages and fetching its digest, some 70 us. Reckoned, not measured."""
+QUEUED_DEVICES = frozenset({"cuda", "mps", "xpu"})
+"""Devices whose tensors are strided memory of their own; others may have no memory to show."""
 
 # What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
 # at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
@@ -29,7 +25,7 @@ class Choice:
     """How a device's tensors are digested, and why not in a faster way.
 
     Attributes:
-        method: computes on the device; None where tensors are copied to the host.
+        method: of the queue; None where each tensor is copied to the host when its digest is asked for.
         reasons: why each faster way is not taken, fastest first.
     """
 
@@ -45,33 +41,34 @@ class Choice:
 def device_choice(device: torch.device) -> Choice:
     """Return how tensors on a device are digested, found out when it is first asked for and kept.
 
-    Triton's kernels on CUDA, else torch's integer ops on the devices that have them, else a copy to the host. What is
-    chosen has first given the host's bits for a few hundred KiB on that device; what failed is in the reasons. With
-    Triton the first call compiles for some seconds, unless Triton has them in its cache.
+    Triton's kernels on CUDA, else copies in the order of the device's work. What is chosen has first given the host's
+    bits for a few hundred KiB on that device; what failed is in the reasons. With Triton the first call compiles for
+    some seconds, unless Triton has them in its cache.
 
     Args:
         device: with its index.
     """
+    if device.type not in QUEUED_DEVICES:
+        return Choice(method=None, reasons=())
     reasons = []
     if device.type == "cuda":
         method, reason = _try_triton(device)
         if method is not None:
             return Choice(method=method, reasons=())
         reasons.append(f"no Triton: {reason}")
-    if device.type in INTEGER_DEVICES:
-        try:
-            trial = disagreement(IntegerDigest(min_bytes=32, device=device), device)
-        except _FAILURES as error:
-            trial = f"{type(error).__name__}: {error}"
-        if trial is None:
-            return Choice(method=IntegerDigest(device=device), reasons=tuple(reasons))
-        reasons.append(f"no integer ops: {trial}")
-    return Choice(method=None, reasons=tuple(reasons))
+    copied = CopiedDigest(device)
+    try:
+        trial = disagreement(copied, device)
+    except _FAILURES as error:
+        trial = f"{type(error).__name__}: {error}"
+    if trial is None:
+        return Choice(method=copied, reasons=tuple(reasons))
+    return Choice(method=None, reasons=(*reasons, f"no {copied.name} together: {trial}"))
 
 
 def _try_triton(device: torch.device) -> tuple[TritonDigest | None, str]:
     try:
-        import det_callbacks.digest.triton_kernels as kernels
+        import det_callbacks.digest.device.triton_kernels as kernels
     except _FAILURES as error:
         return None, f"{type(error).__name__}: {error}"
     if kernels.IS_INTERPRETED:
@@ -96,8 +93,7 @@ def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
     there = content.to(device)
     parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
     spans = [(there.untyped_storage(), part.start, part.stop - part.start) for part in parts]
-    launched = method.launch(spans, method.stream())
-    given = method.collect([launched])
+    given = method.collect([method.launch(spans, method.stream())])
     expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
     for part, one, other in zip(parts, expected, given, strict=True):
         if one != other:

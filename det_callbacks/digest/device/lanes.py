@@ -6,12 +6,11 @@ MiB of spans, not for each launch. On the way nothing is allocated and nothing i
 stream, in whose order they are used again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
-from det_callbacks.digest.pinned import PinnedRing
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES
 
 MAX_ROWS = 1024
@@ -67,22 +66,17 @@ class Lane:
         kernels: the module ``det_callbacks.digest.triton_kernels``.
         launchers: its kernels, for this device.
         constants: its constants, on the device.
-        ring: where tables are copied from.
         num_tiles: whose sums the lane holds, 2 KiB each.
-        handle: the stream's, for the launchers.
-
-    Attributes:
-        is_idle: whether the device is known to be done with all that was enqueued; set by who waited for it.
+        stream: of the device.
     """
 
     def __init__(
-        self, kernels: Any, launchers: Any, constants: torch.Tensor, ring: PinnedRing, *, num_tiles: int, handle: int
+        self, kernels: Any, launchers: Any, constants: torch.Tensor, *, num_tiles: int, stream: Hashable
     ) -> None:
-        self.handle = handle
-        self.is_idle = True
+        self.stream = stream
+        self._handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
         self._launchers = launchers
         self._constants = _address(constants)
-        self._ring = ring
         self._device = constants.device
         self._tile_bytes: int = kernels.TILE_BYTES
         self._spans_per_launch: int = kernels.SPANS_PER_LAUNCH
@@ -97,17 +91,12 @@ class Lane:
         self._slots = _Slots(self._empty(NUM_SLOTS))
         self._waiting = _Waiting()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the lane's device memory."""
-        return [self._sums, self._hashes, self._table, self._slots.tensor]
-
     def launch(self, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, int]:
         """Enqueue the first stage for spans, (address, number of bytes) each; empty ones have no digest.
 
         Returns:
             A tensor of the device and the place in it of the first one's digest, there once ``finish`` has passed.
         """
-        self.is_idle = False
         slots = self._slots
         if slots.num_used + len(spans) > len(slots.tensor):
             self.finish()  # its rows point to the old one
@@ -152,14 +141,17 @@ class Lane:
         words = waiting.rows
         for level in waiting.levels:
             words = words + level
-        self._ring.copy(words, self._table)
+        # pinned memory that torch keeps and hands out again after the copy: pageable memory would be waited for
+        table = torch.empty((len(words),), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
+        table.numpy()[:] = words
+        self._table[: len(words)].copy_(table, non_blocking=True)
         address = self._table_address
         if waiting.num_leaves:
-            self._launchers.hash_leaves(waiting.num_leaves, self.handle, self._constants, address, waiting.num_rows)
+            self._launchers.hash_leaves(waiting.num_leaves, self._handle, self._constants, address, waiting.num_rows)
         address += 8 * len(waiting.rows)
         for level in waiting.levels:
             if level:
-                self._launchers.hash_words(len(level) // 3, self.handle, self._constants, address)
+                self._launchers.hash_words(len(level) // 3, self._handle, self._constants, address)
                 address += 8 * len(level)
         self._waiting = _Waiting()
 
@@ -183,7 +175,7 @@ class Lane:
         first, waiting.num_summed = waiting.num_summed, waiting.num_tiles
         sums = self._sums_address + first * self._sums_per_tile
         missing = (0,) * (2 * self._spans_per_launch - len(group))
-        self._launchers.sum_blocks(waiting.num_tiles - first, self.handle, self._constants, sums, *group, *missing)
+        self._launchers.sum_blocks(waiting.num_tiles - first, self._handle, self._constants, sums, *group, *missing)
         group.clear()
 
     def _launch_long(self, address: int, num_bytes: int, slot: int) -> None:
