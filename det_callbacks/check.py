@@ -60,13 +60,7 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The runs of a check: the recording, the plain verification, then one for each factor that was varied.
-
-    Attributes:
-        folder: that holds the reference and a folder for each run.
-        runs: in order.
-        not_run: factors that were not varied, since the plain verification is no match.
-    """
+    """The runs of a check in their folder; factors are ``not_run`` where the plain verification is no match."""
 
     folder: Path
     runs: tuple[CheckedRun, ...]
@@ -76,10 +70,18 @@ class CheckReport:
     def exit_code(self) -> int:
         """1 where a run diverged, else 2 where one failed, else 3 where one is not comparable, else 0."""
         outcomes = {run.outcome for run in self.runs}
-        return next((code for word, code in _CODES if word in outcomes), 0 if "match" in outcomes else 2)
+        codes = {"diverged": 1, "failed": 2, "not_comparable": 3, "match": 0}
+        return next((code for word, code in codes.items() if word in outcomes), 2)
 
 
-_CODES = (("diverged", 1), ("failed", 2), ("not_comparable", 3))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What a process has different: in words, its variables, its overrides and the entry of run.json that shows it."""
+
+    text: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    entry: str = ""
 
 
 def check_script(
@@ -112,59 +114,22 @@ def check_script(
             f"{refused[0]} cannot be checked: a check tells the script itself what to record and to verify, and runs "
             "one job. Leave it out; other options of the presets are fine, such as determinism.level=state."
         )
+    home = Path.cwd() / (to or f"determinism-check/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
+    home.mkdir(parents=True, exist_ok=True)
+    (home / ".gitignore").write_text("*\n", encoding="utf-8")
     variables = dict(os.environ)
     if "hash-seed" in vary and variables.get(_HASH_SEED, "") in ("", "random"):
         variables[_HASH_SEED] = "0"  # else each process has another one, also two that are to be the same
-    check = _Check(words=tuple(words), home=_make_home(to), variables=variables, announce=announce)
-    runs, run = check.record()
-    factors = tuple(dict.fromkeys(vary))
-    if run is not None:
-        runs.append(check.verify(PLAIN, _Change(text="")))
+    check = _Check(words=tuple(words), home=home, variables=variables, announce=announce)
+    runs, factors = [check.record()], tuple(dict.fromkeys(vary))
+    if runs[0].outcome == "recorded":
+        runs.append(check.verify(PLAIN, _Change()))
         if runs[-1].outcome == "match":
-            runs += [check.vary(factor, run) for factor in factors]
+            runs += [check.vary(factor) for factor in factors]
             factors = ()
-    return CheckReport(folder=check.home, runs=tuple(runs), not_run=factors)
-
-
-def override(name: str, value: str | int | Path) -> str:
-    """Return a Hydra override, quoted where Hydra's grammar asks for it."""
-    text = str(value)
-    if not _PLAIN_VALUE.fullmatch(text):
-        # Hydra 1.3: in quotes a backslash stands for itself, but where a quote follows
-        text = _BEFORE_QUOTE.sub(lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-        text = f"'{text}'"
-    return f"{name}={text}"
-
-
-def run_process(words: Sequence[str], *, variables: Mapping[str, str]) -> int:
-    """Run a program to its end and return its status, negative for the signal that ended it.
-
-    It has a session of its own, so that what it started ends with it. Where this process is interrupted, asked to end
-    or hung up on, the program is interrupted, and killed when it does not end.
-    """
-    with _signals_as_exceptions():
-        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            return process.wait()
-        except BaseException:
-            _signal_group(process, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-            raise
-        finally:
-            if process.returncode != 0:
-                _signal_group(process, signal.SIGKILL)
-                process.wait()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """What a process has different: in words, its variables, its overrides and the entry of run.json that shows it."""
-
-    text: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    entry: str = ""
+    return CheckReport(folder=home, runs=tuple(runs), not_run=factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +145,9 @@ class _Check:
     def reference(self) -> Path:
         return self.home / "reference"
 
-    def record(self) -> tuple[list[CheckedRun], Run | None]:
+    def record(self) -> CheckedRun:
         words = (*self.words, "+determinism=record", override("determinism.reference", self.reference))
         reason = self._start("record", words, {})
-        run = None
         if not reason:
             try:
                 run = Run.open(self.reference)
@@ -193,11 +157,11 @@ class _Check:
                 reason = "the script ended well, and no DeterminismCallback recorded anything"
             except ReferenceFormatError as error:
                 reason = str(error)
-        recorded = CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason)
-        return [recorded], None if reason else run
+        return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason)
 
-    def vary(self, factor: Factor, run: Run) -> CheckedRun:
+    def vary(self, factor: Factor) -> CheckedRun:
         try:
+            run = Run.open(self.reference)
             change = {"workers": _workers, "threads": _threads, "hash-seed": self._hash_seed}[factor](run)
         except (CheckError, ReferenceFormatError) as error:
             return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
@@ -270,14 +234,35 @@ def _threads(run: Run) -> _Change:
     )
 
 
-def _make_home(to: str | Path | None) -> Path:
-    """Make the folder of a check; git does not look at it."""
-    home = Path.cwd() / (to or f"determinism-check/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
-    home.mkdir(parents=True, exist_ok=True)
-    (home / ".gitignore").write_text("*\n", encoding="utf-8")
-    return home
+def override(name: str, value: str | int | Path) -> str:
+    """Return a Hydra override, quoted where Hydra's grammar asks for it."""
+    text = str(value)
+    if not _PLAIN_VALUE.fullmatch(text):
+        # Hydra 1.3: in quotes a backslash stands for itself, but where a quote follows
+        text = _BEFORE_QUOTE.sub(lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+        text = f"'{text}'"
+    return f"{name}={text}"
+
+
+def run_process(words: Sequence[str], *, variables: Mapping[str, str]) -> int:
+    """Run a program to its end and return its status, negative for the signal that ended it.
+
+    It has a session of its own, so that what it started ends with it. Where this process is interrupted, asked to end
+    or hung up on, the program is interrupted, and killed when it does not end.
+    """
+    with _signals_as_exceptions():
+        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return process.wait()
+        except BaseException:
+            _signal_group(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            raise
+        finally:
+            if process.returncode != 0:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
 
 
 @contextlib.contextmanager

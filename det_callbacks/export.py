@@ -6,76 +6,56 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.errors import ExportError
-from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
+_OF_STEP = {
+    "attempt": pa.int32(),
+    "segment": pa.int32(),
+    "step": pa.int64(),
+    "epoch": pa.int32(),
+    "chain": pa.uint64(),
+    "program": pa.uint64(),
+    "layout": pa.uint64(),
+}
+_OF_SITE = {
+    "phase": _TEXT,
+    "module": _TEXT,
+    "op": _TEXT,
+    "occurrence": pa.int32(),
+    "output": pa.int32(),
+    "role": _TEXT,
+    "name": _TEXT,
+    "arguments": _TEXT,
+    "recomputed": pa.bool_(),
+    "source": pa.list_(pa.string()),
+}
+_OF_LAYOUT = {"dtype": _TEXT, "shape": pa.list_(pa.int64()), "stride": pa.list_(pa.int64())}
 
-EXPORT_SCHEMA = pa.schema(
-    [
-        ("attempt", pa.int32()),
-        ("segment", pa.int32()),
-        ("step", pa.int64()),
-        ("epoch", pa.int32()),
-        ("chain", pa.uint64()),
-        ("program", pa.uint64()),
-        ("layout", pa.uint64()),
-        ("position", pa.int32()),
-        ("phase", _TEXT),
-        ("module", _TEXT),
-        ("op", _TEXT),
-        ("occurrence", pa.int32()),
-        ("output", pa.int32()),
-        ("role", _TEXT),
-        ("name", _TEXT),
-        ("arguments", _TEXT),
-        ("recomputed", pa.bool_()),
-        ("dtype", _TEXT),
-        ("shape", pa.list_(pa.int64())),
-        ("stride", pa.list_(pa.int64())),
-        ("source", pa.list_(pa.string())),
-        ("digest", pa.uint64()),
-    ]
-)
-"""Columns of a file; ``rank`` is in its path (``rank=0/part-00000.parquet``), as data sets have it."""
-
-_OF_STEP = EXPORT_SCHEMA.names[:7]
-_OF_SITE = EXPORT_SCHEMA.names[7:-1]
-_OF_LAYOUT = ("dtype", "shape", "stride")
+EXPORT_SCHEMA = pa.schema(_OF_STEP | {"position": pa.int32()} | _OF_SITE | _OF_LAYOUT | {"digest": pa.uint64()})
+"""Columns of a file; ``rank`` is in its path (``rank=0/part-0.parquet``), as data sets have it."""
 
 GROUP_ROWS = 250_000
 """Rows of a row group: what is held in memory, some 25 MB."""
-FILE_ROWS = 4_000_000
-"""Rows of a file: some 40 MB, of which the digests are 32."""
-_CACHED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported.
+    """What was exported: a file for each rank that has steps, a row for each site of all steps.
 
-    Attributes:
-        path: folder of the data set.
-        num_ranks: that have steps.
-        num_steps: of all ranks together.
-        num_rows: sites of all steps.
-        num_files: Parquet files.
-        num_bytes: size of these.
-        incomplete_reason: of a run that did not end as it should; its whole steps are there.
+    ``incomplete_reason`` is that of a run that did not end as it should; its whole steps are there.
     """
 
     path: Path
     num_ranks: int
     num_steps: int
     num_rows: int
-    num_files: int
     num_bytes: int
     incomplete_reason: str | None
 
@@ -102,20 +82,28 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
         48312
     """
     to = Path(os.path.abspath(to))  # "." has no name to put a temporary folder beside
-    _check_room(to)
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        what = "is no empty folder" if to.is_dir() else "is a file; a data set is a folder"
+        raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
     run = Run.open(run_folder, check_steps=False)
-    total = sum(run.rank(rank).num_steps for rank in run.ranks)
+    ranks = [rank for rank in run.ranks if run.rank(rank).num_steps]
+    total = sum(run.rank(rank).num_steps for rank in ranks)
     if not total:
         raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not made.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+    num_steps = num_rows = num_bytes = 0
     try:
-        temporary.mkdir(parents=True)
-        writer = _Writer(run, temporary)
-        for num_steps in writer.write():
-            if progress is not None:
-                progress(num_steps, total)
-        files = sorted(temporary.rglob("*.parquet"))
-        num_bytes = sum(file.stat().st_size for file in files)
+        for rank in ranks:
+            path = temporary / f"rank={rank}" / "part-0.parquet"
+            path.parent.mkdir(parents=True)
+            with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
+                for steps in _row_groups(run, rank):
+                    table = pa.Table.from_batches(steps).unify_dictionaries()
+                    file.write_table(table, row_group_size=max(1, len(table)))
+                    num_rows, num_steps = num_rows + len(table), num_steps + len(steps)
+                    if progress is not None:
+                        progress(num_steps, total)
+            num_bytes += path.stat().st_size
         temporary.replace(to)
     except OSError as error:
         raise ExportError(
@@ -127,107 +115,52 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
         shutil.rmtree(temporary, ignore_errors=True)
     return Export(
         path=to,
-        num_ranks=sum(run.rank(rank).num_steps > 0 for rank in run.ranks),
+        num_ranks=len(ranks),
         num_steps=total,
-        num_rows=writer.num_rows,
-        num_files=len(files),
+        num_rows=num_rows,
         num_bytes=num_bytes,
         incomplete_reason=run.incomplete_reason,
     )
 
 
-def _check_room(to: Path) -> None:
-    if to.is_dir():
-        there = sorted(child.name for child in to.iterdir())
-        if not there:
-            return
-        what = f"holds {', '.join(there[:4])}{' and more' if len(there) > 4 else ''} already"
-    elif to.exists():
-        what = "is a file; a data set is a folder"
-    else:
-        return
-    raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
+def _row_groups(run: Run, rank: int) -> Iterator[list[pa.RecordBatch]]:
+    """Yield the steps of a rank, as many at once as a row group holds."""
+    pending: list[pa.RecordBatch] = []
+    for batch in _batches(run, rank):
+        pending.append(batch)
+        if sum(map(len, pending)) >= GROUP_ROWS:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
 
 
-class _Writer:
-    """Writes the steps of a run, one row group at a time."""
+def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of each step of a rank."""
+    steps = run.rank(rank)
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        self.num_rows = 0
-        self._run = run
-        self._folder = folder
-        self._columns = lru_cache(_CACHED)(self._make_columns)
+    @lru_cache(maxsize=16)
+    def of_program(program_id: int, layout_id: int) -> list[pa.Array]:
+        sites, entries = run.program(program_id).sites, run.layout(layout_id).entries
+        columns = [pa.array(range(len(sites)), pa.int32())]
+        columns += [_array([getattr(site, name) for site in sites], kind) for name, kind in _OF_SITE.items()]
+        for name, kind in _OF_LAYOUT.items():
+            columns.append(_array([None if entry is None else getattr(entry, name) for entry in entries], kind))
+        return columns
 
-    def write(self) -> Iterator[int]:
-        """Yield the number of steps written so far."""
-        num_steps = 0
-        for rank in self._run.ranks:
-            tables = self._tables(rank)
-            table = next(tables, None)
-            number = 0
-            while table is not None:
-                path = self._folder / f"rank={rank}" / f"part-{number:05d}.parquet"
-                path.parent.mkdir(exist_ok=True)
-                num_rows = 0
-                with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
-                    while table is not None and (not num_rows or num_rows + len(table[0]) <= FILE_ROWS):
-                        rows, group_steps = table
-                        file.write_table(rows, row_group_size=max(1, len(rows)))
-                        num_rows += len(rows)
-                        num_steps += group_steps
-                        yield num_steps
-                        table = next(tables, None)
-                self.num_rows += num_rows
-                number += 1
-
-    def _tables(self, rank: int) -> Iterator[tuple[pa.Table, int]]:
-        """Yield row groups with their number of steps."""
-        pending: list[pa.Table] = []
-        num_rows = 0
-        run = self._run.rank(rank)
-        for segment in run.segments:
-            for step in run.steps(segment).tolist():
-                view = self._run.view(rank, segment, step)
-                table = self._table(view, run.attempt_of(segment, step))
-                if pending and num_rows + len(table) > GROUP_ROWS:
-                    yield pa.concat_tables(pending).unify_dictionaries(), len(pending)
-                    pending, num_rows = [], 0
-                pending.append(table)
-                num_rows += len(table)
-        if pending:
-            yield pa.concat_tables(pending).unify_dictionaries(), len(pending)
-
-    def _table(self, view: StepView, attempt: int) -> pa.Table:
-        record = view.record
+    for segment, step in [(fit, int(step)) for fit in steps.segments for step in steps.steps(fit)]:
+        record = run.view(rank, segment, step).record
         numbers = (
-            attempt,
-            record.segment,
-            record.step,
-            record.epoch,
-            record.chain,
-            record.program_id,
-            record.layout_id,
+            *(steps.attempt_of(segment, step), segment, step),
+            *(record.epoch, record.chain, record.program_id, record.layout_id),
         )
         columns = [
-            pa.array(np.full(len(record.digests), number, dtype=EXPORT_SCHEMA.field(name).type.to_pandas_dtype()))
-            for name, number in zip(_OF_STEP, numbers, strict=True)
+            pa.array(np.full(len(record.digests), number, dtype=kind.to_pandas_dtype()))
+            for number, kind in zip(numbers, _OF_STEP.values(), strict=True)
         ]
-        columns += self._columns(record.program_id, record.layout_id)
-        columns.append(pa.array(record.digests))
-        return pa.Table.from_arrays(columns, schema=EXPORT_SCHEMA)
-
-    def _make_columns(self, program_id: int, layout_id: int) -> list[pa.Array]:
-        """Return what is the same in all steps of a program and a layout."""
-        sites = self._run.program(program_id).sites
-        entries = self._run.layout(layout_id).entries
-        values: dict[str, list[Any]] = {"position": list(range(len(sites)))}
-        for name in _OF_SITE[1:]:
-            if name in _OF_LAYOUT:
-                values[name] = [None if entry is None else getattr(entry, name) for entry in entries]
-            else:
-                values[name] = [getattr(site, name) for site in sites]
-        return [_array(values[name], EXPORT_SCHEMA.field(name).type) for name in _OF_SITE]
+        columns += [*of_program(record.program_id, record.layout_id), pa.array(record.digests)]
+        yield pa.RecordBatch.from_arrays(columns, schema=EXPORT_SCHEMA)
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _array(values: list[object], kind: pa.DataType) -> pa.Array:
     return pa.array(values, pa.string()).dictionary_encode() if kind == _TEXT else pa.array(values, kind)

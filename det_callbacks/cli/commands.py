@@ -117,9 +117,8 @@ def _export(options: argparse.Namespace) -> int:
     with _progress_bar("exporting steps") as progress:
         done = export_run(options.run_folder, options.to, progress=progress)
     console = make_console()
-    rows, steps, files = count(done.num_rows, "row"), count(done.num_steps, "step"), count(done.num_files, "file")
-    ranks = count(done.num_ranks, "rank")
-    print_line(console, f"{done.path}: {rows} of {steps} and {ranks} in {files}, {done.num_bytes / 1e6:.1f} MB")
+    rows, steps, ranks = count(done.num_rows, "row"), count(done.num_steps, "step"), count(done.num_ranks, "rank")
+    print_line(console, f"{done.path}: {rows} of {steps} and {ranks}, {done.num_bytes / 1e6:.1f} MB")
     if done.incomplete_reason is not None:
         print_line(console, f"The run is incomplete; its whole steps are there: {done.incomplete_reason}")
     return 0
