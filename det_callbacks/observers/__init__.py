@@ -9,11 +9,9 @@ from det_callbacks.observers.functions import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.observers.observations import Observations
-from det_callbacks.observers.registry import ObservationSink, activate, deactivate
+from det_callbacks.observers.observations import Observations, activate, deactivate
 
 __all__ = [
-    "ObservationSink",
     "Observations",
     "ObserverContext",
     "activate",

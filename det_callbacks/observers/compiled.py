@@ -6,14 +6,13 @@ its argument as mutated (torch 2.13 allows no autograd through it).
 """
 
 import ast
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, library
 from torch._library.effects import EffectType  # looked at in torch 2.13
 
-from det_callbacks.observers.registry import REGISTRY, Leaves
+from det_callbacks.observers.observations import REGISTRY, Leaves
 
 
 @library.custom_op("det_callbacks::observe_leaf", mutates_args=())
@@ -24,10 +23,10 @@ def observe_leaf(tensor: Tensor, name: str, path: str, index: int) -> None:
 
 
 @library.custom_op("det_callbacks::observe_plain", mutates_args=())
-def observe_plain(name: str, path: str, index: int, kind: str, text: str) -> None:
-    """Record one plain value of an observation."""
+def observe_plain(name: str, path: str, index: int, text: str) -> None:
+    """Record one plain value of an observation, from its ``repr``."""
     if REGISTRY.sink is not None:
-        REGISTRY.sink.observe(name, [(path, _plain(kind, text))], first=index)
+        REGISTRY.sink.observe(name, [(path, _plain(text))], first=index)
 
 
 @library.custom_op("det_callbacks::observe_int", mutates_args=())
@@ -46,26 +45,13 @@ def replay_leaf(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
     return copy
 
 
-@observe_leaf.register_fake
-def _(tensor: Tensor, name: str, path: str, index: int) -> None:
-    return None
-
-
-@observe_plain.register_fake
-def _(name: str, path: str, index: int, kind: str, text: str) -> None:
-    return None
-
-
-@observe_int.register_fake
-def _(name: str, path: str, index: int, value: int) -> None:
-    return None
-
-
 @replay_leaf.register_fake
 def _(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
     return tensor.clone()
 
 
+for _op in (observe_leaf, observe_plain, observe_int):
+    _op.register_fake(lambda *_: None)
 for _op in (observe_leaf, observe_plain, observe_int, replay_leaf):
     _op.register_effect(EffectType.ORDERED)
 
@@ -83,7 +69,7 @@ def _observe_value(name: str, path: str, index: int, value: Any) -> None:
     if isinstance(value, int) and not isinstance(value, bool):
         observe_int(name, path, index, value)
     else:
-        observe_plain(name, path, index, type(value).__name__, repr(value))
+        observe_plain(name, path, index, repr(value))
 
 
 def replay_in_graph(name: str, leaves: Leaves) -> None:
@@ -102,13 +88,8 @@ def replay_in_graph(name: str, leaves: Leaves) -> None:
                 leaf.copy_(kept)
 
 
-def _plain(kind: str, text: str) -> Any:
-    if kind == "NoneType":
-        return None
-    if kind == "bool":
-        return text == "True"
-    if kind == "str":
+def _plain(text: str) -> Any:
+    try:
         return ast.literal_eval(text)
-    if kind == "float":
-        return math.nan if text == "nan" else float(text)
-    return int(text) if kind == "int" else complex(text)
+    except ValueError:  # nan and inf are no literals
+        return complex(text) if "j" in text else float(text)

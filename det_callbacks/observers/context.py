@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,11 +17,9 @@ from det_callbacks.errors import (
     ReferenceFormatError,
     TraceError,
 )
-from det_callbacks.observers.observations import Observations
-from det_callbacks.observers.registry import activate, deactivate
+from det_callbacks.observers.observations import Observations, activate, deactivate
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
 from det_callbacks.tensors.files import REPLAY
@@ -34,9 +31,7 @@ from det_callbacks.verdict import Divergence, Verdict
 
 MAX_NAME_BYTES = 255
 """What file systems allow for the name of a folder."""
-
 MAX_MISMATCHES = 100
-
 _RECORDED_BY = "ObserverContext"
 
 
@@ -60,10 +55,8 @@ class ObserverContext:
 
     Raises:
         ValueError: the name cannot be that of a folder.
-        TraceError: another observer is active, or the context is used again.
-        RunExistsError: there is a run of that name (at entering, as what follows).
-        ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete, damaged, or was recorded by
-            a DeterminismCallback.
+        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError: at entering: another observer is
+            active, there is a run of that name, the reference is missing, damaged or of a DeterminismCallback.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
         NothingComparedError: nothing was observed, or nothing compared (at the end).
 
@@ -188,48 +181,39 @@ class ObserverContext:
     # files
 
     def _open_files(self) -> None:
-        selection = Selection()
         manifest = {
-            "selection": selection.to_dict(),
+            "selection": Selection().to_dict(),
             "settings": settings_in_force(),
             "environment": capture_environment().to_dict(),
             "recorded_by": _RECORDED_BY,
         }
         if self.reference is None:
-            self._writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
-            self._replay = Replay(
-                StepWriter(self._writer.stream, REPLAY, run_id=self._writer.run_id, budget_mib=self.tensor_budget_mib)
-            )
+            self._writer = writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
+            saving = StepWriter(writer.stream, REPLAY, run_id=writer.run_id, budget_mib=self.tensor_budget_mib)
+            self._replay = Replay(saving)
             return
-        self._verification = Verification(self._open_reference(), self.path, manifest=manifest)
-        self._verification.begin_segment(0)
-
-    def _open_reference(self) -> Run:
-        assert self.reference is not None
         run, _ = open_reference(self.reference, steps="all", alternative="")
         if run.manifest.get("recorded_by") != _RECORDED_BY:
             raise ReferenceFormatError(
-                f"{self.reference} was not recorded by an ObserverContext but by a Trainer's DeterminismCallback, "
-                "which records other things. Verify it with DeterminismCallback, or record a reference with "
-                "ObserverContext.",
+                f"{self.reference} was recorded by a Trainer's DeterminismCallback, which records other things. Verify "
+                "it with DeterminismCallback, or record a reference with ObserverContext.",
                 str(self.reference),
             )
-        return run
+        self._verification = Verification(run, self.path, manifest=manifest)
+        self._verification.begin_segment(0)
 
     # steps
 
     def _begin_step(self) -> None:
-        expected: Expectation | None = None
+        self._expected = None
         saved: SavedStep | None = None
-        self._num_checked = 0
         if self._verification is not None:
-            expected = self._verification.expectation(0, self._step)
-            if expected is not None:
-                run = self._verification.reference
-                saved = SavedStep.of(run, rank=0, segment=0, step=self._step)
-        self._expected = expected
+            self._expected = self._verification.expectation(0, self._step)
+            if self._expected is not None:
+                saved = SavedStep.of(self._verification.reference, rank=0, segment=0, step=self._step)
+        self._num_checked = 0
         self._recorder.modules.forget()
-        self._recorder.begin(expected)
+        self._recorder.begin(self._expected)
         self._replay.begin(saved)
         self._observations.begin(self._replay)
         self._observations.on_observed = self._check if self.raise_on_mismatch and self._verification else None
@@ -262,24 +246,20 @@ class ObserverContext:
 
         Only digests are looked at as long as they agree; a difference in nothing but names is found at the step's end.
         """
-        verification = self._verification
+        verification, expected = self._verification, self._expected
         assert verification is not None
         if self._recorder.late.bits:
             return  # known at the step's end; to ask for them now would wait for the device
-        first, self._num_checked = self._num_checked, self._recorder.num_sites
-        if (
-            self._expected is not None
-            and self._recorder.digests[first:] == self._expected.digests[first : self._num_checked]
-        ):
-            return
-        trace = trace_so_far(self._recorder)
-        found = verification.so_far(trace, segment=0, step=self._step)
-        if not found:
-            self._num_checked = first
-            return
-        self._mismatches += found
-        verification.add(trace, segment=0, step=self._step, epoch=0, is_whole=False)
-        self._finish(is_early=True)
+        first, end = self._num_checked, self._recorder.num_sites
+        if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
+            trace = trace_so_far(self._recorder)
+            found = verification.so_far(trace, segment=0, step=self._step)
+            if not found:
+                return
+            self._mismatches += found
+            verification.add(trace, segment=0, step=self._step, epoch=0, is_whole=False)
+            self._finish(is_early=True)
+        self._num_checked = end
 
     # the end
 
@@ -288,8 +268,8 @@ class ObserverContext:
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(
-                    f"Nothing was observed, so {self.path} holds nothing to compare with and is incomplete. Call "
-                    "observe inside the block, or enable_mode and disable_mode around what is to be recorded."
+                    f"Nothing was observed, so {self.path} is incomplete. Call observe inside the block, or "
+                    "enable_mode and disable_mode around what is to be recorded."
                 )
             self._leave(complete=True)
             return
@@ -316,18 +296,13 @@ class ObserverContext:
     def _leave(self, *, complete: bool) -> None:
         """Leave nothing open; may be called more than once, and the first call says whether the run is complete."""
         self._state = "left"
-        observations = self._observations
-        for step in (
-            observations.abandon,
-            self._recorder.modules.close,
-            self._recorder.abandon,
-            partial(deactivate, observations),
-        ):
-            step()
-        if self._writer is not None:
-            self._writer.close(complete=complete)
-        if self._verification is not None:
-            self._verification.close(complete=complete)
+        self._observations.abandon()
+        self._recorder.modules.close()
+        self._recorder.abandon()
+        deactivate(self._observations)
+        for files in (self._writer, self._verification):
+            if files is not None:
+                files.close(complete=complete)
 
     def _require_open(self) -> None:
         if self._state != "open":
@@ -337,11 +312,10 @@ class ObserverContext:
 def _check_folder_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a run is a string; got {name!r}")
-    try:
-        num_bytes = len(name.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the name of a run is Unicode text; {name!r} is not") from error
-    if not 1 <= num_bytes <= MAX_NAME_BYTES:
-        raise ValueError(f"the name of a run has 1 to {MAX_NAME_BYTES} bytes, as a folder's has; got {num_bytes}")
-    if name in (".", "..") or any(character in name for character in "/\\\0"):
-        raise ValueError(f"the name of a run becomes that of a folder, so it is not {name!r}: no separators, . or ..")
+    size = len(name.encode(errors="replace"))
+    is_text = name == name.encode(errors="replace").decode()
+    if not is_text or not 1 <= size <= MAX_NAME_BYTES or name in (".", "..") or set(name) & set("/\\\0"):
+        raise ValueError(
+            f"the name of a run becomes that of a folder: Unicode text of 1 to {MAX_NAME_BYTES} bytes, without "
+            f"separators, and neither . nor ..; got {name[:40]!r}"
+        )

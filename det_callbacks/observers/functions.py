@@ -1,13 +1,13 @@
 """What a model calls: one check and nothing else without an active observer."""
 
-from types import TracebackType
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from det_callbacks.observers.compiled import observe_in_graph, replay_in_graph
-from det_callbacks.observers.registry import REGISTRY
+from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.observers.values import check_name, observed_leaves, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
 
@@ -97,12 +97,7 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
     """Save the gradient of a tensor while recording, and replace it by the saved one while verifying.
 
-    It may be called after the tensor was used (not in a compiled function), and its return value may be ignored.
-    Otherwise as ``observe_grad``.
-
-    Raises:
-        TypeError, ValueError: as ``observe_grad`` does; in the backward pass the errors of
-            ``observe_non_deterministic``.
+    Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` come in the backward pass.
     """
     sink = _registry.sink
     if sink is None:
@@ -121,23 +116,8 @@ def _gradient(name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool
         sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
 
 
-class HashModeRegion:
-    """A region that is open already; leaving the ``with`` block closes it."""
-
-    def __enter__(self) -> "HashModeRegion":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        disable_hash_mode()
-
-
-_REGION = HashModeRegion()
-
-
 @breaks_graph("det_callbacks: a region begins or ends outside a compiled function")
-def enable_hash_mode() -> HashModeRegion:
+def enable_hash_mode() -> ExitStack:
     """Open a region in which every op is recorded; ``disable_hash_mode`` or the end of a ``with`` block closes it.
 
     Regions nest and may be repeated. Without an active observer nothing happens.
@@ -145,7 +125,9 @@ def enable_hash_mode() -> HashModeRegion:
     sink = _registry.sink
     if sink is not None:
         sink.enable_ops()
-    return _REGION
+    region = ExitStack()
+    region.callback(disable_hash_mode)
+    return region
 
 
 @breaks_graph("det_callbacks: a region begins or ends outside a compiled function")

@@ -1,18 +1,19 @@
-"""Observations as sites of a recorder's step."""
+"""Observations as sites of a recorder's step, and the one observer of the process that takes them."""
 
 import os
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from det_callbacks.errors import CoverageWarning, SelectionError
-from det_callbacks.observers.registry import Leaves
+from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.named import record_group
@@ -22,6 +23,9 @@ from det_callbacks.trace.tree import module_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
+Leaves = Sequence[tuple[str, Any]]
+"""Path and value of the tensors and plain values of a nested structure, in order."""
+
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
@@ -30,13 +34,14 @@ class _Gradient:
     name: str
     module: str
     occurrence: int
+    is_replayed: bool
     is_repeated: bool
     """Asked for in one of the two runs of a checkpointed region, of which only one gets the gradient."""
     num_received: int = 0
 
 
 class Observations:
-    """Puts observations into the step that a recorder has under way; the sink of whoever owns that recorder.
+    """Puts observations into the step that a recorder has under way.
 
     ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the phase and module
     it was made in, no op, and its name; that of a gradient is "grad of <name>", with the module that asked for it.
@@ -49,7 +54,6 @@ class Observations:
             nothing; at "state" they cannot be told to which module ops belong, and record nothing. None without one.
 
     Attributes:
-        num_observed: values observed so far, in all steps.
         on_observed: called after each observation, when it has become a site.
     """
 
@@ -63,17 +67,16 @@ class Observations:
         self._gradients: list[_Gradient] = []
         self._handles: list[RemovableHandle] = []
         self._replay = Replay()
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._is_open = False
         self._process = os.getpid()
         self._nested = 0
         self.region = OpRegion(recorder, is_followed=level is not None)
-        self.num_observed = 0
         self.on_observed: Callable[[], None] | None = None
 
     def begin(self, replay: Replay | None = None) -> None:
         """Start a step; ``replay`` saves what is not deterministic, or puts it back, and has begun the step too."""
-        self._clear()
+        self.drop()
         self._replay = replay or Replay()
         self._process = os.getpid()
         self._is_open = True
@@ -89,43 +92,43 @@ class Observations:
                 name = f"grad of {gradient.name}"
                 absent: Any = None  # recorded like a plain value: a gradient that is not there
                 record_group(self._recorder, "observation", "backward", [(name, absent)], owner=gradient.module)
-                self._say(
-                    f"{name} was observed, and no backward pass of the step computed it. It is recorded as a gradient "
-                    "that is not there. Observe the gradient of a tensor that requires one and is used for the loss."
+                self._report(
+                    f"{name} was observed, and no backward pass of the step computed it: it is recorded as missing. "
+                    "Does the tensor require a gradient, and is it used for the loss?"
                 )
-        if untaken := () if self._replay.saved is None else self._replay.saved.untaken:
-            shown = ", ".join(repr(key) for key in untaken[:4]) + (", ..." if len(untaken) > 4 else "")
-            self._say(
-                f"Saved tensors of the reference were not asked for in their step ({len(untaken)}: {shown}): what "
-                "they were saved for did not happen in this run."
-            )
-        self._clear()
+        self.drop()
 
     def drop(self) -> None:
         """Drop the step under way, if there is one; regions go on with the next."""
-        self._clear()
+        self._is_open = False
+        self.region.suspend()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._gradients = []
+        self._occurrences.clear()
+        self._current.clear()
+        self._replay = Replay()
 
     def abandon(self) -> None:
         """Drop the step under way and close every region; may be called at any time and more than once."""
-        self._clear()
+        self.drop()
         self._nested = 0
         self.region.leave_all()
 
     def __str__(self) -> str:
         return self._owner
 
-    # what the registry's functions call
+    # what the functions call
 
     def observe(self, name: str, leaves: Leaves, *, first: int = 0) -> None:
-        """Record values at this point of the step."""
-        if not self._takes(name):
-            return
-        self._occurrence(name, first)
-        self._record(leaves)
-        self._tell()
+        """Record values at this point of the step; ``first`` is the index of the first of them among all leaves."""
+        if self._takes(name):
+            self._occurrence(name, first)
+            self._record(leaves)
 
     def replay(self, name: str, leaves: Leaves, *, first: int = 0) -> Mapping[str, Any]:
-        """Save or put back values and record them; return the plain values that were others, by path."""
+        """Save or put back values (tensors in place) and record them; return the plain ones that were others."""
         self._require_every_step(name)
         if not self._takes(name):
             return {}
@@ -139,36 +142,37 @@ class Observations:
                 changed[path] = value
             values.append((path, value))
         self._record(values, is_source=True)
-        self._tell()
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
-        """Record the gradient of a tensor when it is there."""
+        """Record the gradient of a tensor when it is there; with ``is_replayed`` save it or put it back."""
         if is_replayed:
             self._require_every_step(name)
         if not self._takes(name):
             return
         if is_compiled:
-            self._say(
-                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and the run "
-                "is recorded all the same, but for what the graph before the break computes with the tensor. Observe "
-                "it before its use, or outside the compiled function to keep one graph."
+            self._report(
+                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and what the "
+                "graph before the break computes with the tensor is not seen. Observe it before its use, or outside."
             )
-        _, module = self._place()
-        is_repeated = not torch.is_grad_enabled() or _graph_task_id() != -1
-        gradient = _Gradient(name, module, self._occurrence(f"grad of {name}", 0), is_repeated)
+        gradient = _Gradient(
+            name=name,
+            module=self._place()[1],
+            occurrence=self._occurrence(f"grad of {name}", 0),
+            is_replayed=is_replayed,
+            is_repeated=not torch.is_grad_enabled() or _graph_task_id() != -1,
+        )
         self._gradients.append(gradient)
         if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(_Hook(self, gradient, is_replayed)))
+            self._handles.append(tensor.register_hook(partial(self._receive, gradient)))
 
     def enable_ops(self) -> None:
         """Record ops from here on."""
         if self._level in ("op", "state"):
             self._nested += 1
             if self._level == "state":
-                self._say(
-                    'enable_hash_mode records nothing at level "state", which does not follow the modules. Record at '
-                    'level "module" to have regions of ops, or at level "op" to have all of them.'
+                self._report(
+                    'enable_hash_mode records nothing at level "state", which follows no modules: use "module".'
                 )
         else:
             self.region.enter()
@@ -182,74 +186,50 @@ class Observations:
         else:
             self.region.leave()
 
-    def receive(self, gradient: _Gradient, value: Tensor, *, is_replayed: bool) -> Tensor | None:
+    # details
+
+    def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
         """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
-        if not self._is_open or not any(gradient is known for known in self._gradients):
-            return None
+        if value is None or not self._is_open or not any(gradient is known for known in self._gradients):
+            return None  # an undefined gradient stays one that never came
         if not self._takes(gradient.name):
             return None
         with self._recorder.passing.lock:
-            return self._receive(gradient, value, is_replayed=is_replayed)
-
-    def _receive(self, gradient: _Gradient, value: Tensor, *, is_replayed: bool) -> Tensor | None:
-        name = f"grad of {gradient.name}"
-        key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
-        gradient.num_received += 1
-        replaced = None
-        if is_replayed:
-            # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
-            has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
-            late = self._recorder.late
-            replaced = self._replay.exchange_apart(key, value, op=name, late=late, has_history=has_history)
-        entries = [(name, unwrapped(value if replaced is None else replaced))]
-        self.num_observed += 1
-        record_group(self._recorder, "observation", "backward", entries, owner=gradient.module, is_source=is_replayed)
-        self._tell()
-        return replaced
-
-    # details
-
-    def _clear(self) -> None:
-        self._is_open = False
-        self.region.suspend()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._gradients = []
-        self._occurrences.clear()
-        self._current.clear()
-        self._replay = Replay()
+            name = f"grad of {gradient.name}"
+            key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
+            gradient.num_received += 1
+            replaced = None
+            if gradient.is_replayed:
+                # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
+                has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
+                late = self._recorder.late
+                replaced = self._replay.exchange_apart(key, value, op=name, late=late, has_history=has_history)
+            entry = (name, unwrapped(value if replaced is None else replaced))
+            is_source = gradient.is_replayed
+            record_group(self._recorder, "observation", "backward", [entry], owner=gradient.module, is_source=is_source)
+            self._notify()
+            return replaced
 
     def _takes(self, name: str) -> bool:
-        """Return whether a step is under way in this process: a forked worker has a copy of it that nobody reads."""
-        if self._is_open and os.getpid() != self._process:
-            self._say(
-                f"{name} was observed in another process than the run's, such as a DataLoader's worker; nothing of it "
-                "is recorded or put back. Observe what the worker returns."
-            )
-            return False
+        """Return whether a step is under way in this process; report once why nothing is recorded otherwise."""
+        where = ""
         if not self._is_open:
-            self._say(
-                f"{name!r} was observed outside the steps of {self._owner} (in a validation, between two batches, or "
-                "in a step that every_n_steps or only_steps leaves out): nothing was recorded, compared, saved or put "
-                "back there. This is said once."
+            where = (
+                f"outside the steps of {self._owner} (in a validation, between batches, or in a step that is left out)"
             )
-            return False
-        if self._recorder.passing.is_captured():
-            self._say(
-                f"{name!r} was observed while a CUDA graph was being captured, or inside code that torch.compile runs "
-                "as one: nothing is computed then, and a replay calls no Python, so nothing was recorded, saved or put "
-                "back. Observe what the graph leaves, after its replay. This is said once."
-            )
-            return False
-        return True
+        elif os.getpid() != self._process:
+            where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
+        elif self._recorder.passing.is_captured():
+            where = "while a CUDA graph was being captured, whose replay calls no Python: observe what the graph leaves"
+        if where:
+            self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
+        return not where
 
     def _require_every_step(self, name: str) -> None:
         if not self._is_every_step:
             raise SelectionError(
                 f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
-                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it without "
-                "replaying it."
+                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
             )
 
     def _occurrence(self, name: str, first: int) -> int:
@@ -260,6 +240,7 @@ class Observations:
         return self._current[name]
 
     def _place(self) -> tuple[str, str]:
+        """Return phase and module."""
         if _graph_task_id() == -1:
             return self._recorder.phase, module_of(self._recorder.modules.current)
         return "backward", self._recorder.backward.context().module
@@ -267,17 +248,17 @@ class Observations:
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
         phase, module = self._place()
         entries = [(path, _recorded(leaf)) for path, leaf in leaves]
-        self.num_observed += len(entries)
         record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
         if self.on_observed is not None and not self.region.is_dispatching:
             self.on_observed()
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _report(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             warnings.warn(text, CoverageWarning, stacklevel=4)
 
 
@@ -288,15 +269,34 @@ def _recorded(leaf: Any) -> Any:
     return unwrapped(leaf) if holds_data(leaf) else f"no data: {leaf.dtype} {list(leaf.shape)} {leaf.device}"
 
 
-class _Hook:
-    __slots__ = ("_gradient", "_is_replayed", "_observations")
+class Registry:
+    """Holds the active observer; ``sink`` is read at each observation, so it is a plain attribute."""
 
-    def __init__(self, observations: Observations, gradient: _Gradient, is_replayed: bool) -> None:
-        self._observations = observations
-        self._gradient = gradient
-        self._is_replayed = is_replayed
+    def __init__(self) -> None:
+        self.sink: Observations | None = None
+        self.lock = threading.Lock()
 
-    def __call__(self, value: Tensor | None) -> Tensor | None:
-        if value is None:  # undefined: it stays a gradient that never came
-            return None
-        return self._observations.receive(self._gradient, value, is_replayed=self._is_replayed)
+
+REGISTRY = Registry()
+
+
+def activate(sink: Observations) -> None:
+    """Make a sink the active observer of this process.
+
+    Raises:
+        TraceError: another one is active; two observers at once would not know whose an observation is.
+    """
+    with REGISTRY.lock:
+        if REGISTRY.sink is not None:
+            raise TraceError(
+                f"Another observer is active already ({REGISTRY.sink}): a value would not know where to go. "
+                "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
+            )
+        REGISTRY.sink = sink
+
+
+def deactivate(sink: Observations) -> None:
+    """End an observer; nothing is done when it is not the active one, so that it may be called on every path."""
+    with REGISTRY.lock:
+        if REGISTRY.sink is sink:
+            REGISTRY.sink = None

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 MAX_NAME = 1000
@@ -14,24 +13,16 @@ MAX_NAME = 1000
 MAX_DEPTH = 20
 
 _PLAIN = (bool, int, float, complex, str)
-_EXTENDED = "gG"
-"""Type codes of longdouble arrays: more precise than any dtype of torch, so that they would be cut."""
 
 
 def check_name(name: object) -> None:
     """Raise TypeError or ValueError when an observation cannot have this name."""
     if not isinstance(name, str):
         raise TypeError(f"the name of an observation is a string; got {name!r}")
-    if not name or len(name) > MAX_NAME:
+    if not 0 < len(name) <= MAX_NAME or name != name.encode(errors="replace").decode():
         raise ValueError(
-            f"the name of an observation has 1 to {MAX_NAME} characters; got {len(name)}"
-            + (f", beginning with {name[:40]!r}" if name else "")
+            f"the name of an observation is Unicode text of 1 to {MAX_NAME} characters; got {len(name)}: {name[:40]!r}"
         )
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the name of an observation is Unicode text; {name!r} is not ({error.reason})") from error
 
 
 def observed_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
@@ -47,7 +38,7 @@ def leaves_of(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
     Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep. Plain values are None,
-    bool, int, float, complex and str; NumPy's arrays and numbers count as tensors and plain values.
+    bool, int, float, complex and str.
 
     Raises:
         TypeError: something in it is neither, so that a part of it would be left out.
@@ -62,62 +53,52 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
     """Return a structure like another one, with other plain values at some paths; parts without any are the same."""
     if path in values:
         return values[path]
-    if not any(known.startswith(path) for known in values):
+    entries = _entries(tree) if any(known.startswith(path) for known in values) else None
+    if entries is None:
         return tree
+    changed = [rebuild(value, path + suffix, values) for suffix, value in entries]
     if isinstance(tree, Mapping):
-        changed = {key: rebuild(value, f"{path}[{key!r}]", values) for key, value in tree.items()}
-        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]  # the user's own class
+        mapping = dict(zip(tree, changed, strict=True))
+        return mapping if type(tree) is dict else type(tree)(mapping)  # type: ignore[call-arg]  # the user's own class
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        fields = zip(tree._fields, tree, strict=True)
-        return type(tree)(*(rebuild(value, f"{path}.{field}", values) for field, value in fields))
+        return type(tree)(*changed)
     if isinstance(tree, list | tuple):
-        return type(tree)([rebuild(value, f"{path}[{index}]", values) for index, value in enumerate(tree)])
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [entry.name for entry in dataclasses.fields(tree)]
-        changes = {item: rebuild(getattr(tree, item), f"{path}.{item}", values) for item in names}
-        return dataclasses.replace(tree, **changes)
-    return tree
+        return type(tree)(changed)
+    return dataclasses.replace(tree, **{suffix[1:]: value for (suffix, _), value in zip(entries, changed, strict=True)})
 
 
 def _collect(tree: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> None:
-    if isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
-        found.append((path, tree))
-        return
-    if depth == MAX_DEPTH:
-        raise ValueError(
-            f"the observation {path[:80]!r}... is nested more than {MAX_DEPTH} levels deep; does it contain itself?"
-        )
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            _collect(value, f"{path}[{key!r}]", depth + 1, found)
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        for field, value in zip(tree._fields, tree, strict=True):
-            _collect(value, f"{path}.{field}", depth + 1, found)
-    elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            _collect(value, f"{path}[{index}]", depth + 1, found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for entry in dataclasses.fields(tree):
-            _collect(getattr(tree, entry.name), f"{path}.{entry.name}", depth + 1, found)
-    elif isinstance(tree, np.generic) and isinstance(tree.item(), _PLAIN):
-        found.append((path, tree.item()))
-    elif type(tree) is np.ndarray and tree.dtype.kind in "biufc" and tree.dtype.char not in _EXTENDED:
-        if not tree.flags.writeable or any(step < 0 for step in tree.strides) or not tree.dtype.isnative:
-            raise TypeError(
-                f"{path!r} is an array that torch cannot read in place (read-only, reversed, or of another byte "
-                "order); observe a copy of it: torch.tensor(array.tolist())"
+    entries = _entries(tree)
+    if entries is not None:
+        if depth == MAX_DEPTH:
+            raise ValueError(
+                f"the observation {path[:80]!r}... is nested more than {MAX_DEPTH} levels deep; does it contain itself?"
             )
-        found.append((path, torch.from_numpy(tree)))
+        for suffix, value in entries:
+            _collect(value, path + suffix, depth + 1, found)
+    elif isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
+        found.append((path, tree))
     else:
         raise TypeError(f"{path!r} is {_kind(tree)}; an observation is a tensor, a plain value, or a structure of them")
+
+
+def _entries(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the entries of a structure with what they add to its path; None for anything else."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", value) for name, value in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, list | tuple):
+        return [(f"[{index}]", value) for index, value in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
+    return None
 
 
 def _kind(value: object) -> str:
     kind = f"a {type(value).__qualname__}"
     if isinstance(value, np.ndarray | np.generic):
-        return f"{kind} of dtype {value.dtype}"
+        return f"{kind} of NumPy; observe torch.as_tensor(it)"
     if isinstance(value, nn.Module):
         return f"{kind}; observe its state_dict()"
-    if isinstance(value, set | frozenset):
-        return f"{kind}, which has no order; observe a sorted list"
-    return kind
+    return f"{kind}, which has no order; observe a sorted list" if isinstance(value, set | frozenset) else kind

@@ -15,7 +15,7 @@ import pytest
 import torch
 from observing import mismatches, names, record, sites
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from det_callbacks import (
     CoverageWarning,
@@ -30,7 +30,7 @@ from det_callbacks import (
     observe_non_deterministic,
     observe_non_deterministic_grad,
 )
-from det_callbacks.observers.registry import REGISTRY
+from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.store import Run
 
 
@@ -39,18 +39,6 @@ def _no_observer_is_left() -> Any:
     yield
     assert not is_in_torch_dispatch_mode()
     assert REGISTRY.sink is None
-
-
-def test_without_an_observer_nothing_happens() -> None:
-    tree, tensor = {"a": [1, object()]}, torch.ones(2, requires_grad=True)
-    assert observe("", tree) is tree
-    assert observe_non_deterministic("x", tree) is tree
-    assert observe_grad("x", tensor) is tensor
-    assert observe_non_deterministic_grad("x", tensor) is tensor
-    assert not tensor._backward_hooks
-    disable_hash_mode()
-    with enable_hash_mode():
-        assert _get_current_dispatch_mode_stack() == []
 
 
 @pytest.mark.parametrize("function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad])
@@ -63,13 +51,6 @@ def test_without_an_observer_it_calls_nothing(function: Callable[[str, Tensor], 
     finally:
         sys.setprofile(None)
     assert called == ["None", str(sys.setprofile)]
-
-
-def test_equal_values_match_and_others_are_named(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", torch.ones(3)), ("y", torch.ones(3)))
-    assert mismatches(tmp_path, reference, ("x", torch.ones(3)), ("y", torch.ones(3))) == []
-    with pytest.warns(DivergenceWarning, match="y holds other bits"):
-        assert mismatches(tmp_path, reference, ("x", torch.ones(3)), ("y", torch.zeros(3))) == [("y", "content")]
 
 
 @pytest.mark.parametrize(
@@ -103,21 +84,6 @@ def test_what_is_still_to_come_is_not_missing_in_the_middle(tmp_path: Path) -> N
         assert mismatches(tmp_path, reference, ("a", 1), ("c", 3)) == [("b", "missing")]
 
 
-def test_what_is_new_in_the_middle_is_extra_and_nothing_is_missing_yet(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
-    found: list[Any] = []
-
-    def run() -> None:
-        with ObserverContext(tmp_path, "current", reference) as observer:
-            for name, value in (("a", 1), ("new", 9), ("b", 2), ("c", 3)):
-                observe(name, value)
-                found.append([(one.name, one.kind) for one in observer.mismatches])
-
-    with pytest.warns(DivergenceWarning):
-        run()
-    assert found == [[], *[[("new", "extra")]] * 3]
-
-
 def test_what_can_no_longer_come_is_missing_in_the_middle(tmp_path: Path) -> None:
     reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
     found: list[Any] = []
@@ -145,7 +111,6 @@ def test_the_paths_of_nested_values(tmp_path: Path) -> None:
         "k": [torch.ones(1), None],
         3: point(1, 2.0),
         "d": Pair(torch.ones(1), "text"),
-        "n": (np.ones(2), np.float32(1), np.bool_(True)),
         "c": 1j,
     }
     with ObserverContext(tmp_path, "run"):
@@ -157,9 +122,6 @@ def test_the_paths_of_nested_values(tmp_path: Path) -> None:
         "name[3].y",
         "name['d'].left",
         "name['d'].right",
-        "name['n'][0]",
-        "name['n'][1]",
-        "name['n'][2]",
         "name['c']",
     ]
     changed = {**tree, "d": Pair(torch.ones(1), "other")}
@@ -205,8 +167,7 @@ def endless() -> list[Any]:
         (endless(), "contain itself"),
         ([], "empty list"),
         ({"a": ()}, "empty dict"),
-        (np.array(["a"]), "ndarray"),
-        (np.ones(3)[::-1], "copy"),
+        (np.ones(3), "as_tensor"),
         (b"", "bytes"),
     ],
 )
@@ -255,7 +216,6 @@ def test_plain_values_are_replayed_in_what_is_returned(tmp_path: Path) -> None:
     other = {"time": 2.5, "list": [1, "b"], "tensor": torch.zeros(1)}
     with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
         replayed = observe_non_deterministic("t", other)
-        assert observe_non_deterministic.__doc__
     assert replayed == {"time": 1.5, "list": [1, "a"], "tensor": other["tensor"]}
     assert other["tensor"].tolist() == [1.0]
     assert observer.verdict is not None
@@ -279,18 +239,6 @@ def test_what_was_not_saved_is_an_error_and_no_live_value(tmp_path: Path) -> Non
         ObserverContext(tmp_path, "c", tmp_path / "r"),
     ):
         observe_non_deterministic("x", torch.ones(2))
-
-
-def test_what_was_saved_and_not_asked_for_is_reported(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "r"):
-        observe("a", 1)
-        observe_non_deterministic("x", torch.ones(2))
-    with (
-        pytest.warns(CoverageWarning, match="observation:x#0.0"),
-        pytest.warns(DivergenceWarning),
-        ObserverContext(tmp_path, "c", tmp_path / "r"),
-    ):
-        observe("a", 1)
 
 
 def test_the_budget_ends_a_recording(tmp_path: Path) -> None:
@@ -372,24 +320,16 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
     assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
 
 
-@pytest.mark.parametrize("value", [1j, np.complex64(2 - 3j), 0.1, 7, True, None, "text"])
+@pytest.mark.parametrize("value", [1j, complex("nan+1j"), 0.1, 7, True, None, "text"])
 def test_plain_values_are_saved_and_put_back_exactly(value: Any, tmp_path: Path) -> None:
     with ObserverContext(tmp_path, "r"):
-        assert observe_non_deterministic("v", [value]) == [value]
+        assert observe_non_deterministic("v", [value])[0] is value
     other = "other" if not isinstance(value, str) else 3
     with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
         (kept,) = observe_non_deterministic("v", [other])
-    assert kept == value
+    assert repr(kept) == repr(value)
     assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
-
-
-@pytest.mark.parametrize("value", [np.longdouble(1), np.ones(2, np.longdouble), np.ma.array([1]), np.array(["a"])])
-def test_what_would_be_read_in_part_is_refused(value: Any, tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "r"):
-        observe("beside", 1)
-        with pytest.raises(TypeError, match=r"'v' is a .* of dtype"):
-            observe("v", value)
 
 
 def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None:
@@ -401,3 +341,69 @@ def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None
             observe("v", torch.empty(shape, device="meta"))
         assert observer.verdict is not None
         assert observer.verdict.verdict == verdict
+
+
+# gradients
+
+
+def test_each_backward_pass_is_an_occurrence_of_the_gradient(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with ObserverContext(tmp_path, "run") as observer:
+        for _ in range(3):
+            observe_grad("w", weight)
+            (weight * 2).sum().backward()
+            (weight * 3).sum().backward()
+            observer.next_step()
+    assert [names(observer.path, step) for step in range(3)] == [["grad of w"] * 2] * 3
+    assert not weight._backward_hooks
+
+
+def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
+    def run(name: str, reference: Path | None, *, goes_back: bool) -> ObserverContext:
+        x = torch.ones(2, requires_grad=True)
+        with ObserverContext(tmp_path, name, reference) as observer:
+            observe_grad("x", x)
+            observe_grad("never", torch.ones(2))
+            if goes_back:
+                x.sum().backward()
+        return observer
+
+    with pytest.warns(CoverageWarning, match="grad of never was observed, and no backward"):
+        run("r", None, goes_back=True)
+    assert names(tmp_path / "r") == ["grad of x", "grad of never"]
+    with (
+        pytest.warns(CoverageWarning, match="grad of x was observed"),
+        pytest.warns(CoverageWarning, match="grad of never"),
+        pytest.warns(DivergenceWarning),
+    ):
+        found = run("c", tmp_path / "r", goes_back=False).mismatches
+    assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
+
+
+@pytest.mark.parametrize("function", [observe_grad, observe_non_deterministic_grad])
+def test_a_gradient_that_is_undefined_never_comes(tmp_path: Path, function: Any) -> None:
+    def run() -> None:
+        left, right = torch.ones(2, 2, requires_grad=True).unbind()
+        with ObserverContext(tmp_path, "run"):
+            function("left", left)
+            function("right", right)
+            left.sum().backward()  # the hook of the other is called with None
+
+    with pytest.warns(CoverageWarning, match="grad of right was observed, and no backward"):
+        run()
+    assert names(tmp_path / "run") == ["grad of left", "grad of right"]
+
+
+def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
+    def gradients(name: str, scale: float, reference: Path | None = None) -> tuple[list[float], list[float]]:
+        a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        left, right = a * 1, b * 1
+        with ObserverContext(tmp_path, name, reference):
+            observe_non_deterministic_grad("right", right)  # whose backward runs first
+            ((left + right) * scale).sum().backward()  # one tensor is the gradient of both
+        assert a.grad is not None
+        assert b.grad is not None
+        return a.grad.tolist(), b.grad.tolist()
+
+    assert gradients("r", 2.0) == ([2.0], [2.0])
+    assert gradients("c", 3.0, tmp_path / "r") == ([3.0], [2.0])

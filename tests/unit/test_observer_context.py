@@ -1,14 +1,17 @@
-"""ObserverContext: steps, raising, and the ways in which a run is refused."""
+"""ObserverContext: steps, raising, the ways in which a run is refused, and regions of ops."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from observing import names, record
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from observing import names, record, sites
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import (
+    CoverageWarning,
     DivergenceError,
     DivergenceWarning,
     NothingComparedError,
@@ -17,9 +20,12 @@ from det_callbacks import (
     ReferenceNotFoundError,
     RunExistsError,
     TraceError,
+    disable_hash_mode,
+    enable_hash_mode,
     observe,
+    observe_non_deterministic,
 )
-from det_callbacks.observers.registry import REGISTRY
+from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.files import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
@@ -90,15 +96,6 @@ def test_raising_at_the_observation_that_differs(tmp_path: Path) -> None:
     assert (tmp_path / "current" / "verdict.json").is_file()
 
 
-def test_raising_at_the_end(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2))
-    with (
-        pytest.raises(DivergenceError, match="b is only in the reference"),
-        ObserverContext(tmp_path, "current", reference, raise_on_mismatch=True),
-    ):
-        observe("a", 1)
-
-
 def test_two_observers_at_once(tmp_path: Path) -> None:
     with ObserverContext(tmp_path, "run"):
         observe("x", 1)
@@ -156,15 +153,6 @@ def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
     assert not Run.open(tmp_path / "run").is_complete
 
 
-def test_nothing_observed_is_no_match(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", 1))
-    with (
-        pytest.raises(DivergenceError, match="x is only in the reference"),
-        ObserverContext(tmp_path, "run", reference, raise_on_mismatch=True),
-    ):
-        pass
-
-
 def test_a_reference_of_a_callback_is_refused(tmp_path: Path) -> None:
     reference = record(tmp_path, ("x", 1))
     manifest = read_manifest(reference)
@@ -207,19 +195,99 @@ def test_a_mismatch_that_the_block_caught_is_raised_at_its_end(tmp_path: Path) -
     assert caught == [again.value]
 
 
-def test_mismatches_of_a_context_that_was_not_entered_are_unknown(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="is not open"):
-        _ = ObserverContext(tmp_path, "r").mismatches
+# regions
 
 
-def test_an_incomplete_reference_is_refused_without_advice_that_is_not_there(tmp_path: Path) -> None:
-    def stop() -> None:
-        with ObserverContext(tmp_path, "r"):
-            observe("x", 1)
-            raise KeyError
+def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer:
+        x + 1
+        observer.enable_mode()
+        x * 2
+        with enable_hash_mode():
+            x * 3
+        disable_hash_mode()
+        observe("between", x - 1)
+        with enable_hash_mode():
+            x / 2
+    ops = [site.op or site.name for site in sites(observer.path) if site.op or site.name]
+    assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.div.Tensor"]
 
-    with pytest.raises(KeyError):
-        stop()
-    with pytest.raises(ReferenceFormatError, match="is incomplete") as error:
-        ObserverContext(tmp_path, "c", tmp_path / "r").__enter__()
-    assert "steps=" not in str(error.value)
+
+def test_a_region_too_many_is_an_error(tmp_path: Path) -> None:
+    with ObserverContext(tmp_path, "run"):
+        observe("x", 1)
+        with pytest.raises(TraceError, match="more often"):
+            disable_hash_mode()
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
+def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path, mode: Any) -> None:
+    x = torch.ones(2, 2)
+    with ObserverContext(tmp_path, "run") as observer:
+        enable_hash_mode()
+        other = mode()
+        other.__enter__()
+        x @ x
+        disable_hash_mode()
+        x * x
+        enable_hash_mode()
+        x / x
+        disable_hash_mode()
+        other.__exit__(None, None, None)
+        observe("x", x)
+        with enable_hash_mode():
+            x - x
+        assert _get_current_dispatch_mode_stack() == []
+    assert [site.op for site in sites(observer.path) if site.op] == [
+        "aten.mm.default",
+        "aten.div.Tensor",
+        "aten.sub.Tensor",
+    ]
+
+
+def test_a_mode_opened_before_a_region_and_closed_in_it(tmp_path: Path) -> None:
+    x = torch.ones(2, 2)
+    with ObserverContext(tmp_path, "run") as observer:
+        other = FlopCounterMode(display=False)
+        other.__enter__()
+        enable_hash_mode()
+        x @ x
+        other.__exit__(None, None, None)
+        with pytest.warns(CoverageWarning, match="Close the region first"):
+            disable_hash_mode()
+        assert _get_current_dispatch_mode_stack() == []
+        with enable_hash_mode():
+            x - x
+    assert [site.op for site in sites(observer.path) if site.op] == ["aten.mm.default", "aten.sub.Tensor"]
+
+
+def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer:
+        with enable_hash_mode():
+            y = x * 2
+        y.add_(1)
+        with enable_hash_mode():
+            y / 2
+    found = sites(observer.path)
+    assert [site.op or site.role for site in found] == ["input", "aten.mul.Tensor", "input", "aten.div.Tensor"]
+    assert found[3].inputs == (2,)
+
+
+def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
+        y = x * 2
+        observe("seen", y)
+        y + 1
+        observe_non_deterministic("put back", y)
+        y / 2
+    inputs = {site.name or site.op: site.inputs for site in sites(observer.path)[1:]}
+    assert inputs == {
+        "aten.mul.Tensor": (0,),
+        "seen": (1,),
+        "aten.add.Tensor": (1,),
+        "put back": (1,),
+        "aten.div.Tensor": (4,),
+    }
