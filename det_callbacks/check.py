@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from det_callbacks.compare.evidence import RunEvidence
-from det_callbacks.compare.live import VERDICT_FILE, reference_environment
+from det_callbacks.compare.live import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -222,7 +222,7 @@ def _workers(run: Run) -> _Change:
 
 
 def _threads(run: Run) -> _Change:
-    entry = reference_environment(run).entries.get(_THREADS_ENTRY)
+    entry = run.environment.entries.get(_THREADS_ENTRY)
     if entry is None or not isinstance(entry.value, int):
         raise CheckError("the reference does not say how many threads computed it")
     number = 2 if entry.value == 1 else 1

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 
-from det_callbacks.compare.live import reference_environment
 from det_callbacks.digest import device_choice
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceFormatError
@@ -186,15 +185,14 @@ def _line(name: str, value: Any) -> str:
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
-    recorded = run.manifest.get("settings")
     known = DeterminismSettings.__dataclass_fields__
-    if not isinstance(recorded, dict) or not recorded:
+    if not run.settings:
         raise ReferenceFormatError(
             f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
             "Name a run that DeterminismCallback or ObserverContext recorded.",
             str(run.path),
         )
-    values = {name: value for name, value in recorded.items() if name in known and value is not None}
+    values = {name: value for name, value in run.settings.items() if name in known and value is not None}
     if values.get("float32_matmul_precision") == "mixed":
         del values["float32_matmul_precision"]
     if values.get("inductor_deterministic") == (values.get("deterministic_algorithms") in ("error", "warn")):
@@ -213,7 +211,7 @@ def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
             changes_bits=entry.changes_bits,
             to_do=_line_for_entry(entry.name, entry.reference),
         )
-        for entry in compare_environments(reference_environment(run), here)
+        for entry in compare_environments(run.environment, here)
         # what a Trainer or a configuration chose is nothing that can be seen without it
         if entry.name in here.entries and not entry.name.startswith(("settings.", "code."))
     ]

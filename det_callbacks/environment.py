@@ -169,7 +169,7 @@ def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
 def _torch_facts() -> Iterator[tuple[str, Any, bool]]:
     build = torch.__config__.show()
     cudnn = torch.backends.cudnn
-    yield "torch.version", torch.__version__, True
+    yield "torch.version", str(torch.__version__), True  # which is of a type of torch's own
     yield "torch.git_version", torch.version.git_version, True
     yield "torch.cuda", torch.version.cuda, True
     yield "torch.hip", torch.version.hip, True
@@ -248,16 +248,18 @@ def _plain(name: str, value: Any) -> Any:
     """
     if isinstance(value, enum.Enum):
         return _plain(name, value.value)
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)  # JSON has no NaN
+        return float(value) if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, np.generic):
         return _plain(name, value.item())
     if isinstance(value, str | bytes) and is_secret(name):
         return "<withheld>"
     if isinstance(value, str):
-        return _PLACE.sub("<place>", value)
+        return _PLACE.sub("<place>", str(value))
     if isinstance(value, os.PathLike):
         return _PLACE.sub("<place>", str(Path(value)))
     if isinstance(value, torch.dtype):

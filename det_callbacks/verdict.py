@@ -3,10 +3,13 @@
 The field names are those of ``det-callbacks diff --json`` (schema 1); ``Verdict.to_dict()`` and that JSON are the same.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import msgspec
 
 VERDICT_SCHEMA = 1
 
@@ -55,6 +58,7 @@ class TensorNumbers:
         worst: index of the element with NaN, else with an infinity, else with the largest distance.
         worst_values: likewise.
         problem: why there are no numbers; "" where there are.
+        num_elements: of the tensor.
     """
 
     tensor: str
@@ -74,22 +78,14 @@ class TensorNumbers:
     worst_values: tuple[str, str] | None = None
     problem: str = ""
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor."""
-        return prod(self.shape)
+    num_elements: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_elements", prod(self.shape))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: tuples become lists."""
-        row = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return {**row, "num_elements": self.num_elements}
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> "TensorNumbers":
-        """Return what ``to_dict`` gave; KeyError or TypeError where it is not that."""
-        known: dict[str, Any] = {one.name: row[one.name] for one in fields(cls)}
-        known.update((name, tuple(value)) for name, value in known.items() if isinstance(value, list))
-        return cls(**known)
+        """Return the JSON form."""
+        return _plain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +103,6 @@ class Numbers:
     inputs: tuple[TensorNumbers, ...] = ()
     num_inputs: int = 0
     problem: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "output": [tensor.to_dict() for tensor in self.output],
-            "inputs": [tensor.to_dict() for tensor in self.inputs],
-            "num_inputs": self.num_inputs,
-            "problem": self.problem,
-        }
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Numbers":
-        """Return what ``to_dict`` gave; KeyError or TypeError where it is not that."""
-        return cls(
-            output=tuple(map(TensorNumbers.from_dict, content["output"])),
-            inputs=tuple(map(TensorNumbers.from_dict, content["inputs"])),
-            num_inputs=content["num_inputs"],
-            problem=content["problem"],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,25 +149,13 @@ class Divergence:
     numbers: Numbers | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: tuples become lists."""
-        row = asdict(self)
-        row["source"] = list(self.source)
-        row["shape"] = None if self.shape is None else list(self.shape)
-        row["numbers"] = None if self.numbers is None else self.numbers.to_dict()
-        return row
+        """Return the JSON form."""
+        return _plain(self)
 
     @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> "Divergence":
-        """Return what ``to_dict`` gave, also without ``numbers``; KeyError or TypeError where it is not that."""
-        shape, numbers = row["shape"], row.get("numbers")
-        return cls(
-            **{
-                **row,
-                "source": tuple(row["source"]),
-                "shape": None if shape is None else tuple(shape),
-                "numbers": None if numbers is None else Numbers.from_dict(numbers),
-            }
-        )
+    def from_dict(cls, content: Mapping[str, Any]) -> "Divergence":
+        """Return what ``to_dict`` gave; ValueError, which names the field, where it is not that."""
+        return msgspec.convert(content, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,11 +231,11 @@ class Verdict:
     origins: tuple[Divergence, ...]
     cause: Cause | None
     explanation: str
+    evidence: tuple[str, ...] = ()
+    record_next: Mapping[str, Any] | None = None
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
-    evidence: tuple[str, ...] = ()
-    record_next: Mapping[str, Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -279,75 +244,30 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of schema 1, as ``det-callbacks diff --json`` prints it."""
-        first = self.first_divergence
-        return {
-            "schema": VERDICT_SCHEMA,
-            "verdict": self.verdict,
-            "reference": self.reference,
-            "current": self.current,
-            "first_divergence": None if first is None else first.to_dict(),
-            "origins": [origin.to_dict() for origin in self.origins],
-            "cause": self.cause,
-            "explanation": self.explanation,
-            "evidence": list(self.evidence),
-            "record_next": None if self.record_next is None else dict(self.record_next),
-            "counts": asdict(self.counts),
-            "coverage": {
-                **asdict(self.coverage),
-                "steps": None if self.coverage.steps is None else list(self.coverage.steps),
-                "ops_skipped": dict(self.coverage.ops_skipped),
-                "opaque_regions": list(self.coverage.opaque_regions),
-                "replayed": dict(self.coverage.replayed),
-                "digested_on": dict(self.coverage.digested_on),
-            },
-            "environment": {
-                "differences": [
-                    {
-                        "name": difference.name,
-                        "reference": difference.reference,
-                        "current": difference.current,
-                        "changes_bits": difference.changes_bits,
-                        "is_machine": difference.is_machine,
-                    }
-                    for difference in self.environment
-                ]
-            },
-        }
+        content = _plain(self)
+        return {"schema": VERDICT_SCHEMA, **content, "environment": {"differences": content["environment"]}}
 
     @classmethod
-    def from_dict(cls, data: Any) -> "Verdict":
+    def from_dict(cls, content: Any) -> "Verdict":
         """Return the verdict that :meth:`to_dict` gave, of schema 1.
 
         Raises:
-            ValueError: the structure is another one; the message says what is missing or wrong. Whoever read the file
-                names it.
+            ValueError: the structure is another one; the message names the field. Whoever read the file names it.
         """
-        if not isinstance(data, Mapping) or data.get("schema") != VERDICT_SCHEMA:
+        if not isinstance(content, Mapping) or content.get("schema") != VERDICT_SCHEMA:
             raise ValueError(f"it is no verdict of schema {VERDICT_SCHEMA}")
-        cause = data.get("cause")
-        if data.get("verdict") not in EXIT_CODES or (cause is not None and cause not in get_args(Cause)):
-            raise ValueError(f"it says {data.get('verdict')!r} with the cause {cause!r}, which is none of its words")
-        try:
-            first, coverage = data["first_divergence"], data["coverage"]
-            return cls(
-                verdict=data["verdict"],
-                reference=str(data["reference"]),
-                current=str(data["current"]),
-                first_divergence=None if first is None else Divergence.from_dict(first),
-                origins=tuple(map(Divergence.from_dict, data["origins"])),
-                cause=cause,
-                explanation=str(data["explanation"]),
-                counts=Counts(**data["counts"]),
-                coverage=Coverage(
-                    **{
-                        **coverage,
-                        "steps": None if coverage["steps"] is None else tuple(coverage["steps"]),
-                        "opaque_regions": tuple(coverage["opaque_regions"]),
-                    }
-                ),
-                environment=tuple(EnvironmentDifference(**entry) for entry in data["environment"]["differences"]),
-                evidence=tuple(str(line) for line in data["evidence"]),
-                record_next=None if data["record_next"] is None else dict(data["record_next"]),
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"its structure is not that of a verdict: {type(error).__name__}: {error}") from error
+        environment = msgspec.convert(content.get("environment"), _Environment)
+        return replace(msgspec.convert({**content, "environment": ()}, cls), environment=environment.differences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Environment:
+    """How the JSON form holds the differences of the environments."""
+
+    differences: tuple[EnvironmentDifference, ...]
+
+
+def _plain(data: Any) -> dict[str, Any]:
+    """Return data as JSON has it: lists for tuples, text for keys."""
+    content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(data, str_keys=True)))
+    return content

@@ -7,13 +7,14 @@ from typing import Any, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from det_callbacks.runs.files import read_manifest
+from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.program import Layout, Program, Role, Site, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 
 SELECTION = Selection().to_dict()
+ENVIRONMENT = {"torch.version": {"value": "2.13", "is_machine": True, "changes_bits": True}}
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SITES = st.builds(
@@ -101,7 +102,7 @@ def append(writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed:
 
 def create(path: Path, **options: Any) -> RunWriter:
     """Start a run with a manifest that can be resumed."""
-    return RunWriter.create(path, manifest={"selection": SELECTION, "environment": {"torch": "2.13"}}, **options)
+    return RunWriter.create(path, manifest={"selection": SELECTION, "environment": ENVIRONMENT}, **options)
 
 
 class OneOf:
@@ -121,7 +122,7 @@ class OneOf:
 def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:
     """Start writing, as another process, a run that rank 0 has created."""
     manifest = read_manifest(path)
-    return RunWriter(path, OneOf(rank, manifest["world_size"]), manifest, attempt=attempt, segment=0)
+    return RunWriter(path, OneOf(rank, manifest.world_size), manifest, attempt=attempt, segment=0)
 
 
 def resume(path: Path) -> RunWriter:

@@ -39,7 +39,7 @@ def open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
     """
     earlier = Run.open(path, ranks=(rank,))
     for name in ("replay", "keep_tensors"):
-        recorded, asked = (list(one.get(name, ())) for one in (earlier.manifest, manifest))
+        recorded, asked = list(getattr(earlier.manifest, name)), list(manifest.get(name, ()))
         if set(recorded) != set(asked):
             raise SelectionError(
                 f"{path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "

@@ -28,7 +28,7 @@ from det_callbacks.report.fits import (
     recorded_line,
 )
 from det_callbacks.report.verdict import disagreement_text
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.program import Program
@@ -268,7 +268,7 @@ class Recording:
         """Note that such a call is over."""
         self._calls.append(call)
 
-    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 

@@ -156,7 +156,7 @@ class Tracing:
 
     def _put_alerts(self) -> None:
         assert self._alerts is not None
-        self._run.put_nondeterministic_ops([found.to_dict() for found in self._alerts.found])
+        self._run.put_nondeterministic_ops(self._alerts.found)
 
 
 class MarksPoints(pl.Callback):

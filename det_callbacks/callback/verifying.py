@@ -23,7 +23,7 @@ from det_callbacks.errors import (
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import level_words, print_closing_line, unfinished_text, verified_line, waiting_line
 from det_callbacks.report.verdict import verdict_of_rank
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
@@ -139,7 +139,7 @@ class Verifying:
         if self._verification is None:
             self._selection = selection
             run, _ = self.peers.do(self._open, task=f"opening the reference {self.path}")
-            if patterns := run.manifest.get("replay"):
+            if patterns := run.manifest.replay:
                 self.exchange = OpReplay(patterns, self.replay)
             # by rank 0: the others might look when it has made its own already
             current = self.peers.agree(lambda: str(self._current or free_folder(root)), task="choosing a folder")[0]
@@ -158,7 +158,7 @@ class Verifying:
         self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
 
     def _begin_keeping(self, verification: Verification) -> None:
-        if patterns := verification.reference.manifest.get("keep_tensors"):
+        if patterns := verification.reference.manifest.keep_tensors:
             writer = StepWriter(
                 stream_path(verification.current, verification.rank, 0, 0),
                 KEPT,
@@ -248,7 +248,7 @@ class Verifying:
         self._calls.append(call)
         self._all_calls.append(call)
 
-    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 

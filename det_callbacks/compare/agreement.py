@@ -7,7 +7,6 @@ from typing import Any
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.evidence import LiveEvidence, RunEvidence
-from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.rank_findings import RankFindings
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
@@ -56,7 +55,7 @@ class Agreement:
         self._evidence = LiveEvidence(rank)
         self._builder.set_evidence(EvidenceFinder(RunEvidence(earlier), self._evidence))
         self._builder.set_environment(
-            compare_environments(reference_environment(earlier), Environment.from_dict(manifest["environment"]))
+            compare_environments(earlier.environment, Environment.from_dict(manifest["environment"]))
         )
 
     @property

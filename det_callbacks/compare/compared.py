@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.compare.whole_steps import WholeSteps
-from det_callbacks.runs.files import damaged, rank_folder, read_list, replace_atomically
+from det_callbacks.runs.files import damaged, rank_folder, read_json, replace_atomically
 
 COMPARED_FILE = "compared.json"
 
@@ -96,7 +96,7 @@ def read_compared(folder: Path, rank: int) -> Mapping[int, ComparedSteps]:
                 differing=_ranges(row["differing"]),
                 whole=tuple(WholeSteps(**whole) for whole in row["whole"]),
             )
-            for row in read_list(path)
+            for row in (read_json(path, list[dict[str, Any]]) if path.exists() else ())
         }
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"it is no list of compared steps ({error!r})") from error

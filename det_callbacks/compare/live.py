@@ -20,14 +20,13 @@ from det_callbacks.compare.rank_verdicts import verdict_of_ranks
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.traced import add_traced_step, compare_restored
 from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import Environment, compare_environments, digested_on
-from det_callbacks.runs.evidence import UNSEEN_WRITE, Row
-from det_callbacks.runs.files import MANIFEST, PROGRAMS, rank_folder, read_manifest
+from det_callbacks.runs.evidence import UNSEEN_WRITE, NondeterministicOp, Row
+from det_callbacks.runs.files import MANIFEST, PROGRAMS, rank_folder
+from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.program import StepView
-from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -78,12 +77,12 @@ class Verification:
         self._evidence = LiveEvidence(rank)
         self._builder.set_evidence(EvidenceFinder(RunEvidence(reference), self._evidence))
         here = Environment.from_dict(manifest["environment"])
-        self._builder.set_environment(compare_environments(reference_environment(reference), here))
+        self._builder.set_environment(compare_environments(reference.environment, here))
         self._builder.tally.digested_on.update(digested_on(here))
         if peers.world_size > 1:
             self._builder.set_world_size(peers.world_size)
         self._peers = peers
-        self._selection = Selection.from_dict(reference.manifest["selection"])
+        self._selection = reference.selection
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(
             current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
@@ -123,7 +122,7 @@ class Verification:
         """Fits that the reference holds."""
         return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
 
-    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that were called so far."""
         self._writer.put_nondeterministic_ops(ops)
 
@@ -384,22 +383,11 @@ def free_folder(root: Path, *, kind: str = "verify") -> Path:
     return root / "determinism" / f"{kind}-{number:03d}"
 
 
-def reference_environment(run: Run) -> Environment:
-    """Return the environment a run was recorded in; a damaged one is an error that names the file."""
-    try:
-        return Environment.from_dict(run.manifest["environment"])
-    except (KeyError, ValueError) as error:
-        path = Path(run.path) / "run.json"
-        raise ReferenceFormatError(
-            f"{path}: its environment cannot be read ({error}). Record the run again.", str(path)
-        ) from error
-
-
 def _is_of_verification(folder: Path) -> bool:
     """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
     if not (folder / MANIFEST).is_file():
         return (folder / VERDICT_FILE).is_file() and not (folder / PROGRAMS).exists()
-    return read_manifest(folder).get("purpose") == "verify"
+    return read_manifest(folder).purpose == "verify"
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:

@@ -5,17 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from det_callbacks.compare.first_difference import FirstDifference
-from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedTensor, StepPlace, tensor_path
+from det_callbacks.tensors.files import KEPT, StepPlace, tensor_path
 from det_callbacks.tensors.kept import KeptCall, KeptStep, KeptTensor
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
@@ -91,7 +88,7 @@ class KeptNumbers:
             ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
         """
         try:
-            patterns = as_patterns("keep_tensors", reference.manifest.get("keep_tensors", ()))
+            patterns = as_patterns("keep_tensors", reference.manifest.keep_tensors)
         except SelectionError as error:
             path = str(reference.path / "run.json")
             raise ReferenceFormatError(f"{path}: {error} Record the run again.", path) from error
@@ -202,8 +199,4 @@ def _compare_tensors(reference: KeptTensor, current: KeptTensor) -> TensorNumber
         shapes = [f"{one.dtype} {list(one.shape)}" for one in (ours, theirs)]
         problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
         return replace(label, problem=problem)
-    return tensor_numbers(label, _elements(ours), _elements(theirs))
-
-
-def _elements(saved: SavedTensor) -> Tensor:
-    return torch.from_numpy(saved.bits).view(getattr(torch, saved.dtype)).reshape(saved.shape)
+    return tensor_numbers(replace(label, shape=ours.shape, dtype=ours.dtype), ours.bits, theirs.bits)

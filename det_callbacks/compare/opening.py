@@ -52,12 +52,8 @@ def open_reference(
             f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",
             str(path),
         )
-    try:
-        recorded = Selection.from_dict(run.manifest.get("selection", {}))
-    except SelectionError as error:
-        raise ReferenceFormatError(f"{path / 'run.json'}: {error} Record the run again.", str(path)) from error
-    patterns = {name: tuple(run.manifest.get(name, ())) for name in ("replay", "keep_tensors")}
-    known = {**asdict(recorded), **patterns}
+    manifest = run.manifest
+    known = {**asdict(run.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
     others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
     if others:
         raise SelectionError(
@@ -66,7 +62,7 @@ def open_reference(
         )
     for segment in run.segments if not peers.rank else ():
         read_metrics(run, segment)  # so that damage is told before anything is trained
-    return run, recorded
+    return run, run.selection
 
 
 def _other_world_size(run: Run, world_size: int) -> NotComparableError:

@@ -116,9 +116,9 @@ def _place(walk: RankWalk) -> _Place:
     reference, current = walk.reference, walk.current
     return (
         reference.path,
-        reference.manifest["digest"],
+        reference.manifest.digest,
         current.path,
-        current.manifest["digest"],
+        current.manifest.digest,
         walk.is_common,
         walk.check_files,
     )
@@ -168,7 +168,7 @@ def _walk(
 ) -> RankWalk:
     runs = Run.open(reference, check_steps=False), Run.open(current, check_steps=False)
     for run, digest in zip(runs, (reference_digest, current_digest), strict=True):
-        if run.manifest["digest"] != digest:
+        if run.manifest.digest != digest:
             raise ReferenceFormatError(
                 f"{run.path} was changed while it was compared: its run.json is another one. Nothing is said about the "
                 "runs; compare them when nothing is recorded there.",

@@ -1,15 +1,14 @@
 """Comparing two recorded runs: which steps are there, and what the verdict on them is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from det_callbacks.compare.answer import EvidenceFinder
 from det_callbacks.compare.batches import find_batch
 from det_callbacks.compare.compared import read_compared
 from det_callbacks.compare.evidence import RunEvidence
-from det_callbacks.compare.live import reference_environment
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun
@@ -117,7 +116,7 @@ def compare_runs(
             "same training, and with the same every_n_steps."
         )
     builder.measure(KeptNumbers.of(ours, KeptRun.of(theirs, "the current run")))
-    return with_next_recording(builder.finish(), Selection.from_dict(ours.manifest["selection"]))
+    return with_next_recording(builder.finish(), ours.selection)
 
 
 def _begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str | Path) -> VerdictBuilder:
@@ -130,8 +129,8 @@ def _begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str |
     builder = VerdictBuilder(str(reference), str(current))
     builder.set_batches(partial(find_batch, ours))
     builder.set_evidence(EvidenceFinder(RunEvidence(ours), RunEvidence(theirs)))
-    here = reference_environment(theirs)
-    builder.set_environment(compare_environments(reference_environment(ours), here))
+    here = theirs.environment
+    builder.set_environment(compare_environments(ours.environment, here))
     builder.tally.digested_on.update(digested_on(here))
     if ours.world_size != theirs.world_size:
         builder.refuse(
@@ -139,7 +138,7 @@ def _begin_verdict(ours: Run, theirs: Run, reference: str | Path, current: str |
             f"{theirs.world_size}: each sees other batches, so no step of one is a step of the other"
         )
         return builder
-    _require_same_selection(ours.manifest, theirs.manifest, reference, current)
+    _require_same_selection(ours.selection, theirs.selection, reference, current)
     builder.set_world_size(ours.world_size)
     return builder
 
@@ -212,19 +211,11 @@ def _check_completeness(ours: Run, theirs: Run, builder: VerdictBuilder, referen
     return False
 
 
-def _require_same_selection(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], reference: str | Path, current: str | Path
-) -> None:
-    for manifest, path in ((ours, reference), (theirs, current)):
-        if not isinstance(manifest.get("selection"), dict):
-            raise ReferenceFormatError(
-                f"{path}: run.json does not say what was recorded, so nothing can be compared. Record the run again.",
-                str(path),
-            )
-    selections = [manifest["selection"] for manifest in (ours, theirs)]
-    differing = [key for key in _SELECTION_KEYS if selections[0].get(key) != selections[1].get(key)]
+def _require_same_selection(ours: Selection, theirs: Selection, reference: str | Path, current: str | Path) -> None:
+    one, other = ours.to_dict(), theirs.to_dict()
+    differing = [name for name in _SELECTION_KEYS if one[name] != other[name]]
     if differing:
-        shown = "; ".join(f"{key}: {selections[0].get(key)!r} and {selections[1].get(key)!r}" for key in differing)
+        shown = "; ".join(f"{name}: {one[name]!r} and {other[name]!r}" for name in differing)
         raise SelectionError(
             f"The reference {reference} and {current} did not record the same: {shown}. Nothing was compared. "
             f"Record the current run with the reference's {', '.join(differing)}."

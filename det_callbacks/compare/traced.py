@@ -50,6 +50,6 @@ def compare_restored(
 
     Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
     """
-    is_told = reference.manifest["selection"].get("level") == "op"
+    is_told = reference.selection.level == "op"
     if not is_told and step - 1 in reference.rank(rank).steps(segment):
         builder.set_unrestored(find_unrestored(reference.view(rank, segment, step - 1), digest_state()))

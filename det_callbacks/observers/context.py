@@ -193,7 +193,7 @@ class ObserverContext:
             self._replay = Replay(saving)
             return
         run, _ = open_reference(self.reference, steps="all", alternative="")
-        if run.manifest.get("recorded_by") != _RECORDED_BY:
+        if run.manifest.recorded_by != _RECORDED_BY:
             raise ReferenceFormatError(
                 f"{self.reference} was recorded by a Trainer's DeterminismCallback, which records other things. Verify "
                 "it with DeterminismCallback, or record a reference with ObserverContext.",

@@ -77,7 +77,7 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
         most |= here  # the larger count of each
     if not ops:
         raise SelectionError(
-            f"{run.path} holds no ops (level {run.manifest.get('selection', {}).get('level')}, "
+            f"{run.path} holds no ops (level {run.selection.level}, "
             f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. Record a run of at "
             'least one step with level="op".'
         )
@@ -101,7 +101,7 @@ def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run 
         "path": str(run.path),
         "run_id": run.run_id,
         "complete": run.is_complete,
-        "selection": run.manifest.get("selection"),
+        "selection": run.selection.to_dict(),
         "num_ops": usage.num_ops,
         "num_programs": usage.num_programs,
     }

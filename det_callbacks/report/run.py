@@ -11,7 +11,6 @@ from rich.console import Console
 
 from det_callbacks.host_digest import format_digest
 from det_callbacks.report.console import count, print_line, print_table
-from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
@@ -34,11 +33,11 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "keeps": run.keeps,
         "world_size": run.world_size,
         "rank": rank.rank,
-        "selection": run.manifest.get("selection"),
-        "attempts": len(run.manifest["attempts"]),
+        "selection": run.selection.to_dict(),
+        "attempts": len(run.manifest.attempts),
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
-        "replay": list(run.manifest.get("replay", ())),
-        "keep_tensors": list(run.manifest.get("keep_tensors", ())),
+        "replay": list(run.manifest.replay),
+        "keep_tensors": list(run.manifest.keep_tensors),
         "metrics": [
             {"segment": segment, **asdict(reading)}
             for segment in run.segments
@@ -97,7 +96,7 @@ def _record_to_dict(record: StepRecord) -> dict[str, Any]:
 
 def render_head(run: Run, console: Console) -> None:
     """Print what a run is."""
-    shown = ", ".join(f"{name} {value}" for name, value in run.manifest.get("selection", {}).items())
+    shown = ", ".join(f"{name} {value}" for name, value in run.selection.to_dict().items() if value is not None)
     state = "complete" if run.is_complete else f"INCOMPLETE: {run.incomplete_reason}"
     print_line(console, f"run {run.run_id} in {run.path}: {state}")
     print_line(console, f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}")
@@ -108,15 +107,15 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
     render_head(run, console)
     num_fits = sum(len(rank.steps(segment)) > 0 for segment in rank.segments)
     lines = [f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
-    for found in map(NondeterministicOp.from_dict, run.nondeterministic_ops(rank.rank)):
+    for found in run.nondeterministic_ops(rank.rank):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
     for segment, step in sorted(run.resumed_steps):
         lines.append(f"resumed: fit {segment} went on from a checkpoint with step {step}")
     for title, field in (("saved for replay", "replay"), ("tensors kept", "keep_tensors")):
-        if patterns := run.manifest.get(field):
+        if patterns := getattr(run.manifest, field):
             lines.append(f"{title}: {', '.join(patterns)}")
-    if run.manifest.get("keep_tensors") and (kept := not_kept(run, rank.rank)).num_missing:
+    if run.manifest.keep_tensors and (kept := not_kept(run, rank.rank)).num_missing:
         missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
         lines.append(f"NOT kept: {missing}: {kept.reason}")
     for line in lines:

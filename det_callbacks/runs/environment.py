@@ -7,8 +7,9 @@ place), which does when it can change bits and the bits did change; ``det_callba
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from det_callbacks.verdict import EnvironmentDifference
 
@@ -44,21 +45,13 @@ class Environment:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, sorted by name, so that equal environments are equal bytes."""
-        return {
-            name: {"value": entry.value, "is_machine": entry.is_machine, "changes_bits": entry.changes_bits}
-            for name, entry in sorted(self.entries.items())
-        }
+        content: dict[str, Any] = msgspec.to_builtins({name: self.entries[name] for name in sorted(self.entries)})
+        return content
 
     @classmethod
-    def from_dict(cls, data: Any) -> "Environment":
-        """Return the environment that :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError: the structure is another one; the message names the entry. Whoever read the file names it.
-        """
-        if not isinstance(data, Mapping):
-            raise ValueError(f"an environment is a mapping of names to entries, not {type(data).__name__}")
-        return cls(entries=MappingProxyType({name: _entry_from_dict(name, row) for name, row in data.items()}))
+    def from_dict(cls, content: Any) -> "Environment":
+        """Return what ``to_dict`` gave; ValueError, which names the entry, where it is not that."""
+        return cls(entries=msgspec.convert(content, dict[str, EnvironmentEntry]))
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
@@ -93,13 +86,3 @@ def digested_on(environment: Environment) -> dict[str, str]:
         for name, entry in environment.entries.items()
         if name.startswith(DIGEST)
     }
-
-
-def _entry_from_dict(name: Any, row: Any) -> EnvironmentEntry:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"an environment entry has the name {name!r}, not a text")
-    if not isinstance(row, Mapping) or set(row) != {"value", "is_machine", "changes_bits"}:
-        raise ValueError(f"the environment entry {name!r} does not hold exactly value, is_machine and changes_bits")
-    if not isinstance(row["is_machine"], bool) or not isinstance(row["changes_bits"], bool):
-        raise ValueError(f"is_machine and changes_bits of the environment entry {name!r} must be true or false")
-    return EnvironmentEntry(value=row["value"], is_machine=row["is_machine"], changes_bits=row["changes_bits"])

@@ -8,10 +8,10 @@ step; what was gathered since the last record batch is lost in a kill, and with 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -88,15 +88,6 @@ class NondeterministicOp:
     message: str
     is_allowed: bool
     num_calls: int = 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self) | {"source": list(self.source)}
-
-    @classmethod
-    def from_dict(cls, form: Mapping[str, Any]) -> "NondeterministicOp":
-        """Return what ``to_dict`` wrote."""
-        return cls(**{**form, "source": tuple(form["source"])})
 
     @property
     def place(self) -> str:

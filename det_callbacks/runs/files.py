@@ -1,8 +1,7 @@
-"""The files of a run that are written once: run.json, programs and layouts.
+"""The files of a run that are written once, and how any of them is written and read.
 
-Each is checked against a digest of its content when it is read, so that a flipped bit is an error and never other
-content: programs and layouts against their ids, which are their names; run.json, and what a program's id leaves out
-(source lines, counts), against a digest kept inside.
+Programs and layouts are checked against their ids, which are their names; what a program's id leaves out (source
+lines, counts) against a digest kept inside. So a flipped bit is an error and never other content.
 """
 
 import json
@@ -11,15 +10,17 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
-from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_digest
+from det_callbacks.errors import ReferenceFormatError, RunExistsError
+from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
 FORMAT_VERSION = 1
@@ -46,7 +47,6 @@ PROGRAM_SCHEMA = pa.schema(
         ("source", pa.list_(pa.string())),
     ]
 )
-
 LAYOUT_SCHEMA = pa.schema(
     [
         ("position", pa.int32()),
@@ -61,8 +61,9 @@ _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|report\.html|rank-\d{{5}}"
     r"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
 )
+_READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
-_READ_ERRORS = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError, UnicodeError)
+Content = TypeVar("Content")
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
@@ -89,42 +90,19 @@ def replace_atomically(path: Path, content: bytes) -> None:
         raise
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write run.json with the versions and a digest of its content."""
-    content = {"format_version": FORMAT_VERSION, "digest_version": DIGEST_VERSION, **manifest}
-    # as a reader will see it: keys that are numbers become text, which sorts otherwise
-    content = json.loads(json.dumps(content, allow_nan=False))
-    content["digest"] = _manifest_digest(content)
-    replace_atomically(folder / MANIFEST, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json.
+def read_json(path: Path, kind: type[Content]) -> Content:
+    """Return the content of a JSON file.
 
     Raises:
-        ReferenceNotFoundError: there is no run.
-        ReferenceFormatError: it is damaged, or of another format or digest version.
+        ReferenceFormatError: it is missing, or not of that type; the field is named.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ReferenceNotFoundError(_not_found(folder), str(folder))
     try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(path, "it is empty" if path.stat().st_size == 0 else f"it is not JSON ({error})") from error
-    if not isinstance(content, dict) or "format_version" not in content:
-        raise damaged(path, "it is not the run.json of a recorded run")
-    for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
-        if content.get(name) != known:
-            raise ReferenceFormatError(
-                f"{path} has {name} {content.get(name)!r}, and this version of det_callbacks reads {known}. Use the "
-                "version that recorded it, or record the run again.",
-                str(path),
-            )
-    if content.get("digest") != _manifest_digest(content):
-        raise damaged(path, "its content is not what its digest says")
-    return content
+        content = path.read_bytes()
+        return msgspec.json.decode(content, type=kind)
+    except FileNotFoundError as error:
+        raise damaged(path, "it is missing") from error
+    except _READ_ERRORS as error:
+        raise damaged(path, "it is empty" if path.is_file() and not path.stat().st_size else error) from error
 
 
 def write_program(folder: Path, program: Program) -> None:
@@ -132,15 +110,9 @@ def write_program(folder: Path, program: Program) -> None:
     path = program_path(folder, program.id)
     if path.exists():
         return
-    sites = program.sites
-    columns: dict[str, list[Any]] = {
-        name: [getattr(site, name) for site in sites] for name in PROGRAM_SCHEMA.names if name != "position"
-    }
-    columns["position"] = list(range(len(sites)))
-    for name in ("varying", "inputs"):
-        columns[name] = [list(value) for value in columns[name]]
+    columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
     # a path that is not UTF-8 has surrogates in it, which no text column takes
-    sources = [[line.encode(errors="backslashreplace").decode() for line in site.source] for site in sites]
+    sources = [[line.encode(errors="backslashreplace").decode() for line in lines] for lines in columns["source"]]
     columns["source"] = sources
     counts = {
         "ops_seen": program.ops_seen,
@@ -148,12 +120,8 @@ def write_program(folder: Path, program: Program) -> None:
         "ops_skipped": dict(program.ops_skipped),
         "opaque_regions": list(program.opaque_regions),
     }
-    metadata = {
-        "format_version": str(FORMAT_VERSION),
-        "counts": json.dumps(counts),
-        "digest": format_digest(_counts_digest(sources, counts)),
-    }
-    _write_table(path, pa.table(columns, schema=PROGRAM_SCHEMA.with_metadata(metadata)))
+    metadata = {"counts": json.dumps(counts), "digest": _counts_digest(sources, counts)}
+    _write_table(path, PROGRAM_SCHEMA, columns, metadata)
 
 
 def read_program(folder: Path, identity: int) -> Program:
@@ -165,21 +133,10 @@ def read_program(folder: Path, identity: int) -> Program:
     path = program_path(folder, identity)
     table = _read_table(path, PROGRAM_SCHEMA)
     try:
-        metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-        counts = json.loads(metadata["counts"])
-        rows = table.drop_columns(["position"]).to_pylist()
-        for row in rows:
-            for name in ("varying", "inputs", "source"):
-                row[name] = tuple(row[name])
-        program = Program(
-            sites=tuple(Site(**row) for row in rows),
-            ops_seen=counts["ops_seen"],
-            ops_digested=counts["ops_digested"],
-            ops_skipped=counts["ops_skipped"],
-            opaque_regions=tuple(counts["opaque_regions"]),
-        )
-        sources = [list(site.source) for site in program.sites]
-        is_whole = program.id == identity and metadata["digest"] == format_digest(_counts_digest(sources, counts))
+        counts = json.loads(table.schema.metadata[b"counts"])
+        program = msgspec.convert({**counts, "sites": table.to_pylist()}, Program)
+        digest = _counts_digest([list(site.source) for site in program.sites], counts)
+        is_whole = program.id == identity and table.schema.metadata[b"digest"].decode() == digest
     except _READ_ERRORS as error:
         raise damaged(path, f"it does not hold a program ({error})") from error
     if not is_whole:
@@ -190,18 +147,12 @@ def read_program(folder: Path, identity: int) -> Program:
 def write_layout(folder: Path, layout: Layout) -> None:
     """Write a layout, unless it is there; some 2 ms for 2,000 sites."""
     path = layout_path(folder, layout.id)
-    if path.exists():
-        return
-    entries = layout.entries
-    columns = {
-        "position": list(range(len(entries))),
-        "dtype": [entry and entry.dtype for entry in entries],
-        "shape": [entry and entry.shape for entry in entries],
-        "stride": [entry and entry.stride for entry in entries],
-        "detail": [entry and entry.detail for entry in entries],
-    }
-    metadata = {"format_version": str(FORMAT_VERSION)}
-    _write_table(path, pa.table(columns, schema=LAYOUT_SCHEMA.with_metadata(metadata)))
+    if not path.exists():
+        columns = {
+            field.name: [entry and getattr(entry, field.name) for entry in layout.entries]
+            for field in fields(TensorLayout)
+        }
+        _write_table(path, LAYOUT_SCHEMA, columns, {})
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
@@ -211,18 +162,10 @@ def read_layout(folder: Path, identity: int) -> Layout:
         ReferenceFormatError: the file is missing, damaged or of another format version.
     """
     path = layout_path(folder, identity)
-    table = _read_table(path, LAYOUT_SCHEMA)
+    rows = _read_table(path, LAYOUT_SCHEMA).to_pylist()
     try:
-        layout = Layout(
-            entries=tuple(
-                None
-                if row["dtype"] is None
-                else TensorLayout(
-                    dtype=row["dtype"], shape=tuple(row["shape"]), stride=tuple(row["stride"]), detail=row["detail"]
-                )
-                for row in table.to_pylist()
-            )
-        )
+        entries = [None if row["dtype"] is None else row for row in rows]
+        layout = Layout(entries=msgspec.convert(entries, tuple[TensorLayout | None, ...]))
         is_whole = layout.id == identity
     except _READ_ERRORS as error:
         raise damaged(path, f"it does not hold a layout ({error})") from error
@@ -282,9 +225,11 @@ def stream_path(folder: Path, rank: int, attempt: int, number: int) -> Path:
     return folder / rank_folder(rank) / f"attempt-{attempt:03d}{segment}.arrows"
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], metadata: Mapping[str, str]) -> None:
+    columns["position"] = list(range(len(next(iter(columns.values())))))
+    metadata = {"format_version": str(FORMAT_VERSION), **metadata}
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(pa.table(columns, schema=schema.with_metadata(metadata)), sink, compression="zstd")
     replace_atomically(path, sink.getvalue().to_pybytes())
 
 
@@ -303,41 +248,8 @@ def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise damaged(path, "its columns are others than a run's")
     if not np.array_equal(table.column("position"), np.arange(len(table))):
         raise damaged(path, "its rows are not in order")
-    return table
+    return table.drop_columns(["position"])
 
 
-def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> int:
-    return digest_bytes(json.dumps([sources, dict(counts)], sort_keys=True).encode())
-
-
-def _manifest_digest(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != "digest"}
-    return format_digest(digest_bytes(json.dumps(rest, sort_keys=True).encode()))
-
-
-def _not_found(folder: Path) -> str:
-    if not folder.exists():
-        return f"There is no run at {folder}: the folder does not exist. Record one there first."
-    if not folder.is_dir():
-        return f"{folder} is a file; a run is a folder. Name the folder that a run was recorded in."
-    inside = sorted(child.name for child in folder.iterdir() if (child / MANIFEST).is_file())
-    if inside:
-        return f"{folder} is not a run (no {MANIFEST}), but these folders in it are: {', '.join(inside[:10])}."
-    return f"{folder} is not a run: it has no {MANIFEST}. Record one there first."
-
-
-def read_list(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a small JSON file of a run, [] where there is none.
-
-    Raises:
-        ReferenceFormatError: it is damaged.
-    """
-    try:
-        entries = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise damaged(path, f"it cannot be read ({error})") from error
-    if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
-        return entries
-    raise damaged(path, "it is no list of objects")
+def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> str:
+    return format_digest(digest_bytes(json.dumps([sources, counts], sort_keys=True).encode()))

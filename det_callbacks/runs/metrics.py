@@ -5,11 +5,11 @@
 A reading is written whole when its validation, epoch or test has ended; a kill loses at most the one under way.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
@@ -94,6 +94,13 @@ class Readings:
     resumed: set[int] = field(default_factory=set)
 
 
+class _Line(msgspec.Struct):
+    """A line of a file: a reading as it was written, and the digest of that and the run's id."""
+
+    digest: str
+    reading: msgspec.Raw
+
+
 def metrics_path(stream: Path) -> Path:
     """Return where the metrics beside a stream of steps lie."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
@@ -101,10 +108,10 @@ def metrics_path(stream: Path) -> Path:
 
 def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
     """Add a reading to a file."""
-    content = json.dumps(asdict(reading))
-    line = json.dumps({"digest": _digest(content, run_id), "reading": json.loads(content)})
+    content = msgspec.json.encode(reading)
+    line = msgspec.json.encode(_Line(digest=_digest(content, run_id), reading=msgspec.Raw(content)))
     with path.open("ab") as file:
-        file.write(f"{line}\n".encode())
+        file.write(line + b"\n")
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
@@ -134,22 +141,14 @@ def _read(path: Path, run_id: str) -> Iterator[Reading]:
     *lines, _ = path.read_bytes().split(b"\n")  # after the last one stands what a kill left half written
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            is_whole = row["digest"] == _digest(json.dumps(row["reading"]), run_id)
-            reading = _from_dict(row["reading"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise damaged(path, f"line {number} is no reading of metrics ({error!r})") from error
-        if not is_whole or reading.where not in WHERE:
+            found = msgspec.json.decode(line, type=_Line)
+            reading = msgspec.json.decode(found.reading, type=Reading)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise damaged(path, f"line {number} is no reading of metrics ({error})") from error
+        if found.digest != _digest(bytes(found.reading), run_id) or reading.where not in WHERE:
             raise damaged(path, f"line {number} is not what its digest says")
         yield reading
 
 
-def _from_dict(content: Mapping[str, Any]) -> Reading:
-    metrics = {
-        name: Metric(**{**metric, "shape": tuple(metric["shape"])}) for name, metric in content["metrics"].items()
-    }
-    return Reading(**{**content, "metrics": metrics})
-
-
-def _digest(content: str, run_id: str) -> str:
-    return format_digest(digest_bytes(f"{run_id}{content}".encode()))
+def _digest(content: bytes, run_id: str) -> str:
+    return format_digest(digest_bytes(run_id.encode() + content))

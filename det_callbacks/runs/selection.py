@@ -1,9 +1,12 @@
 """Which sites a run records."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from det_callbacks.errors import SelectionError
 
@@ -115,29 +118,8 @@ class Selection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form kept in run.json."""
-        form = asdict(self)
-        form["modules"] = list(self.modules)
-        form["phases"] = list(self.phases)
-        # without them where they are the default: as runs were written before there was a choice
-        steps, compiled = form.pop("only_steps"), form.pop("compiled")
-        if steps is not None:
-            form["only_steps"] = list(steps)
-        return form if compiled == "run" else {**form, "compiled": compiled}
-
-    @classmethod
-    def from_dict(cls, form: Mapping[str, Any]) -> "Selection":
-        """Return the selection kept in a run.json; raise ``SelectionError`` when it is not one."""
-        try:
-            return cls(
-                level=form["level"],
-                modules=tuple(form["modules"]),
-                phases=tuple(form["phases"]),
-                every_n_steps=form["every_n_steps"],
-                only_steps=form.get("only_steps"),
-                compiled=form.get("compiled", "run"),
-            )
-        except (KeyError, TypeError) as error:
-            raise SelectionError(f"The selection {form!r} is not one that a run holds ({error}).") from error
+        content: dict[str, Any] = json.loads(msgspec.json.encode(self))
+        return content
 
 
 def as_names(argument: str, value: object) -> tuple[str, ...]:

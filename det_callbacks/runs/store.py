@@ -7,15 +7,15 @@
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
     rank-00000/attempt-000.evidence.arrows      what explains a difference (see ``runs/evidence.py``)
     rank-00000/attempt-000.metrics.jsonl        what the module logs (see ``runs/metrics.py``), where it logs something
-    rank-00000/replay/...                       saved tensors, where there are any (see ``replay/files.py``)
+    rank-00000/replay/..., rank-00000/kept/...  saved tensors, where there are any
     rank-00000/nondeterministic_ops.json        ops without a deterministic implementation, where any were called
 
 A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that a kill leaves whole steps and at most a
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,88 +23,88 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.runs.evidence import read_unseen_writes
+from det_callbacks.errors import ReferenceNotFoundError
+from det_callbacks.runs.environment import Environment
+from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes
 from det_callbacks.runs.files import (
-    MANIFEST,
     NONDETERMINISTIC_FILE,
     damaged,
     layout_path,
     program_path,
     rank_folder,
+    read_json,
     read_layout,
-    read_list,
-    read_manifest,
     read_program,
     stream_path,
 )
+from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
-from det_callbacks.runs.stream import StreamFile
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.stream import ROW, StreamFile
 
 _CACHED = 64
 
-_VERSIONS = ("format_version", "digest_version", "det_callbacks_version")
-_FIELDS = frozenset(
-    {*_VERSIONS, "digest", "run_id", "purpose", "recorded_by", "keeps", "world_size", "attempts"}
-    | {"selection", "settings", "environment", "replay", "keep_tensors"}
-)
-_ATTEMPT_FIELDS = frozenset({"segments", "resumed_from"})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """The steps of one fit of one process, as far as they are known without reading digests; arrays of equal length.
+    """The steps of one fit of one process, as far as they are known without reading digests.
 
     Attributes:
-        steps: int64, ascending.
-        chains: uint64.
-        program_ids: uint64.
-        layout_ids: uint64.
-        num_digests: int64.
-        files: int32, index of the file that a step is read from: that of the last attempt which has it.
-        positions: int64, where in that file.
+        rows: of type ``stream.ROW``, steps ascending; ``file`` is that of the last attempt which has the step.
     """
 
-    steps: np.ndarray
-    chains: np.ndarray
-    program_ids: np.ndarray
-    layout_ids: np.ndarray
-    num_digests: np.ndarray
-    files: np.ndarray
-    positions: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Training batches, int64."""
+        return self.rows["step"]
+
+    @property
+    def chains(self) -> np.ndarray:
+        """The chain at each step, uint64."""
+        return self.rows["chain"]
+
+    @property
+    def program_ids(self) -> np.ndarray:
+        """The program of each step, uint64."""
+        return self.rows["program_id"]
+
+    @property
+    def layout_ids(self) -> np.ndarray:
+        """The layout of each step, uint64."""
+        return self.rows["layout_id"]
+
+    @property
+    def num_digests(self) -> np.ndarray:
+        """Sites of each step, int64."""
+        return self.rows["num_digests"]
 
     def find(self, step: int) -> int:
         """Return the index of a step; KeyError when there is none."""
         index = int(np.searchsorted(self.steps, step))
-        if index == len(self.steps) or self.steps[index] != step:
+        if index == len(self.rows) or self.steps[index] != step:
             raise KeyError(step)
         return index
-
-
-_EMPTY = Fit(
-    steps=np.empty(0, dtype=np.int64),
-    chains=np.empty(0, dtype=np.uint64),
-    program_ids=np.empty(0, dtype=np.uint64),
-    layout_ids=np.empty(0, dtype=np.uint64),
-    num_digests=np.empty(0, dtype=np.int64),
-    files=np.empty(0, dtype=np.int32),
-    positions=np.empty(0, dtype=np.int64),
-)
 
 
 class RankRun:
     """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for."""
 
-    def __init__(self, rank: int, files: list[StreamFile]) -> None:
+    def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
         self._files = files
         self._fits: dict[int, Fit] = {}
         for number, file in enumerate(files):
-            if len(file.steps):
-                file.continue_from(self.chain_before(file.segment, int(file.steps[0])) if file.attempt else 0)
-            earlier = self._fits.get(file.segment)
-            fit = _fit_of(file, number)
-            self._fits[file.segment] = fit if earlier is None else _joined(earlier, fit)
+            rows = file.rows.copy()
+            rows["file"] = number
+            if len(rows):
+                file.continue_from(self.chain_before(file.segment, int(rows["step"][0])) if file.attempt else 0)
+            earlier = self.fit(file.segment).rows
+            if len(earlier):
+                rows = np.concatenate((earlier[~np.isin(earlier["step"], rows["step"])], rows))
+                rows = rows[np.argsort(rows["step"])]
+            self._fits[file.segment] = Fit(rows)
 
     @property
     def segments(self) -> list[int]:
@@ -114,7 +114,7 @@ class RankRun:
     @property
     def num_steps(self) -> int:
         """Steps of all fits together."""
-        return sum(len(fit.steps) for fit in self._fits.values())
+        return sum(len(fit.rows) for fit in self._fits.values())
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +123,7 @@ class RankRun:
 
     def fit(self, segment: int) -> Fit:
         """Return what is known of the steps of a fit; empty when there is no such one."""
-        return self._fits.get(segment, _EMPTY)
+        return self._fits.get(segment) or Fit(np.empty(0, dtype=ROW))
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
@@ -131,7 +131,7 @@ class RankRun:
 
     def chain(self, segment: int, step: int) -> int:
         """Return the chain at a step."""
-        fit = self._fits[segment]
+        fit = self.fit(segment)
         return int(fit.chains[fit.find(step)])
 
     def chain_before(self, segment: int, step: int) -> int:
@@ -140,6 +140,19 @@ class RankRun:
         index = int(np.searchsorted(fit.steps, step))
         return int(fit.chains[index - 1]) if index else 0
 
+    def file_of(self, segment: int, step: int) -> StreamFile:
+        """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
+        fit = self.fit(segment)
+        return self._files[int(fit.rows["file"][fit.find(step)])]
+
+    def stream_of(self, segment: int, step: int) -> Path:
+        """Return the path of the file that a step is in; KeyError when there is no such step."""
+        return self.file_of(segment, step).path
+
+    def attempt_of(self, segment: int, step: int) -> int:
+        """Return the attempt that a step counts from; KeyError when there is no such step."""
+        return self.file_of(segment, step).attempt
+
     def read(self, segment: int, step: int) -> StepRecord:
         """Return a step.
 
@@ -147,22 +160,8 @@ class RankRun:
             KeyError: there is no such step.
             ReferenceFormatError: its bytes are not those that were written.
         """
-        fit = self._fits[segment]
-        index = fit.find(step)
-        file: StreamFile = self._files[fit.files[index]]
-        return file.read(int(fit.positions[index]))
-
-    def stream_of(self, segment: int, step: int) -> Path:
-        """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
-        fit = self._fits[segment]
-        file: StreamFile = self._files[fit.files[fit.find(step)]]
-        return file.path
-
-    def attempt_of(self, segment: int, step: int) -> int:
-        """Return the attempt that a step counts from; KeyError when there is no such step."""
-        fit = self._fits[segment]
-        file: StreamFile = self._files[fit.files[fit.find(step)]]
-        return file.attempt
+        file = self.file_of(segment, step)
+        return file.read(int(np.searchsorted(file.rows["step"], step)))
 
     def check_steps(self) -> None:
         """Read every step, also those that a later attempt recorded again, and check it against the chains.
@@ -186,11 +185,11 @@ class Run:
     Attributes:
         path: its folder.
         manifest: content of run.json.
-        is_complete: whether its last fit ended as it should.
-        incomplete_reason: what is missing otherwise, with the file and the last whole step.
+        incomplete_reason: None for a run whose last fit ended as it should, on every process; otherwise what is
+            missing, with the file and the last whole step.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.incomplete_reason: str | None = None
@@ -215,34 +214,7 @@ class Run:
             ReferenceFormatError: a file is damaged, missing, or of another format version.
         """
         path = Path(path)
-        manifest = read_manifest(path)
-        try:
-            is_known = (
-                isinstance(manifest["run_id"], str)
-                and _is_count(manifest["world_size"])
-                and isinstance(manifest["attempts"], list)
-                and bool(manifest["attempts"])
-                and all(_is_count(attempt["segments"]) for attempt in manifest["attempts"])
-                and all(
-                    isinstance(entry[name], int)
-                    for attempt in manifest["attempts"]
-                    for entry in attempt.get("resumed_from", ())
-                    for name in ("segment", "step")
-                )
-            )
-        except (KeyError, TypeError) as error:
-            raise damaged(path / MANIFEST, f"an entry is missing ({error})") from error
-        if not is_known:
-            raise damaged(path / MANIFEST, "an entry has no sensible value")
-        others = {name for attempt in manifest["attempts"] for name in attempt} - _ATTEMPT_FIELDS
-        if unknown := sorted({*manifest} - _FIELDS | others):
-            raise ReferenceFormatError(
-                f"{path / MANIFEST} tells of {', '.join(unknown)}, which this version of det_callbacks does not know, "
-                "so it could not compare all that was recorded. Use the version that recorded it, or record the run "
-                "again.",
-                str(path / MANIFEST),
-            )
-        run = cls(path, manifest, ranks)
+        run = cls(path, read_manifest(path), ranks)
         if check_steps:
             for rank in run.ranks:
                 run.rank(rank).check_steps()
@@ -251,23 +223,38 @@ class Run:
     @property
     def run_id(self) -> str:
         """Random identity of the run."""
-        return str(self.manifest["run_id"])
+        return self.manifest.run_id
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return int(self.manifest["world_size"])
+        return self.manifest.world_size
 
     @property
-    def resumed_steps(self) -> frozenset[tuple[int, int]]:
-        """The first step of each fit that went on from a checkpoint, as (fit, step)."""
-        entries = [entry for attempt in self.manifest["attempts"] for entry in attempt.get("resumed_from", ())]
-        return frozenset((entry["segment"], entry["step"]) for entry in entries)
+    def selection(self) -> Selection:
+        """What was recorded."""
+        return self.manifest.selection
+
+    @property
+    def environment(self) -> Environment:
+        """Where and how it ran."""
+        return Environment(entries=self.manifest.environment)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The determinism settings that were in force, and the ops that were allowed to be nondeterministic."""
+        return self.manifest.settings
 
     @property
     def keeps(self) -> str:
         """Which steps are kept: "all", or in the folder of a verify run those "diverging"."""
-        return str(self.manifest.get("keeps", "all"))
+        return self.manifest.keeps
+
+    @property
+    def resumed_steps(self) -> frozenset[tuple[int, int]]:
+        """The first step of each fit that went on from a checkpoint, as (fit, step)."""
+        attempts = self.manifest.attempts
+        return frozenset((entry.segment, entry.step) for attempt in attempts for entry in attempt.resumed_from)
 
     @property
     def ranks(self) -> list[int]:
@@ -288,17 +275,14 @@ class Run:
             )
         return self._ranks[rank]
 
-    def nondeterministic_ops(self, rank: int) -> list[dict[str, Any]]:
+    def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
         """Return what ops without a deterministic implementation a process called; [] when none (or not looked for).
 
         Raises:
             ReferenceFormatError: the file is damaged.
         """
         path = self.path / rank_folder(rank) / NONDETERMINISTIC_FILE
-        ops = read_list(path)
-        if not all("op" in entry for entry in ops):
-            raise damaged(path, "it is no list of ops")
-        return ops
+        return read_json(path, list[NondeterministicOp]) if path.exists() else []
 
     def program(self, identity: int) -> Program:
         """Return a program; the last 64 are kept."""
@@ -328,6 +312,17 @@ class Run:
             unseen = read_unseen_writes(self.rank(rank).stream_of(segment, step), self.run_id, step, len(program))
         return StepView(rank=rank, record=record, program=program, layout=layout, unseen_writes=unseen)
 
+    def streams(self, rank: int, segment: int) -> list[Path]:
+        """Return the files of a process's fit, one an attempt, also those that hold no step."""
+        return [
+            stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
+        ]
+
+    @property
+    def segments(self) -> list[int]:
+        """The fits that were begun, from 0; one of no steps where there was no fit."""
+        return sorted({segment for *_, segment in self._places()})
+
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
         # one after the other: a number of fits that is nonsense ends at the first file that is not there
@@ -342,49 +337,10 @@ class Run:
                 self.incomplete_reason = file.unfinished
         return RankRun(rank, files)
 
-    def streams(self, rank: int, segment: int) -> list[Path]:
-        """Return the files of a process's fit, one an attempt, also those that hold no step."""
-        return [
-            stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
-        ]
-
-    @property
-    def segments(self) -> list[int]:
-        """The fits that were begun, from 0; one of no steps where there was no fit."""
-        return sorted({segment for *_, segment in self._places()})
-
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Yield attempt, number in the attempt and fit of each stream; an attempt goes on with the last fit."""
         segment = 0
-        for attempt, entry in enumerate(self.manifest["attempts"]):
-            for number in range(entry["segments"]):
+        for attempt, entry in enumerate(self.manifest.attempts):
+            for number in range(entry.segments):
                 segment += number > 0
                 yield attempt, number, segment
-
-
-_COLUMNS = tuple(field.name for field in fields(Fit))
-
-
-def _fit_of(file: StreamFile, number: int) -> Fit:
-    return Fit(
-        steps=file.steps,
-        chains=file.chains,
-        program_ids=file.program_ids,
-        layout_ids=file.layout_ids,
-        num_digests=file.num_digests,
-        files=np.full(len(file.steps), number, dtype=np.int32),
-        positions=np.arange(len(file.steps), dtype=np.int64),
-    )
-
-
-def _joined(earlier: Fit, later: Fit) -> Fit:
-    """Return the steps of both, those of the later one where both have them."""
-    kept = np.flatnonzero(~np.isin(earlier.steps, later.steps))
-    order = np.argsort(np.concatenate((earlier.steps[kept], later.steps)))
-    return Fit(
-        **{name: np.concatenate((getattr(earlier, name)[kept], getattr(later, name)))[order] for name in _COLUMNS}
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,16 +1,16 @@
 """Writing a run: what its folder looks like stands in ``runs/store.py``."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import EvidenceWriter, Row, evidence_path
+from det_callbacks.runs.evidence import EvidenceWriter, NondeterministicOp, Row, evidence_path
 from det_callbacks.runs.files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
@@ -19,12 +19,13 @@ from det_callbacks.runs.files import (
     replace_atomically,
     stream_path,
     write_layout,
-    write_manifest,
     write_program,
 )
+from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
 from det_callbacks.runs.peers import ALONE, Peers, agree_on_folder, count_processes
 from det_callbacks.runs.program import Layout, Program, chain_digest
+from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 
@@ -36,7 +37,7 @@ class RunWriter:
     place. run.json is written by rank 0, after the files of every process that it tells of are there.
     """
 
-    def __init__(self, path: Path, peers: Peers, manifest: dict[str, Any], attempt: int, segment: int) -> None:
+    def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
         self.path = path
         self.bytes_written = 0
         self._peers = peers
@@ -71,7 +72,7 @@ class RunWriter:
 
         Args:
             path: the folder; it and its parents are made.
-            manifest: further entries of run.json: selection, settings, environment.
+            manifest: further entries of run.json, JSON-able: selection, environment, and the others of ``Manifest``.
             peers: the processes that write it.
             purpose: "record" or "verify".
             keeps: "all" steps, or those "diverging".
@@ -83,16 +84,8 @@ class RunWriter:
         """
         path = Path(path)
         run_id = agree_on_folder(path, peers, overwrite=overwrite)
-        content = {
-            "det_callbacks_version": version("det_callbacks"),
-            "run_id": run_id,
-            "purpose": purpose,
-            "keeps": keeps,
-            "world_size": peers.world_size,
-            "attempts": [{"segments": 1}],
-            **manifest,
-        }
-        return cls(path, peers, content, attempt=0, segment=0)
+        content = {"run_id": run_id, "purpose": purpose, "keeps": keeps, "world_size": peers.world_size, **manifest}
+        return cls(path, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
 
     @classmethod
     def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
@@ -105,15 +98,14 @@ class RunWriter:
         path = Path(path)
         run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         agree_on_folder(path, peers, is_new=False)
-        content = {key: value for key, value in run.manifest.items() if key != "digest"}
-        content["attempts"] = [*content["attempts"], {"segments": 1}]
-        attempt = len(content["attempts"]) - 1
-        return cls(run.path, peers, content, attempt=attempt, segment=run.segments[-1])
+        attempts = run.manifest.attempts
+        manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
+        return cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
 
     @property
     def run_id(self) -> str:
         """Random identity of the run."""
-        return str(self._manifest["run_id"])
+        return self._manifest.run_id
 
     @property
     def segment(self) -> int:
@@ -123,13 +115,12 @@ class RunWriter:
     @property
     def stream(self) -> Path:
         """The file that steps are appended to now."""
-        number = self._manifest["attempts"][self._attempt]["segments"] - 1
-        return stream_path(self.path, self._rank, self._attempt, number)
+        return stream_path(self.path, self._rank, self._attempt, self._manifest.attempts[-1].segments - 1)
 
     def note_resumed(self, step: int) -> None:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
-        entry = self._manifest["attempts"][self._attempt]
-        entry.setdefault("resumed_from", []).append({"segment": self._segment, "step": step})
+        resumed = self._manifest.attempts[-1].resumed_from
+        self._change_attempt(resumed_from=(*resumed, ResumedFit(segment=self._segment, step=step)))
         self._write_manifest()
 
     def put_program(self, program: Program) -> None:
@@ -192,11 +183,9 @@ class RunWriter:
         """Add what the module logged, also after the fit; by rank 0."""
         append_reading(metrics_path(self.stream), reading, run_id=self.run_id)
 
-    def put_nondeterministic_ops(self, ops: Sequence[Mapping[str, Any]]) -> None:
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that this process has called so far."""
-        replace_atomically(
-            self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, json.dumps(list(ops), indent=1).encode()
-        )
+        replace_atomically(self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, msgspec.json.encode(list(ops)))
 
     def reopen(self) -> None:
         """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
@@ -210,7 +199,7 @@ class RunWriter:
         self._segment += 1
         self._last_step = -1
         self._chain = 0
-        self._manifest["attempts"][self._attempt]["segments"] += 1
+        self._change_attempt(segments=self._manifest.attempts[-1].segments + 1)
         self._peers.do(self._open_new_stream, task=f"opening its stream in {self.path}")
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
@@ -231,18 +220,22 @@ class RunWriter:
         if not self._attempt:
             raise ValueError(f"{self.path} has one attempt only")
         self.close(complete=False)
-        segments = self._manifest["attempts"].pop()["segments"]
+        *earlier, last = self._manifest.attempts
+        self._manifest = replace(self._manifest, attempts=tuple(earlier))
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
         self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
-        for number in range(segments):
+        for number in range(last.segments):
             stream = stream_path(self.path, self._rank, self._attempt, number)
             for path in (stream, evidence_path(stream), metrics_path(stream)):
                 path.unlink(missing_ok=True)
 
+    def _change_attempt(self, **changes: Any) -> None:
+        *earlier, last = self._manifest.attempts
+        self._manifest = replace(self._manifest, attempts=(*earlier, replace(last, **changes)))
+
     def _write_manifest(self) -> None:
-        if not self.is_leader:
-            return
-        write_manifest(self.path, {key: value for key, value in self._manifest.items() if key != "digest"})
+        if self.is_leader:
+            write_manifest(self.path, self._manifest)
 
     def _open_first(self) -> None:
         for folder in (self.path / PROGRAMS, self.path / LAYOUTS, self.stream.parent):
@@ -255,9 +248,7 @@ class RunWriter:
 
     def _open_stream(self) -> None:
         path = self.stream
-        header = encode_header(
-            run_id=self._manifest["run_id"], rank=self._rank, attempt=self._attempt, segment=self._segment
-        )
+        header = encode_header(run_id=self.run_id, rank=self._rank, attempt=self._attempt, segment=self._segment)
         # The file appears with its header; one that is there is of an attempt killed before run.json told of it.
         replace_atomically(path, header)
         self.bytes_written += len(header)
@@ -290,10 +281,11 @@ class RunWriter:
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
     """Return the run as far as it is of this process; all processes do it before one changes run.json."""
     run = Run.open(path, ranks=(peers.rank,))
-    if run.manifest.get("selection") != manifest.get("selection"):
+    selection = msgspec.convert(manifest["selection"], Selection)
+    if run.selection != selection:
         raise ReferenceFormatError(
-            f"{path} was recorded with the selection {run.manifest.get('selection')}, and this attempt has "
-            f"{manifest.get('selection')}. Resume with the same arguments.",
+            f"{path} was recorded with the selection {run.selection.to_dict()}, and this attempt has "
+            f"{selection.to_dict()}. Resume with the same arguments.",
             str(path),
         )
     if run.world_size != peers.world_size:

@@ -25,7 +25,7 @@ class Ours:
         self._bytes_of_step = 0
         self._mode = HashMode(workload.model, level=level)
         self._mode.optimizers = [optimizer]
-        self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}})
+        self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}, "environment": {}})
 
     def start_step(self, batch: object) -> None:
         self._mode.begin(batch=batch)

@@ -49,7 +49,7 @@ PRIVATE_IN_RECIPES: Mapping[tuple[str, str], str] = {
     ): "measures what a step leaves on disk",
     ("recipes/overhead/run.py", "det_callbacks.digest"): "says how the device's digests were computed",
     ("recipes/scale/synthetic.py", "det_callbacks.runs.program"): "writes runs without a training",
-    ("recipes/scale/synthetic.py", "det_callbacks.runs.files"): "likewise",
+    ("recipes/scale/synthetic.py", "det_callbacks.runs.manifest"): "likewise",
     ("recipes/scale/synthetic.py", "det_callbacks.runs.writer"): "likewise",
 }
 

@@ -30,7 +30,6 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "callback",
         "checkpoint",
-        "compare",
         "device_generators",
         "digest",
         "doctor",

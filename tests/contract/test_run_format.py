@@ -106,10 +106,14 @@ def test_run_json(run: Path) -> None:
         "attempts",
         "selection",
         "environment",
+        "settings",
+        "replay",
+        "keep_tensors",
+        "recorded_by",
     }
     assert (content["format_version"], content["digest_version"]) == (1, 1)
     assert (content["purpose"], content["keeps"], content["world_size"]) == ("record", "all", 1)
-    assert content["attempts"] == [{"segments": 2}]
+    assert content["attempts"] == [{"segments": 2, "resumed_from": []}]
     assert digest == f"{xxh3(json.dumps(content, sort_keys=True).encode()):016x}"
 
 

@@ -118,7 +118,7 @@ def test_a_resumed_recording_adds_an_attempt_and_equals_one_in_one_piece(tmp_pat
     Fit(DeterminismCallback(run, mode="record"), model=Steady, max_epochs=2).run(ckpt_path=str(checkpoint))
 
     resumed = Run.open(run)
-    assert len(resumed.manifest["attempts"]) == 2
+    assert len(resumed.manifest.attempts) == 2
     assert resumed.is_complete
     assert resumed.rank(0).steps(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     verdict = compare_runs(whole, run)

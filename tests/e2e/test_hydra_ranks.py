@@ -97,4 +97,4 @@ def test_an_application_that_spawns_its_ranks(tmp_path: Path) -> None:
     assert run.is_complete
     assert run.ranks == [0, 1]
     # the flags of the process that built the model are those of the ranks
-    assert run.manifest["environment"]["settings.cudnn_deterministic"]["value"] is True
+    assert run.environment.entries["settings.cudnn_deterministic"].value is True

@@ -62,7 +62,7 @@ def test_lightning_cli_builds_it_from_arguments(tmp_path: Path) -> None:
     )
     assert recording.returncode == 0, recording.stderr
     assert "recorded 3 steps" in recording.stdout
-    assert Run.open(tmp_path / "refs" / "run").manifest["selection"]["modules"] == ["net", "*"]
+    assert Run.open(tmp_path / "refs" / "run").selection.modules == ("net", "*")
     verifying = run("--trainer.callbacks.current=now", "--trainer.callbacks.on_divergence=collect")
     assert verifying.returncode == 0, verifying.stderr
     assert "det_callbacks: match: verified 3 steps" in verifying.stdout

@@ -13,7 +13,7 @@ from det_callbacks.runs.store import Run
 def test_the_readme_tells_the_truth(tmp_path: Path) -> None:
     assert run_readme("replay", tmp_path, added="model.is_forced=true") == 6
     run = Run.open(tmp_path / "refs" / "replayed")
-    assert run.manifest["replay"] == ["forward/pool:recipe.racing_sum.default"]
+    assert list(run.manifest.replay) == ["forward/pool:recipe.racing_sum.default"]
     files = sorted(run.path.rglob("*.safetensors"))
     assert len(files) == 30
     with safe_open(files[-1], framework="pt") as file:

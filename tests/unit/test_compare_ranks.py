@@ -1,6 +1,7 @@
 """Comparing runs of many ranks: rank by rank, from the first difference on, and what is then proven."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from det_callbacks.compare.runs import CHAINS_NOTE, compare_runs
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.verdict_builder import VerdictBuilder
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
-from det_callbacks.runs.files import read_manifest, stream_path
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.manifest import Attempt, read_manifest
 from det_callbacks.runs.program import Layout, Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -44,7 +46,7 @@ def write(path: Path, ranks, *, redone=0) -> Path:
     manifest = {"selection": SELECTION, "environment": {}}
     for rank, fits in enumerate(ranks):
         if rank:
-            known = {**read_manifest(path), "attempts": [{"segments": 1}]}
+            known = replace(read_manifest(path), attempts=(Attempt(),))
             writer = RunWriter(path, OneOf(rank, len(ranks)), known, attempt=0, segment=0)
         else:
             writer = RunWriter.create(path, peers=OneOf(0, len(ranks)), manifest=manifest)

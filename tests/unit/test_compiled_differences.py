@@ -12,7 +12,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 from tracing import step_of, traced
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 
@@ -177,6 +176,3 @@ def test_the_stance_of_an_eager_step_ends_with_it(level: str) -> None:
 def test_eager_or_run() -> None:
     with pytest.raises(SelectionError, match="compiled must be one of run, eager; got 'interpret'"):
         HashMode(compiled="interpret")
-    selection = Selection(compiled="eager")
-    assert Selection.from_dict(selection.to_dict()) == selection
-    assert "compiled" not in Selection().to_dict(), "runs from before there was a choice are equal to the default"

@@ -1,5 +1,7 @@
 """Exporting a run: every site is there once, in files that others read, or nothing is."""
 
+from dataclasses import replace
+
 import polars as pl
 import pyarrow.dataset as ds
 import pytest
@@ -8,7 +10,8 @@ from stored_runs import OneOf, append, create, join, record, resume, small_layou
 from det_callbacks import export
 from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.export import EXPORT_SCHEMA, export_run
-from det_callbacks.runs.files import read_manifest, stream_path, write_manifest
+from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
 
@@ -22,9 +25,7 @@ def run(tmp_path):
     other = join(path, 1)
     append(other, range(4), seed=1)
     other.close(complete=True)
-    manifest = {key: value for key, value in read_manifest(path).items() if key != "digest"}
-    manifest["attempts"] = [{"segments": 1}, {"segments": 1}]
-    write_manifest(path, manifest)
+    write_manifest(path, replace(read_manifest(path), attempts=(Attempt(), Attempt())))
     join(path, 1, attempt=1).close(complete=True)
     writer = join(path, 0, attempt=1)
     append(writer, [4], seed=0)

@@ -1,5 +1,6 @@
 """ObserverContext: steps, raising, the ways in which a run is refused, and regions of ops."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from det_callbacks import (
     observe_non_deterministic,
 )
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.runs.files import read_manifest, write_manifest
+from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
 
@@ -156,7 +157,7 @@ def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
 def test_a_reference_of_a_callback_is_refused(tmp_path: Path) -> None:
     reference = record(tmp_path, ("x", 1))
     manifest = read_manifest(reference)
-    write_manifest(reference, {key: value for key, value in manifest.items() if key != "recorded_by"})
+    write_manifest(reference, replace(manifest, recorded_by=""))
     with (
         pytest.raises(ReferenceFormatError, match="DeterminismCallback"),
         ObserverContext(tmp_path, "current", reference),

@@ -9,7 +9,7 @@ from typing import Any
 from stored_runs import append, create
 
 from det_callbacks.errors import RankError, RunExistsError
-from det_callbacks.runs.files import read_manifest
+from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.store import Run
 
 
@@ -82,7 +82,7 @@ def test_what_is_there_stays_and_every_rank_hears_of_it(tmp_path: Path) -> None:
     assert all(isinstance(error, RunExistsError) for error in said)
     assert read_manifest(folders[0]) == before
     assert on_threads(2, lambda peers: write(folders, peers, overwrite=True)) == folders
-    assert Run.open(folders[0]).run_id != before["run_id"]
+    assert Run.open(folders[0]).run_id != before.run_id
 
 
 def test_nodes_that_do_not_share_the_folder_are_refused(tmp_path: Path) -> None:

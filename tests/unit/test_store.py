@@ -93,8 +93,8 @@ def test_the_manifest_is_kept(tmp_path):
     create(tmp_path / "run", purpose="verify", keeps="diverging").close(complete=True)
     run = Run.open(str(tmp_path / "run"))
     assert run.path == tmp_path / "run"
-    assert (run.manifest["purpose"], run.keeps, run.world_size) == ("verify", "diverging", 1)
-    assert run.manifest["environment"] == {"torch": "2.13"}
+    assert (run.manifest.purpose, run.keeps, run.world_size) == ("verify", "diverging", 1)
+    assert run.environment.entries["torch.version"].value == "2.13"
     assert len(run.run_id) == 32
     assert run.run_id != Run.open(record(tmp_path / "other", [0])).run_id
 
@@ -284,7 +284,7 @@ def test_the_later_attempt_counts_and_nothing_is_deleted(tmp_path):
     assert seeds_of(path) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 2, 6: 2}
     assert first.read_bytes() == before
     run = Run.open(path)
-    assert (run.is_complete, len(run.manifest["attempts"]), run.rank(0).num_steps) == (True, 3, 7)
+    assert (run.is_complete, len(run.manifest.attempts), run.rank(0).num_steps) == (True, 3, 7)
 
 
 def test_a_resumed_run_has_the_chain_of_one_that_never_stopped(tmp_path):
@@ -343,9 +343,34 @@ def test_another_selection_is_refused(tmp_path):
     path = record(tmp_path / "run", range(2), complete=False)
     with pytest.raises(ReferenceFormatError, match="Resume with the same arguments"):
         RunWriter.resume(path, manifest={"selection": {"level": "state"}})
-    assert len(Run.open(path).manifest["attempts"]) == 1
+    assert len(Run.open(path).manifest.attempts) == 1
     with pytest.raises(ReferenceNotFoundError):
         resume(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_attempt_is_taken_back(tmp_path: Path, is_complete: bool) -> None:
+    path = record(tmp_path / "run", range(4), complete=is_complete)
+    before = everything_in(path)
+    writer = resume(path)
+    writer.note_resumed(2)
+    append(writer, [2, 3, 4])
+    assert Run.open(path).resumed_steps == {(0, 2)}
+    writer.discard_attempt()
+    assert everything_in(path) == before
+    assert Run.open(path).is_complete == is_complete
+    assert [file.name for file in (path / "rank-00000").iterdir()] == ["attempt-000.arrows"]
+    again = resume(path)
+    append(again, [4])
+    again.close(complete=True)
+    assert Run.open(path).rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_only_attempt_is_not_taken_back(tmp_path: Path) -> None:
+    writer = create(tmp_path / "run")
+    with pytest.raises(ValueError, match="one attempt only"):
+        writer.discard_attempt()
+    writer.close(complete=True)
 
 
 # killed between two files: nobody closes what was open then

@@ -3,19 +3,15 @@
 import gc
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from stored_runs import append, create, digests_of, everything_in, flipped, record, resume, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.runs.files import (
-    read_manifest,
-    stream_path,
-    write_layout,
-    write_manifest,
-    write_program,
-)
+from det_callbacks.runs.files import stream_path, write_layout, write_program
+from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
 
@@ -95,52 +91,22 @@ def test_attempts_cannot_change_places(run):
         Run.open(run)
 
 
-def manifest_of(run: Path) -> dict[str, object]:
-    return {key: value for key, value in read_manifest(run).items() if key != "digest"}
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"world_size": 0}, "no sensible value"),
-        ({"world_size": True}, "no sensible value"),
-        ({"world_size": 1.5}, "no sensible value"),
-        ({"world_size": "1"}, "no sensible value"),
         ({"world_size": 2}, "is missing, although run.json tells of it"),
         ({"world_size": 10**15}, "is missing, although run.json tells of it"),
-        ({"run_id": 7}, "no sensible value"),
         ({"run_id": "another"}, "belongs to another place"),
-        ({"attempts": []}, "no sensible value"),
-        ({"attempts": {}}, "no sensible value"),
-        ({"attempts": [1]}, "an entry is missing"),
-        ({"attempts": [{}]}, "an entry is missing"),
-        ({"attempts": [{"segments": 0}]}, "no sensible value"),
-        ({"attempts": [{"segments": 1.5}]}, "no sensible value"),
-        ({"attempts": [{"segments": 10**15}]}, "is missing, although run.json tells of it"),
-        ({"attempts": [{"segments": 2}, {"segments": 1}, {"segments": 1}]}, "is missing, although run.json tells"),
-        ({"attempts": [{"segments": 1}, {"segments": 1}]}, "belongs to another place"),
+        ({"attempts": (Attempt(segments=10**15),)}, "is missing, although run.json tells of it"),
+        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "is missing, although run.json tells of it"),
+        ({"attempts": (Attempt(), Attempt())}, "belongs to another place"),
     ],
 )
-def test_a_manifest_that_is_whole_and_wrong_is_refused(run, changes, says):
-    write_manifest(run, {**manifest_of(run), **changes})
+def test_a_manifest_that_is_not_that_of_the_files_is_refused(run, changes, says):
+    write_manifest(run, replace(read_manifest(run), **changes))
     with pytest.raises(ReferenceFormatError, match=says) as caught:
         Run.open(run)
     assert str(run) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["run_id", "world_size", "attempts"])
-def test_an_entry_that_is_gone_is_named(run, name):
-    write_manifest(run, {key: value for key, value in manifest_of(run).items() if key != name})
-    with pytest.raises(ReferenceFormatError, match=f"an entry is missing.*{name}"):
-        Run.open(run)
-
-
-def test_names_in_a_file_never_lead_out_of_the_folder(tmp_path, run):
-    (tmp_path / "secret.arrows").write_bytes(stream_path(run, 0, 0, 0).read_bytes())
-    attempts = [{"segments": 1, "path": "../secret.arrows", "name": "../../secret"}]
-    write_manifest(run, {**manifest_of(run), "attempts": attempts, "programs": "../elsewhere", "path": "/"})
-    with pytest.raises(ReferenceFormatError, match="tells of name, path, programs, which this version"):
-        Run.open(run)
 
 
 def test_a_step_whose_program_has_another_length_is_refused(tmp_path):

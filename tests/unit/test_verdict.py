@@ -43,7 +43,7 @@ def test_what_was_written_is_read(verdict: Verdict) -> None:
     ],
 )
 def test_another_structure_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^it(s structure)? (is|says) "):
+    with pytest.raises(ValueError, match=r"no verdict of schema|Expected|Invalid enum value|missing required field"):
         Verdict.from_dict(FULL.to_dict() | change)
     for damaged in (None, [], "match", {}):
         with pytest.raises(ValueError, match="no verdict of schema 1"):

@@ -1,0 +1,145 @@
+"""run.json: what was recorded, and under which conditions.
+
+It is checked against a digest of its content when it is read, so that a flipped bit is an error and never other
+content.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.host_digest import DIGEST_VERSION, digest_bytes, format_digest
+from det_callbacks.runs.environment import EnvironmentEntry
+from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged, read_json, replace_atomically
+from det_callbacks.runs.selection import Selection
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedFit:
+    """A fit that went on from a checkpoint, and its first step after that."""
+
+    segment: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of the run's processes: how many fits it has streams of, and which of them were resumed."""
+
+    segments: Count = 1
+    resumed_from: tuple[ResumedFit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of run.json.
+
+    Attributes:
+        selection: which sites were recorded.
+        environment: dotted name -> what can change bits, see ``runs/environment.py``.
+        settings: the determinism settings in force, and the ops that were allowed to be nondeterministic.
+        replay: patterns of the ops whose outputs were saved, to be put back.
+        keep_tensors: patterns of the ops whose tensors were kept, to say by how much they differ.
+        recorded_by: "" for DeterminismCallback.
+        run_id: random identity of the run.
+        purpose: whether it was recorded, or written by a verification.
+        keeps: all steps, or those that differ from the reference's.
+        world_size: number of processes.
+        attempts: one a launch.
+    """
+
+    selection: Selection
+    environment: Mapping[str, EnvironmentEntry]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    replay: tuple[str, ...] = ()
+    keep_tensors: tuple[str, ...] = ()
+    recorded_by: str = ""
+    run_id: str
+    purpose: Literal["record", "verify"] = "record"
+    keeps: Literal["all", "diverging"] = "all"
+    world_size: Count = 1
+    attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(min_length=1)] = (Attempt(),)
+    format_version: int = FORMAT_VERSION
+    digest_version: int = DIGEST_VERSION
+    det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: lists for tuples, text for keys that are numbers.
+
+        Raises:
+            ValueError: there is a number that JSON does not have.
+            TypeError: there is something else that it does not have.
+        """
+        content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(self, str_keys=True), allow_nan=False))
+        return content
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content, which run.json holds."""
+        return _digest(self.to_dict())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write run.json with a digest of its content."""
+    content = manifest.to_dict()
+    content["digest"] = _digest(content)
+    replace_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the content of run.json.
+
+    Raises:
+        ReferenceNotFoundError: there is no run.
+        ReferenceFormatError: it is damaged, or of another format or digest version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ReferenceNotFoundError(_not_found(folder), str(folder))
+    content = read_json(path, dict[str, Any])
+    if "format_version" not in content:
+        raise damaged(path, "it is not the run.json of a recorded run")
+    for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
+        if content.get(name) != known:
+            raise ReferenceFormatError(
+                f"{path} has {name} {content.get(name)!r}, and this version of det_callbacks reads {known}. Use the "
+                "version that recorded it, or record the run again.",
+                str(path),
+            )
+    if content.pop("digest", None) != _digest(content):
+        raise damaged(path, "its content is not what its digest says")
+    try:
+        manifest = msgspec.convert(content, Manifest)
+    except msgspec.ValidationError as error:
+        raise damaged(path, str(error)) from error
+    if manifest.to_dict() != content:
+        unknown = ", ".join(sorted(content.keys() - manifest.to_dict().keys())) or "more of its entries"
+        raise ReferenceFormatError(
+            f"{path} tells of {unknown}, which this version of det_callbacks does not know, so it could not compare "
+            "all that was recorded. Use the version that recorded it, or record the run again.",
+            str(path),
+        )
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return format_digest(digest_bytes(json.dumps(content, sort_keys=True).encode()))
+
+
+def _not_found(folder: Path) -> str:
+    if not folder.exists():
+        return f"There is no run at {folder}: the folder does not exist. Record one there first."
+    if not folder.is_dir():
+        return f"{folder} is a file; a run is a folder. Name the folder that a run was recorded in."
+    inside = sorted(child.name for child in folder.iterdir() if (child / MANIFEST).is_file())
+    if inside:
+        return f"{folder} is not a run (no {MANIFEST}), but these folders in it are: {', '.join(inside[:10])}."
+    return f"{folder} is not a run: it has no {MANIFEST}. Record one there first."
