@@ -12,7 +12,7 @@ from det_callbacks.callback.bars import show_in_bar
 from det_callbacks.callback.progress import Progress
 from det_callbacks.digest import format_digest
 from det_callbacks.report.fits import progress_word
-from det_callbacks.resume import GeneratorStates
+from det_callbacks.rng import Snapshot
 from det_callbacks.verdict import Verdict
 
 PREFIX = "determinism/"
@@ -145,10 +145,10 @@ class _Undrawn:
     """Puts the process's generators back: a logger may draw, and a training goes on as without ours."""
 
     def __enter__(self) -> None:
-        self._states = GeneratorStates.capture()
+        self._generators = Snapshot()
 
     def __exit__(self, *_: object) -> None:
-        self._states.restore()
+        self._generators.put_back()
 
 
 class HasMetrics(Protocol):

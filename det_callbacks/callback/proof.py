@@ -16,12 +16,11 @@ from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.loops import root_folder
 from det_callbacks.compare import compare_runs
 from det_callbacks.compare.live import free_folder
-from det_callbacks.device_generators import keep_states
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report.console import count
-from det_callbacks.resume import GeneratorStates
 from det_callbacks.resume.session import PATIENCE_SECONDS, Resume
+from det_callbacks.rng import Snapshot
 from det_callbacks.verdict import Verdict
 
 CHECKPOINT = "interrupted.ckpt"
@@ -135,13 +134,11 @@ def prove_resume(
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """Put the process's generators back after a training, also those of devices that it was the first to use."""
-    generators, devices = GeneratorStates.capture(), keep_states()
+    generators = Snapshot()
     try:
         yield
     finally:
-        generators.restore()
-        for kept in devices:  # by index: the Trainer may have made another device the current one
-            kept.put_back()
+        generators.put_back(restarts_new=True)
 
 
 def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:

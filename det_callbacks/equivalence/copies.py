@@ -4,18 +4,17 @@ Every storage that a written argument lies in is copied, and each tensor argumen
 not; strides, offsets, overlap and alignment are kept, and two arguments that view the same bytes still do.
 """
 
-import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, UntypedStorage
 
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
 from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
-from det_callbacks.device_generators import every_generator
+from det_callbacks.rng import Snapshot
 from det_callbacks.trace.components import has_parts, parts_of
 
 _ALIGNMENT = 64
@@ -118,9 +117,7 @@ def _rebuilt(tensor: Tensor, storage: UntypedStorage, shift: int) -> Tensor:
 
 
 class GeneratorStates:
-    """The states of torch's default generators (CPU, and every device of the kinds in use) and of those passed.
-
-    Those of devices that the process has not used are among them: the op may be the first on its device.
+    """The states of the process's generators, and of those passed to an op.
 
     Args:
         args: of the op.
@@ -130,29 +127,14 @@ class GeneratorStates:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_python: bool) -> None:
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-        self._generators: list[Generator] = [torch.default_generator, *every_generator(), *passed]
-        self._with_python = with_python
-        self._before = self._read()
-        self._after = self._before
+        self._snapshot = partial(Snapshot, passed, with_python=with_python)
+        self._before = self._after = self._snapshot()
 
     def rewind(self) -> None:
         """Remember where the first run left the generators, and put them back to where it began."""
-        self._after = self._read()
-        self._write(self._before)
+        self._after = self._snapshot()
+        self._before.put_back()
 
     def forward(self) -> None:
         """Put the generators where the first run left them."""
-        self._write(self._after)
-
-    def _read(self) -> tuple[list[Tensor], Any, Any]:
-        states = [generator.get_state() for generator in self._generators]
-        if not self._with_python:
-            return states, None, None
-        return states, random.getstate(), np.random.get_state()
-
-    def _write(self, states: tuple[list[Tensor], Any, Any]) -> None:
-        for generator, state in zip(self._generators, states[0], strict=True):
-            generator.set_state(state)
-        if self._with_python:
-            random.setstate(states[1])
-            np.random.set_state(states[2])
+        self._after.put_back()

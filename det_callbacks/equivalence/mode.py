@@ -19,10 +19,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
 from det_callbacks.audit import OpMismatch
-from det_callbacks.device_generators import is_capturing
 from det_callbacks.equivalence.bits import difference_of, has_same_bits
 from det_callbacks.equivalence.copies import AliasedError, Copies, GeneratorStates
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
+from det_callbacks.rng import is_capturing
 from det_callbacks.trace.building import source_of
 from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
 from det_callbacks.trace.components import holds_data

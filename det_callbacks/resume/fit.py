@@ -21,10 +21,10 @@ from torch.utils.data.distributed import DistributedSampler
 from det_callbacks.digest import digest_bytes, digest_tensor, format_digest, unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.resume.buckets import GradientBuckets
-from det_callbacks.resume.generators import Held
 from det_callbacks.resume.held import find_generators
 from det_callbacks.resume.loaders import DataWatch
 from det_callbacks.resume.state import Moment, ResumeState
+from det_callbacks.rng import Held
 
 NOT_LOOKED_INTO = (pl.Trainer, Logger, Strategy, _Loop, _BaseDataLoaderIter, torch.optim.Optimizer, DataWatch)
 """What is not searched for generators: it leads to everything, or is our own."""

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from det_callbacks.device_generators import is_default
-from det_callbacks.resume.generators import HELD_TYPES, Held
+from det_callbacks.rng import HELD_TYPES, Held, is_default
 
 MAX_OBJECTS = 20_000
 """Objects that are looked at; some 20 milliseconds."""

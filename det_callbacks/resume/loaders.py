@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from det_callbacks.digest import digest_bytes, digest_tensor, unobserved
-from det_callbacks.resume.generators import GeneratorStates, Held
 from det_callbacks.resume.state import DataPosition
+from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.trace.leaves import leaves
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from det_callbacks.errors import CheckpointFormatError
-from det_callbacks.resume.generators import GeneratorStates
+from det_callbacks.rng import GeneratorStates
 
 Moment = Literal["save", "draw"]
 

@@ -3,16 +3,14 @@
 import functools
 import inspect
 import os
-import random
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
-from det_callbacks.device_generators import keep_states
 from det_callbacks.errors import SettingsError
+from det_callbacks.rng import Snapshot
 from det_callbacks.settings.knobs import (
     KNOBS,
     Knob,
@@ -274,8 +272,4 @@ class _ProcessState:
         self._undo.append(lambda: setattr(owner, name, value))
 
     def _keep_generators(self) -> None:
-        python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._undo.append(lambda: random.setstate(python))
-        self._undo.append(lambda: np.random.set_state(numpy))
-        self._undo.append(lambda: torch.set_rng_state(cpu))
-        self._undo.extend(kept.put_back for kept in keep_states())
+        self._undo.append(functools.partial(Snapshot().put_back, restarts_new=True))

@@ -1,25 +1,13 @@
 """The ledger: what state every random generator was in at each point of a fit."""
 
-import json
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Generator, Tensor
 
-from det_callbacks.device_generators import is_readable, used_generators
-from det_callbacks.digest import Bits, LateDigests, digest_bytes, tensor_bits, value_of
+from det_callbacks.digest import Bits, LateDigests, tensor_bits, value_of
+from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.evidence import SEED, Row
-from det_callbacks.trace.generators import (
-    NUMPY,
-    PYTHON,
-    TORCH_CPU,
-    digest_generator,
-    digest_numpy_generator,
-    digest_python_generator,
-)
 
 
 class Ledger:
@@ -42,15 +30,10 @@ class Ledger:
             with_seeds: also note what torch's were seeded with.
         """
         add = self._rows.append
-        add((point, PYTHON, digest_python_generator(), ""))
-        add((point, NUMPY, digest_numpy_generator(), ""))
-        add((point, TORCH_CPU, digest_generator(torch.default_generator), ""))
-        if with_seeds:
-            add((point, SEED + TORCH_CPU, _bits(torch.initial_seed()), ""))
-        for name, held in (*used_generators(), *self.held.items()):
+        for name, held in (*PROCESS.items(), *used_generators(), *self.held.items()):
             if not is_readable(held):
                 continue
-            add((point, name, _digest_held(held), ""))
+            add((point, name, digest_generator(held), ""))
             if with_seeds and isinstance(held, Generator):
                 add((point, SEED + name, _bits(held.initial_seed()), ""))
 
@@ -69,21 +52,6 @@ class Ledger:
         known = self._late.finish()
         rows, self._rows = self._rows, []
         return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]
-
-
-def _digest_held(generator: Any) -> int:
-    if isinstance(generator, Generator):
-        return digest_generator(generator)
-    if isinstance(generator, random.Random):
-        return digest_bytes(repr(generator.getstate()).encode())
-    if isinstance(generator, np.random.RandomState):
-        return _digest_numpy(generator.get_state(legacy=False))
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return _digest_numpy(bits.state)
-
-
-def _digest_numpy(state: Any) -> int:
-    return digest_bytes(json.dumps(state, default=lambda array: array.tolist()).encode())
 
 
 def _bits(seed: int) -> int:

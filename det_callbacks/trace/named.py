@@ -7,22 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.device_generators import is_readable, used_generators
 from det_callbacks.digest import Bits, digest_spans
+from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import Role, Site
 from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.appending import append_output
 from det_callbacks.trace.building import owner_of
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.generators import (
-    NUMPY,
-    PYTHON,
-    TORCH_CPU,
-    GeneratorName,
-    digest_generator,
-    digest_numpy_generator,
-    digest_python_generator,
-)
+from det_callbacks.trace.generators import GeneratorName
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.names import Place, address_of, has_place, place_of
@@ -40,16 +32,11 @@ def record_generators(recorder: Recorder) -> None:
 
     While a graph is captured those of devices are left out: nothing can read them.
     """
-    states: list[tuple[GeneratorName, int]] = [
-        (PYTHON, digest_python_generator()),
-        (NUMPY, digest_numpy_generator()),
-        (TORCH_CPU, digest_generator(torch.default_generator)),
-    ]
-    devices = used_generators(recorder.generators.homes)
-    states += [(GeneratorName(name), digest_generator(one)) for name, one in devices if is_readable(one)]
-    for name, bits in states:
-        recorder.generators.read(name, recorder.num_sites)
-        record_bits(recorder, "generator", "rng", name, bits, role="generator")
+    for text, generator in (*PROCESS.items(), *used_generators(recorder.generators.homes)):
+        if is_readable(generator):
+            name = GeneratorName(text)
+            recorder.generators.read(name, recorder.num_sites)
+            record_bits(recorder, "generator", "rng", name, digest_generator(generator), role="generator")
 
 
 def record_group(

@@ -7,11 +7,12 @@ from torch import Generator, Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.digest import digest_memory
+from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import UNWRITTEN
 from det_callbacks.trace.calls import goes_to_device, tensors_read
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.cuda_graphs import LeftName
-from det_callbacks.trace.generators import PASSED, digest_generator, generator_of
+from det_callbacks.trace.generators import PASSED, generator_of
 from det_callbacks.trace.names import address_of
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.storages import region_of

@@ -15,7 +15,7 @@ MAX_LINES = 500
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("audit", "errors", "host_digest", "numbers", "verdict"),
-    ("patterns", "device_generators", "nondeterminism"),
+    ("patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "code_state", "command_line", "environment", "settings"),
     ("trace",),
@@ -30,7 +30,6 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "callback",
         "checkpoint",
-        "device_generators",
         "digest",
         "doctor",
         "environment",
@@ -41,6 +40,7 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
         "ranks",
         "tensors",
         "resume",
+        "rng",
         "settings",
         "trace",
     ),

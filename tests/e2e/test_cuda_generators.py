@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError, HashMode
-from det_callbacks.device_generators import is_default, keep_states, used_generators
-from det_callbacks.resume import GeneratorStates
+from det_callbacks.rng import GeneratorStates, Snapshot, is_default, used_generators
 from det_callbacks.trace.ledger import Ledger
 
 pytestmark = [
@@ -111,10 +110,9 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device: torch.device) 
     try:
         assert {generator.get_state().numel() for _, generator in used_generators()} == {16}
         Ledger().mark("fit start", with_seeds=True)
-        kept, states = keep_states(), GeneratorStates.capture()
+        kept, states = Snapshot(), GeneratorStates.capture()
         first = torch.rand(4, device=device)
-        for one in kept:
-            one.put_back()
+        kept.put_back()
         second = torch.rand(4, device=device)
         assert states.restore() == []
         third = torch.rand(4, device=device)

@@ -1,19 +1,25 @@
-"""The generators of devices, stood in for: which there are, how they are called, what is read and put back."""
+"""Random generators: what is read is what is put back, whichever it is; those of devices are stood in for."""
 
+import functools
 import itertools
 import json
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_stand_ins import StandInDevices, StandInGenerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from det_callbacks import HashMode, enforce_determinism
 from det_callbacks.callback.proof import _undrawn
-from det_callbacks.device_generators import home_devices, is_default, keep_states, used_generators
 from det_callbacks.equivalence.copies import GeneratorStates as OpStates
-from det_callbacks.resume import GeneratorStates, find_generators
+from det_callbacks.resume import find_generators
+from det_callbacks.resume.held import MAX_ITEMS
+from det_callbacks.rng import GeneratorStates, Snapshot, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
 from det_callbacks.trace.generators import generator_of
@@ -252,41 +258,6 @@ def test_one_device_does_not_get_two_states(cuda: StandInDevices) -> None:
     assert positions(cuda) == [0, 8, 0, 8]
 
 
-def older(cuda: StandInDevices, num_devices: int) -> GeneratorStates:
-    """Return states as they were saved before the current device was told from the others."""
-    states = dict(GeneratorStates.capture().states)
-    for name in ("torch.cuda", "torch.cuda:3"):
-        del states[name]
-    for index in range(num_devices):
-        cuda.current = index
-        states[f"torch.cuda:{index}"] = GeneratorStates.capture().states["torch.cuda"]
-    return stored(GeneratorStates(states))
-
-
-def test_older_states_go_to_their_index(cuda: StandInDevices) -> None:
-    for index, generator in enumerate(cuda.generators):
-        generator.offset = 4 * index
-    states = older(cuda, 4)
-    for generator in cuda.generators:
-        generator.offset = 0
-    assert states.restore() == []
-    assert positions(cuda) == [0, 4, 8, 12]
-
-
-def test_an_older_state_of_the_only_device_goes_to_the_current_one(cuda: StandInDevices) -> None:
-    cuda.generators[0].offset = 16
-    states = older(cuda, 1)
-    cuda.current = 2
-    assert states.restore() == []
-    assert positions(cuda) == [16, 0, 16, 0]
-
-
-def test_older_states_without_one_for_the_current_device_name_it(cuda: StandInDevices) -> None:
-    states = older(cuda, 2)
-    cuda.current = 3
-    assert states.restore() == ["torch.cuda:3"]
-
-
 def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
     cuda.generators[1].offset = 8
     states = stored(GeneratorStates.capture())
@@ -324,10 +295,118 @@ def test_settings_and_proofs_leave_the_generators_as_they_were(cuda: StandInDevi
         cuda.current = 1
 
 
-def test_kept_states_of_a_process_that_has_not_used_cuda_wait_for_it(cuda: StandInDevices) -> None:
+def test_a_snapshot_of_a_process_that_has_not_used_cuda_waits_for_it(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(11)
-        for kept in keep_states():
-            kept.put_back()
+        Snapshot().put_back(restarts_new=True)
     assert cuda.queued == [("seed", 11)]
+
+
+# of the process and of objects
+
+
+def draw_all() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+def test_global_generators_go_on_from_where_they_were_read() -> None:
+    draw_all()  # leaves a second normal number held back in Python's and NumPy's generators
+    states = GeneratorStates(json.loads(json.dumps(GeneratorStates.capture().states)))
+    first = draw_all()
+    assert draw_all() != first
+    assert states.restore() == []
+    assert draw_all() == first
+
+
+HELD: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (lambda: torch.Generator().manual_seed(1), lambda one: torch.rand((), generator=one).item()),
+    (lambda: random.Random(1), lambda one: (one.gauss(0, 1), one.random())),
+    (lambda: np.random.default_rng(1), lambda one: (one.normal(), one.integers(1 << 40))),
+    (lambda: np.random.RandomState(1), lambda one: (one.randn(), one.randint(1 << 30))),
+    (lambda: np.random.Generator(np.random.Philox(1)), lambda one: one.normal()),
+    (lambda: np.random.Generator(np.random.SFC64(1)), lambda one: one.integers(1 << 20)),
+    (lambda: np.random.MT19937(1), lambda one: one.random_raw()),
+]
+
+
+@pytest.mark.parametrize(("make", "draw"), HELD)
+def test_held_generators_go_on_from_where_they_were_read(make, draw) -> None:
+    generator = make()
+    draw(generator)
+    states = GeneratorStates(json.loads(json.dumps(GeneratorStates.capture({"data.rng": generator}).states)))
+    first = draw(generator)
+    other = make()
+    assert draw(other) != first
+    assert states.restore({"data.rng": other}) == []
+    assert draw(other) == first
+
+
+def test_a_generator_that_is_gone_is_named() -> None:
+    states = GeneratorStates.capture({"data.rng": random.Random(1)})
+    assert states.restore({}) == ["data.rng"]
+
+
+def test_states_that_differ_are_named() -> None:
+    before = GeneratorStates.capture()
+    torch.rand(())
+    assert GeneratorStates.capture().differing(before) == ["torch.cpu"]
+    assert before.differing(before) == []
+
+
+@pytest.mark.parametrize(("make", "draw"), [*HELD, (lambda: random, lambda _: random.gauss(0, 1))])
+def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], draw: Callable[[Any], Any]) -> None:
+    generator, before = make(), random.getstate()
+    found = set()
+    for _ in range(700):  # past the end of the 624 words, where all of them are made anew
+        found.add(digest_generator(generator))
+        draw(generator)
+    assert len(found) == 700
+    if make() is not random:
+        assert digest_generator(make()) == digest_generator(make()) in found
+    random.setstate(before)
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+
+def test_generators_are_found_wherever_an_object_keeps_them() -> None:
+    generators = [random.Random(index) for index in range(7)]
+    slotted = Slotted()
+    slotted.rng = generators[0]
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    module[1].noise = torch.Generator()
+
+    def closure() -> float:
+        return generators[1].random()
+
+    inner = generators[2]
+    root = SimpleNamespace(
+        slotted=slotted,
+        listed=[1, (generators[3],)],
+        keyed={"a": generators[4]},
+        partial=functools.partial(print, generators[5]),
+        bound=generators[6].random,
+        function=lambda: inner.random(),
+        module=module,
+        own=torch.default_generator,
+        system=random.SystemRandom(),
+        closure=closure,
+    )
+    root.itself = root
+    found = find_generators({"root": root})
+    assert found["root.slotted.rng"] is generators[0]
+    assert found["root.listed[1][0]"] is generators[3]
+    assert found["root.keyed['a']"] is generators[4]
+    assert found["root.partial.args[0]"] is generators[5]
+    assert found["root.function.inner"] is inner
+    assert found["root.module.1.noise"] is module[1].noise
+    assert found["root.closure.generators[1]"] is generators[1]
+    assert all(one is not torch.default_generator for one in found.values())
+    assert not any("system" in path for path in found)
+
+
+def test_data_is_not_searched() -> None:
+    root = SimpleNamespace(samples=[random.Random(0)] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))
+    assert find_generators({"root": root}, left=(dict,)) == {"root.trainer.rng": root.trainer.rng}

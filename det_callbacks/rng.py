@@ -1,0 +1,333 @@
+"""The states of random generators: which there are, and how they are read, compared and put back.
+
+The states of devices' generators are numbers in host memory, a seed and a Philox offset, so that nothing here waits for
+a device or creates a context on one: ``get_state`` and ``set_state`` of ``ATen/cuda/CUDAGeneratorImpl.cpp``, and alike
+for XPU and MPS. Nothing here initialises a kind of device that the process has not used: after that it could not fork
+any more.
+
+The device that is current when nobody chose another goes by "torch.cuda", the others by "torch.cuda:1": in a job of one
+process a GPU all ranks have the same names, whichever GPU each has.
+"""
+
+import base64
+import json
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from det_callbacks.host_digest import digest_bytes, digest_memory
+
+Kind = Literal["cuda", "xpu", "mps"]
+KINDS: tuple[Kind, ...] = ("cuda", "xpu", "mps")
+
+Homes = dict[str, int]
+"""Kind of device -> index of the one that is the process's own."""
+
+Held = Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
+"""A generator that some object holds; ``np.random.Generator`` and ``RandomState`` share their bit generator's state."""
+
+HELD_TYPES = (Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+
+PYTHON = "python"
+NUMPY = "numpy"
+TORCH_CPU = "torch.cpu"
+
+PROCESS: Mapping[str, Any] = {PYTHON: random, NUMPY: np.random, TORCH_CPU: torch.default_generator}
+"""The process's own generators but for those of devices; the modules have the methods of their generators."""
+
+# What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
+_DEFAULT_SEED = 67280421310721
+
+_MAX_SEED = 2**32 - 1
+"""The CPU's generator starts from 64 random bits when nobody seeded it; seeds up to this one are taken for a user's."""
+
+_MT19937_BYTES = 624 * 4 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
+
+# By their addresses, which torch 2.13 does not declare: ops get a new Python object for a generator.
+_CPU_ADDRESS: int = torch.default_generator._cdata  # type: ignore[attr-defined]  # undeclared
+
+
+# which there are
+
+
+# looked at in torch 2.13; its stubs do not have it, and builds without CUDA lack it: then nothing is left out
+def _has_context(index: int) -> bool:
+    has_context: Callable[[int], bool] | None = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return has_context is None or has_context(index)
+
+
+def default_generators(kind: str) -> Sequence[Generator]:
+    """Return the default generators of a kind of device, by index; none where the process has not used that kind.
+
+    A Mac has one device, which is there without being initialised.
+    """
+    if kind == "cuda":
+        return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    if kind == "xpu":
+        return torch.xpu.default_generators if torch.xpu.is_initialized() else ()
+    # looked at in torch 2.13: torch.mps has no public name for its generator
+    if kind == "mps" and torch.backends.mps.is_available() and not torch.mps._is_in_bad_fork():
+        return (torch.mps._get_default_mps_generator(),)
+    return ()
+
+
+def current_index(kind: str) -> int:
+    """Return the index of the calling thread's current device, of a kind that the process has used."""
+    if kind == "cuda":
+        return torch.cuda.current_device()
+    return torch.xpu.current_device() if kind == "xpu" else 0
+
+
+def home_devices() -> Homes:
+    """Return the current device of each kind that the process has used; 1 microsecond.
+
+    Ask on the main thread, where no ``with torch.cuda.device(1)`` is open: a backward thread has a device of its own.
+    """
+    return {kind: current_index(kind) for kind in KINDS if default_generators(kind)}
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is captured into a graph: then no state of a generator can be read or set.
+
+    Creates no context (``torch.cuda.is_current_stream_capturing``, torch 2.13).
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    # looked at in torch 2.13: as for CUDA, but only in the module of its graphs
+    return torch.xpu.is_initialized() and torch.xpu.graphs.is_current_stream_capturing()
+
+
+def is_readable(generator: object) -> bool:
+    """Return whether the state of a generator, of any kind, can be read and set now."""
+    return not isinstance(generator, Generator) or generator.device.type == "cpu" or not is_capturing()
+
+
+def name_of(kind: str, index: int, homes: Homes) -> str:
+    """Return the name of a device's generator; a kind that is used since ``homes`` was made gets its home now."""
+    if kind not in homes:
+        homes[kind] = current_index(kind)
+    return f"torch.{kind}" if homes[kind] == index else f"torch.{kind}:{index}"
+
+
+def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator]]:
+    """Yield (name, generator) of the devices that the process has used.
+
+    Of CUDA's: those with a context of this process, and its home. Of XPU's, which do not tell, all that it sees.
+    Not all can be read at all times: ``is_readable``. Costs some microseconds a device.
+
+    Args:
+        homes: of the process; None takes the current devices.
+    """
+    homes = home_devices() if homes is None else homes
+    for kind in KINDS:
+        for index, generator in enumerate(default_generators(kind)):
+            name = name_of(kind, index, homes)
+            if kind != "cuda" or index == homes[kind] or _has_context(index):
+                yield name, generator
+
+
+def generator_on(device: torch.device) -> tuple[str, int, Generator] | None:
+    """Return (kind, index, default generator) of a device that is about to be used; None for the CPU and the like."""
+    kind = device.type
+    if kind not in KINDS:
+        return None
+    generators = default_generators(kind)
+    if not generators:
+        torch.get_device_module(kind).init()  # what the caller does next, too
+        generators = default_generators(kind)
+    index = current_index(kind) if device.index is None else device.index
+    return kind, index, generators[index]
+
+
+def is_default(generator: Generator) -> bool:
+    """Return whether a generator is a default one, of the CPU or of a device."""
+    address = generator._cdata  # type: ignore[attr-defined]  # undeclared
+    return address == _CPU_ADDRESS or any(
+        address == one._cdata  # type: ignore[attr-defined]  # undeclared
+        for one in default_generators(generator.device.type)
+    )
+
+
+# digests
+
+
+def digest_generator(generator: Any) -> int:
+    """Return the digest of a generator's state, of one of ``PROCESS`` or one that is held; no device synchronisation.
+
+    Costs 2 microseconds for torch's and for NumPy's MT19937, which tells where its state lies
+    (``BitGenerator.ctypes``), and some 15 for Python's. The second number of a pair of normal ones that NumPy's legacy
+    interface may hold back is not part of it.
+    """
+    if isinstance(generator, Generator):
+        state = generator.get_state()
+        return digest_memory(state.data_ptr(), state.nbytes)
+    if generator is random or isinstance(generator, random.Random):
+        _, words, held_back = generator.getstate()
+        content = array("I", words).tobytes()
+        return digest_bytes(content if held_back is None else content + repr(held_back).encode())
+    bits = np.random.get_bit_generator() if generator is np.random else generator
+    if isinstance(bits, np.random.MT19937):
+        return digest_memory(bits.ctypes.state_address, _MT19937_BYTES)
+    return digest_bytes(json.dumps(_read(bits)).encode())
+
+
+# states as plain data
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """Where generators were at one moment, for this process or another one.
+
+    Attributes:
+        states: name -> state in a form that JSON holds exactly; None for one that could not be read. The process's own
+            are "python", "numpy", "torch.cpu", "torch.cuda" of the current device and "torch.cuda:1" of another; those
+            that objects hold go by path.
+    """
+
+    states: Mapping[str, Any]
+
+    @classmethod
+    def capture(cls, held: Mapping[str, Held] | None = None) -> "GeneratorStates":
+        """Return the states of all generators of the process, and of those that objects hold.
+
+        Some 80 microseconds, and 3 for each device that was used; no device synchronisation. While a graph is captured,
+        those of devices cannot be read.
+
+        Args:
+            held: path -> generator.
+        """
+        generators = {**PROCESS, **dict(used_generators()), **(held or {})}
+        return cls({name: _read(one) if is_readable(one) else None for name, one in generators.items()})
+
+    def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
+        """Put the states back; return the names of those whose generator is not there (any more).
+
+        The current device gets the state of the one that was current, whichever index each has, and the others that of
+        their index.
+
+        Args:
+            held: path -> generator, as for ``capture``.
+        """
+        generators = {**PROCESS, **(held or {})}
+        missing = []
+        for name, state in self.states.items():
+            kind, _, index = name.removeprefix("torch.").partition(":")
+            if state is None:
+                missing.append(name)
+            elif name in generators and is_readable(generators[name]):
+                _write(generators[name], state)
+            elif name in generators or kind not in KINDS or not self._restore_device(kind, index, state):
+                missing.append(name)
+        return missing
+
+    def _restore_device(self, kind: str, index: str, state: str) -> bool:
+        """Set the state of a device's default generator; where the process has not used devices yet, once it does.
+
+        Returns:
+            Whether there is such a device, and it can be done now: not while a graph is captured.
+        """
+        if generators := default_generators(kind):
+            place = int(index) if index else current_index(kind)
+            is_taken = bool(index) and place == current_index(kind)  # by the state of the device that was current
+            if is_taken or place >= len(generators) or is_capturing():
+                return False
+            _write(generators[place], state)
+            return True
+        devices: Any = torch.get_device_module(kind)
+        if kind == "mps" or not devices.is_available() or int(index or 0) >= devices.device_count():
+            return False
+        devices.set_rng_state(_tensor(state), int(index) if index else kind)
+        return True
+
+    def differing(self, other: "GeneratorStates") -> list[str]:
+        """Return the names of the generators whose states differ, or that only one side has."""
+        names = sorted({*self.states, *other.states})
+        return [name for name in names if self.states.get(name) != other.states.get(name)]
+
+
+def _read(generator: Any) -> Any:
+    if isinstance(generator, Generator):
+        return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+    if generator is random or isinstance(generator, random.Random):
+        version, words, held_back = generator.getstate()
+        return [version, [*words], held_back]
+    if generator is np.random or isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(_bits(generator).state)
+
+
+def _write(generator: Any, state: Any) -> None:
+    if isinstance(generator, Generator):
+        generator.set_state(_tensor(state))
+    elif generator is random or isinstance(generator, random.Random):
+        version, words, held_back = state
+        generator.setstate((version, tuple(words), held_back))
+    elif generator is np.random or isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        _bits(generator).state = _arrays(state)
+
+
+def _bits(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _arrays(item) for key, item in value.items()}
+    return np.array(value, dtype=np.uint64) if isinstance(value, list) else value
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# states to be put back in this process
+
+
+class Snapshot:
+    """The states of the process's generators now, of all devices of the kinds that it uses, and of further ones.
+
+    Those of devices without a context are among them: what comes may be the first on its device.
+
+    Args:
+        passed: torch's generators that are no default ones.
+        with_python: take those of Python and NumPy as well.
+    """
+
+    def __init__(self, passed: Iterable[Generator] = (), *, with_python: bool = True) -> None:
+        self._kinds = {kind: default_generators(kind) for kind in KINDS}
+        devices = (one for generators in self._kinds.values() for one in generators)
+        self._torch = [(one, one.get_state()) for one in (torch.default_generator, *devices, *passed)]
+        self._python = (random.getstate(), np.random.get_state()) if with_python else None
+        self._seed = torch.initial_seed()
+
+    def put_back(self, *, restarts_new: bool = False) -> None:
+        """Put the states back.
+
+        Args:
+            restarts_new: kinds of devices that the process had not used start again, from the seed of
+                ``torch.manual_seed`` then, or from torch's default where that was never called. A seed given to CUDA
+                alone before its first use is not known.
+        """
+        for generator, state in self._torch:
+            generator.set_state(state)
+        if self._python is not None:
+            random.setstate(self._python[0])
+            np.random.set_state(self._python[1])
+        for kind, generators in self._kinds.items():
+            if restarts_new and not generators and kind != "mps":
+                seed = self._seed if self._seed <= _MAX_SEED else _DEFAULT_SEED
+                torch.get_device_module(kind).manual_seed_all(seed)
