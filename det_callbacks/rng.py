@@ -297,7 +297,7 @@ def _tensor(text: str) -> Tensor:
 # states to be put back in this process
 
 
-class Snapshot:
+class RewindPoint:
     """The states of the process's generators now, of all devices of the kinds that it uses, and of further ones.
 
     Those of devices without a context are among them: what comes may be the first on its device.

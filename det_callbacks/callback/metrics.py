@@ -12,7 +12,7 @@ from det_callbacks.callback.bars import show_in_bar
 from det_callbacks.callback.progress import Progress
 from det_callbacks.digest import format_digest
 from det_callbacks.report.fits import progress_word
-from det_callbacks.rng import Snapshot
+from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 
 PREFIX = "determinism/"
@@ -145,7 +145,7 @@ class _Undrawn:
     """Puts the process's generators back: a logger may draw, and a training goes on as without ours."""
 
     def __enter__(self) -> None:
-        self._generators = Snapshot()
+        self._generators = RewindPoint()
 
     def __exit__(self, *_: object) -> None:
         self._generators.put_back()

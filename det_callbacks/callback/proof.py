@@ -20,7 +20,7 @@ from det_callbacks.errors import DivergenceError, NothingComparedError, NotResum
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report.console import count
 from det_callbacks.resume.session import PATIENCE_SECONDS, Resume
-from det_callbacks.rng import Snapshot
+from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 
 CHECKPOINT = "interrupted.ckpt"
@@ -134,7 +134,7 @@ def prove_resume(
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """Put the process's generators back after a training, also those of devices that it was the first to use."""
-    generators = Snapshot()
+    generators = RewindPoint()
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, UntypedStorage
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
 from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
-from det_callbacks.rng import Snapshot
+from det_callbacks.rng import RewindPoint
 from det_callbacks.trace.components import has_parts, parts_of
 
 _ALIGNMENT = 64
@@ -127,12 +127,12 @@ class GeneratorStates:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_python: bool) -> None:
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-        self._snapshot = partial(Snapshot, passed, with_python=with_python)
-        self._before = self._after = self._snapshot()
+        self._point = partial(RewindPoint, passed, with_python=with_python)
+        self._before = self._after = self._point()
 
     def rewind(self) -> None:
         """Remember where the first run left the generators, and put them back to where it began."""
-        self._after = self._snapshot()
+        self._after = self._point()
         self._before.put_back()
 
     def forward(self) -> None:

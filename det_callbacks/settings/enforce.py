@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.rng import Snapshot
+from det_callbacks.rng import RewindPoint
 from det_callbacks.settings.knobs import (
     KNOBS,
     Knob,
@@ -272,4 +272,4 @@ class _ProcessState:
         self._undo.append(lambda: setattr(owner, name, value))
 
     def _keep_generators(self) -> None:
-        self._undo.append(functools.partial(Snapshot().put_back, restarts_new=True))
+        self._undo.append(functools.partial(RewindPoint().put_back, restarts_new=True))

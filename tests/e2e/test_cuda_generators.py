@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError, HashMode
-from det_callbacks.rng import GeneratorStates, Snapshot, is_default, used_generators
+from det_callbacks.rng import GeneratorStates, RewindPoint, is_default, used_generators
 from det_callbacks.trace.ledger import Ledger
 
 pytestmark = [
@@ -110,7 +110,7 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device: torch.device) 
     try:
         assert {generator.get_state().numel() for _, generator in used_generators()} == {16}
         Ledger().mark("fit start", with_seeds=True)
-        kept, states = Snapshot(), GeneratorStates.capture()
+        kept, states = RewindPoint(), GeneratorStates.capture()
         first = torch.rand(4, device=device)
         kept.put_back()
         second = torch.rand(4, device=device)

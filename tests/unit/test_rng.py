@@ -19,7 +19,7 @@ from det_callbacks.callback.proof import _undrawn
 from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from det_callbacks.resume import find_generators
 from det_callbacks.resume.held import MAX_ITEMS
-from det_callbacks.rng import GeneratorStates, Snapshot, digest_generator, home_devices, is_default, used_generators
+from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
 from det_callbacks.trace.generators import generator_of
@@ -295,11 +295,11 @@ def test_settings_and_proofs_leave_the_generators_as_they_were(cuda: StandInDevi
         cuda.current = 1
 
 
-def test_a_snapshot_of_a_process_that_has_not_used_cuda_waits_for_it(cuda: StandInDevices) -> None:
+def test_a_point_of_a_process_that_has_not_used_cuda_waits_for_it(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(11)
-        Snapshot().put_back(restarts_new=True)
+        RewindPoint().put_back(restarts_new=True)
     assert cuda.queued == [("seed", 11)]
 
 
