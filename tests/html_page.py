@@ -66,7 +66,7 @@ class _Parser(HTMLParser):
         if inside == "style":
             self.page.style += data
         elif inside == "title" and self.page.maps:
-            first, last = re.match(r"steps? (\d+)(?: to (\d+))?: ", data).groups()
+            first, last = re.match(r"Steps? (\d+)(?: to (\d+))?: ", data).groups()
             self.page.maps[-1].columns.append((int(first), int(last or first), {}))
         elif inside == "summary" and self.page.maps and not self.page.maps[-1].labels:
             self.page.maps[-1].name += data.partition(":")[0]

@@ -13,6 +13,7 @@ import numpy as np
 
 from det_callbacks.compare.compared import read_compared
 from det_callbacks.compare.step_states import Outcome, SiteDifferences, first_difference, walk_outcomes
+from det_callbacks.report.console import count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
@@ -61,24 +62,20 @@ class SiteRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDetails:
-    """One step that differs: the number of its sites, of those that differ and of those where it starts; the first."""
+    """One step that differs: in how many sites, in words, and the first of them."""
 
     step: int
-    num_sites: int
-    num_differing: int
-    num_starting: int
+    text: str
     rows: tuple[SiteRow, ...]
+    num_left_out: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """The steps of one column of a heat map, a state for each row, and the step below the map that it leads to."""
+    """The steps of one column of a heat map in words, a state for each row, and the step below that it leads to."""
 
     first: int
-    last: int
-    num_sites: int
-    num_differing: int
-    num_starting: int
+    text: str
     states: str
     leads_to: int | None
 
@@ -94,7 +91,9 @@ class HeatMap:
         columns: in order.
         steps: the first steps that differ.
         outcomes: how many steps are equal, differ, and so on.
-        unseen: in words, with the first and the last step: those that were not compared site by site.
+        unseen: in words: the steps that were not compared site by site.
+        num_differing: sites of all steps.
+        num_starting: those of them where a difference starts.
     """
 
     rank: int
@@ -103,30 +102,35 @@ class HeatMap:
     columns: tuple[Column, ...]
     steps: tuple[StepDetails, ...]
     outcomes: Mapping[Outcome, int]
-    unseen: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSummary:
-    """One fit of one rank in a line: its first step that differs, and its heat map where it has one."""
-
-    rank: int
-    segment: int
-    first: int | None
-    heat_map: HeatMap | None
+    unseen: tuple[str, ...]
+    num_differing: int
+    num_starting: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that a report shows: ``inputs`` is what the first divergence read, ``notes`` say what is not shown."""
+    """All that a report shows.
+
+    Attributes:
+        verdict: on the two runs.
+        ranks: rank, fit, its first step that differs, and its heat map where it has one; the first of them.
+        num_ranks_left_out: the others.
+        inputs: what the first divergence read; the first of it.
+        num_inputs: all of it.
+        notes: what is not shown, and why.
+    """
 
     verdict: Verdict
-    ranks: tuple[RankSummary, ...] = ()
+    ranks: tuple[tuple[int, int, int | None, HeatMap | None], ...] = ()
     num_ranks_left_out: int = 0
-    maps: tuple[HeatMap, ...] = ()
     inputs: tuple[SiteRow, ...] = ()
     num_inputs: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def maps(self) -> list[HeatMap]:
+        """The heat maps."""
+        return [heat_map for *_, heat_map in self.ranks if heat_map is not None]
 
 
 def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
@@ -163,17 +167,13 @@ class _Builder:
     def build(self) -> Report:
         fits = list(self._first_steps)
         chosen = sorted(sorted(fits, key=self._urgency)[:MAX_MAPS])
+        shown = {*chosen, *fits[: MAX_RANKS - len(chosen)]}
         labels = self._label_rows(chosen)
         maps = {fit: self._map(fit, labels, share=len(chosen)) for fit in chosen}
-        ranks = [
-            RankSummary(rank=fit[0], segment=fit[1], first=self._first_steps[fit], heat_map=maps.get(fit))
-            for fit in fits[:MAX_RANKS]
-        ]
         return Report(
             verdict=self._verdict,
-            ranks=tuple(ranks),
-            num_ranks_left_out=max(0, len(fits) - MAX_RANKS),
-            maps=tuple(maps.values()),
+            ranks=tuple((*fit, self._first_steps[fit], maps.get(fit)) for fit in fits if fit in shown),
+            num_ranks_left_out=len(fits) - len(shown),
             inputs=self._inputs[:MAX_INPUTS],
             num_inputs=len(self._inputs),
             notes=self._notes(),
@@ -240,28 +240,22 @@ class _Builder:
                 details.append(
                     StepDetails(
                         step=done.step,
-                        num_sites=len(modules),
-                        num_differing=len(sites),
-                        num_starting=int(starts.sum()),
+                        text=_text((done.step, done.step), len(modules), len(sites), int(starts.sum())),
                         rows=tuple(rows.row(int(done.sites.rows[place])) for place in listed),
+                        num_left_out=len(sites) - len(listed),
                     )
                 )
         letters = np.where(compared > 0, MATCH, NOT_COMPARED)
         letters = np.where(starting > 0, ORIGIN, np.where(differing > 0, CARRIED, letters))
-        columns = [
-            Column(
-                first=steps[start],
-                last=steps[stop - 1],
-                num_sites=int(compared[number].sum()),
-                num_differing=int(differing[number].sum()),
-                num_starting=int(starting[number].sum()),
-                states="".join(letters[number]),
-                leads_to=next((one.step for one in details if steps[start] <= one.step <= steps[stop - 1]), None),
-            )
-            for number, (start, stop) in enumerate(pairwise(bounds))
-        ]
+        columns = []
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            span = steps[start], steps[stop - 1]
+            counts = (int(cells[number].sum()) for cells in (compared, differing, starting))
+            leads_to = next((one.step for one in details if span[0] <= one.step <= span[1]), None)
+            states = "".join(letters[number])
+            columns.append(Column(first=span[0], text=_text(span, *counts), states=states, leads_to=leads_to))
         spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
-        unseen = [(_UNSEEN[outcome], span[0], span[-1]) for outcome, span in spans if outcome in _UNSEEN]
+        unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
         return HeatMap(
             rank=fit[0],
             segment=fit[1],
@@ -270,6 +264,8 @@ class _Builder:
             steps=tuple(details),
             outcomes=Counter(outcome for outcome, _ in history),
             unseen=tuple(unseen[:MAX_SPANS]),
+            num_differing=int(differing.sum()),
+            num_starting=int(starting.sum()),
         )
 
     def _starting(self, sites: SiteDifferences) -> np.ndarray:
@@ -384,6 +380,17 @@ def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]
 def label_of(module: str) -> str:
     """Return a module's name as it is shown."""
     return {"": "(outside any module)", "?": "(module not known)"}.get(module, module)
+
+
+def _span(first: int, last: int) -> str:
+    return f"Step {first}" if first == last else f"Steps {first} to {last}"
+
+
+def _text(span: tuple[int, int], num_sites: int, num_differing: int, num_starting: int) -> str:
+    """Return "Step 3: 17 of 5,000 sites differ, starting at 2 of them"."""
+    verb = "differs" if num_differing == 1 else "differ"
+    starting = f", starting at {num_starting:,} of them" if num_starting else ""
+    return f"{_span(*span)}: {num_differing:,} of {count(num_sites, 'site')} {verb}{starting}"
 
 
 def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:

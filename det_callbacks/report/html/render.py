@@ -57,7 +57,7 @@ def render_report(report: Report) -> str:
             report=report,
             verdict=report.verdict,
             with_numbers=shown_numbers(report.verdict),
-            has_ranges=any(column.first != column.last for one in report.maps for column in one.columns),
+            has_ranges=any(column.text.startswith("Steps") for one in report.maps for column in one.columns),
             version=version("det_callbacks"),
         )
     )
@@ -81,7 +81,6 @@ def _environment() -> Environment:
         place=place_of,
         role=role_of,
         size=_size,
-        span=lambda first, last: f"step {first}" if first == last else f"steps {first} to {last}",
         strokes=_strokes,
         diamonds=_diamonds,
     )
