@@ -45,12 +45,8 @@ def print_table(
 ) -> None:
     """Print rows below their headings: boxed on a terminal, aligned and unwrapped everywhere else.
 
-    Args:
-        console: where to.
-        columns: headings.
-        rows: cells, made text by ``str``.
-        numbers: headings of right-aligned columns, separated by spaces.
-        is_folded: whether cells go on in the next line where rows would have 120 columns or more.
+    ``numbers`` are the headings of right-aligned columns, separated by spaces; with ``is_folded``, cells go on in the
+    next line where rows would have 120 columns or more.
     """
     right = [name in numbers.split() for name in columns]
     texts = [list(columns), *([str(cell) for cell in row] for row in rows)]

@@ -22,11 +22,8 @@ _STYLES = {"match": "green", "diverged": "bold red", "not_comparable": "yellow"}
 def print_closing_line(text: str, *, live: Console | None = None, write: Callable[[str], object] | None = None) -> None:
     """Print a closing line to standard output, coloured by its verdict on a terminal.
 
-    Args:
-        text: the line.
-        live: a console that has something on the screen which it draws again and again. It prints the line above that;
-            where it shows it somewhere else than standard output goes, it is left alone.
-        write: writes to standard output instead, for somebody who has to make room there first.
+    ``live`` is a console that draws something on the screen again and again: it prints the line above that, where both
+    are terminals. ``write`` writes to standard output instead, for somebody who has to make room there first.
     """
     console = Console(soft_wrap=True, highlight=False)
     line = Text(text, style=next((style for word, style in _STYLES.items() if f" {word}:" in text), ""))
@@ -77,19 +74,10 @@ def recorded_line(
     kept: KeptCounts | None = None,
     num_metrics: int = 0,
 ) -> str:
-    """Return the closing line of a recording.
+    """Return the closing line of a recording; the numbers are those of all ranks.
 
-    Args:
-        path: of the run.
-        num_steps: steps that were written.
-        num_sites: of those steps.
-        num_bytes: written.
-        level: as ``level_words`` has it.
-        saved: what was saved for replay, as in ``Coverage.replayed``.
-        num_agreed: steps of a resumed attempt that were there already and agree; None when it is no such attempt.
-        num_ranks: processes that recorded; the other numbers are of all of them.
-        kept: tensors that were; None where nobody asked for any.
-        num_metrics: values that the module logged.
+    ``num_agreed`` are steps of a resumed attempt that were there already and agree; None when it is no such attempt.
+    ``saved`` is what was saved for replay, as in ``Coverage.replayed``; ``level`` is as ``level_words`` has it.
     """
     noun = "step" if num_agreed is None else "new step"
     ranks = "" if num_ranks == 1 else f" of {num_ranks} ranks"

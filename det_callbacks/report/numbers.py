@@ -13,13 +13,7 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """Elements of one range of distances.
-
-    Attributes:
-        label: "0", "1", "2-3", ..., "NaN" or "Inf".
-        num_elements: in it.
-        share: of the fullest bin, from 0 to 1, without those of 0 ULPs.
-    """
+    """Elements of one range of distances ("0", "1", "2-3", ..., "NaN"), and their share of the fullest bin but "0"."""
 
     label: str
     num_elements: int

@@ -23,13 +23,9 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpUse:
-    """Where an op that torch says something of occurs in a run.
+    """Where an op that torch says something of occurs in a run: its overloads, and module -> sites in one step.
 
-    Attributes:
-        fact: what torch says.
-        ops: the overloads that occur, sorted.
-        sites: module -> sites in one step, tensors and values that the op wrote there; where the run's programs differ,
-            the most in any. Sorted by module; "" is outside any module, "?" an unknown one.
+    Sites are tensors and values that the op wrote; where the run's programs differ, the most in any.
     """
 
     fact: OpFact

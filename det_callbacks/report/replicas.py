@@ -50,14 +50,7 @@ def replicas_text(report: "ReplicaReport") -> str:
 
 
 def replicas_line(report: "ReplicaReport", *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
-    """Return the closing line of a fit whose replicas were compared.
-
-    Args:
-        report: of the last audit.
-        num_audits: in the fit.
-        num_bytes: that this rank sent in all of them.
-        has_differed: whether any of them found a difference.
-    """
+    """Return the closing line of a fit whose replicas were compared so often, with the report of the last time."""
     verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
     return (
         f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "

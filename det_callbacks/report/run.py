@@ -59,21 +59,10 @@ def step_to_dict(view: StepView) -> dict[str, Any]:
         "sites": [
             {
                 "position": position,
-                "phase": site.phase,
-                "module": site.module,
-                "op": site.op,
-                "occurrence": site.occurrence,
-                "output": site.output,
-                "role": site.role,
-                "name": site.name,
-                "shape": None if entry is None else list(entry.shape),
+                **asdict(site),
+                "shape": None if entry is None else entry.shape,
                 "dtype": None if entry is None else entry.dtype,
                 "digest": format_digest(int(digest)),
-                "inputs": list(site.inputs),
-                "arguments": site.arguments,
-                "varying": list(site.varying),
-                "recomputed": site.recomputed,
-                "source": list(site.source),
             }
             for position, (site, entry, digest) in enumerate(
                 zip(view.program.sites, view.layout.entries, view.record.digests, strict=True)

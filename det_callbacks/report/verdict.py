@@ -41,12 +41,7 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
     """Return what is wrong with a resumed recording whose steps are not those that the run holds.
 
-    Args:
-        verdict: on the steps that were run again.
-        path: of the run.
-        num_agreed: steps that agreed before.
-        num_dropped: new steps that were written before, and are taken back.
-        rank: that says it; all but rank 0 say it in one line.
+    ``num_agreed`` steps agreed before; ``num_dropped`` new ones are taken back. All but rank 0 say it in one line.
     """
     if rank:
         return (

@@ -25,8 +25,6 @@ defaults: [_self_, override hydra/job_logging: none, override hydra/hydra_loggin
 fault: none
 steps: -1
 fails: null
-fails_after: null
-killed: null
 callbacks: {}
 hydra:
   searchpath: ['pkg://det_callbacks.conf']

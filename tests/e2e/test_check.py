@@ -1,16 +1,20 @@
 """``det-callbacks check`` on an application that depends on one thing that must not matter."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from checking import Check, Checked, check
+from checking import Check, Checked, check, write_app
 from styles import FEATURES, Classifier
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.check import NUM_WORKERS_VARIABLE
 from det_callbacks.cli import main
 from det_callbacks.errors import SettingsError
@@ -64,15 +68,6 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(check: Check) -
     assert "bit for bit; bits depend on: workers; kept in" in done.text
 
 
-@pytest.mark.slow
-def test_nothing_is_varied_where_the_plain_pair_differs(check: Check) -> None:
-    done = check(STATE, "fault=unseeded", options=("--vary", "workers,threads"))
-    assert done.status == 1
-    assert [run.outcome for run in done.report.runs] == ["recorded", "diverged"]
-    assert "cause      initial_weights" in done.text
-    assert "does not repeat itself; not run: workers, threads" in done.text
-
-
 def test_workers_that_no_loader_can_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would tell that a run with another number of them was none."""
     monkeypatch.setenv(NUM_WORKERS_VARIABLE, "2")
@@ -91,43 +86,6 @@ def test_an_application_that_builds_no_callback_is_no_match(check: Check) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("killed=verify", "the process was killed by signal 9 (Killed)"),
-        ("fails_after=verify", "failed with status 1: see what it printed. What was compared before agrees"),
-    ],
-)
-def test_a_script_that_fails_is_no_match(arguments: str, reason: str, check: Check) -> None:
-    done = check(STATE, arguments)
-    assert done.status == 2
-    assert [run.outcome for run in done.report.runs] == ["recorded", "failed"]
-    assert reason in done.report.runs[-1].reason
-    assert (done.report.runs[-1].verdict is not None) is (arguments == "fails_after=verify")
-
-
-def test_a_script_that_takes_no_preset_is_no_match(check: Check) -> None:
-    Path("ignores.py").touch()
-    done = check(STATE, script="ignores.py")
-    assert done.status == 2
-    assert "no DeterminismCallback recorded anything" in done.text
-
-
-@pytest.mark.slow
-def test_workers_of_what_has_none_are_not_varied(check: Check) -> None:
-    done = check(STATE, "fault=no loader", options=("--vary", "workers"))
-    assert done.status == 2
-    assert "workers: it could not be varied: the training has no torch DataLoader" in done.text
-
-
-@pytest.mark.slow
-def test_threads_that_the_script_sets_by_itself_are_not_varied(check: Check) -> None:
-    done = check(STATE, "fault=own threads", "callbacks.determinism.settings=null", options=("--vary", "threads"))
-    assert (done.status, verdict_of(done, "threads").verdict) == (2, "match")
-    assert "threads: it could not be varied: the script sets torch.num_threads by itself" in done.text
-
-
-@pytest.mark.slow
 def test_the_folder_is_a_new_one_each_time(
     check: Check, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,3 +97,57 @@ def test_the_folder_is_a_new_one_each_time(
     assert str(homes[1]) in capfd.readouterr().out
     assert main(["check", "--to", str(homes[0]), *words]) == 2
     assert "is not an empty folder" in capfd.readouterr().err
+
+
+# real processes: what only a new one can have different, and an interruption
+
+SECONDS = 280.0
+COMMAND = (sys.executable, "-m", "det_callbacks", "check")
+
+
+@pytest.mark.slow
+def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    words = [*COMMAND, "--vary", "threads,hash-seed", "--to", "runs", "--", sys.executable, script.name]
+    done = subprocess.run(
+        [*words, "fault=set and reduction", "determinism.level=state"],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 1, done.stderr
+    home = script.parent / "runs"
+    verdicts = {name: compare_runs(home / "reference", home / name) for name in ("threads", "hash-seed")}
+    threads, hashing = verdicts["threads"], verdicts["hash-seed"]
+    assert threads.verdict == "not_comparable"
+    assert threads.first_divergence is not None
+    assert threads.first_divergence.name == "loss"
+    assert hashing.verdict == "diverged"
+    assert hashing.first_divergence is not None
+    assert hashing.first_divergence.phase == "data"
+    assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
+    assert "repeats itself, bit for bit; bits depend on: threads, hash-seed; kept in" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_the_training_and_its_workers(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    words = [*COMMAND, "--to", "runs", "--", sys.executable, script.name, "fault=endless", "determinism.level=state"]
+    with subprocess.Popen(
+        words, cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + SECONDS
+        while len(pids := sorted(script.parent.glob("*.pid"))) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "verification" not in output
+    assert "recording stopped by" in output or "KeyboardInterrupt" in output
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.stem), 0)

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
 
 from det_callbacks import check as checks
-from det_callbacks.check import CheckReport, check_script, override, run_process
+from det_callbacks.check import CheckedRun, CheckReport, check_script, override, run_process
+from det_callbacks.cli.check import render_check
 from det_callbacks.errors import CheckError
+from det_callbacks.report.console import to_text
 from det_callbacks.verdict import Verdict
 
 
@@ -180,11 +182,6 @@ def test_threads_that_were_changed_on_purpose_excuse_nothing(
     assert (report.runs[-1].outcome, report.exit_code) == (outcome, code)
 
 
-def test_a_plain_pair_on_other_threads_is_not_comparable(check: Check) -> None:
-    report, _ = check(End(), End(status=3, verdict=NOT_COMPARABLE))
-    assert (report.runs[1].outcome, report.exit_code) == ("not_comparable", 3)
-
-
 @pytest.mark.parametrize("plain", [End(verdict=DIVERGED), End(status=1), End(verdict=NOT_COMPARABLE)])
 def test_nothing_is_varied_without_a_match(plain: End, check: Check) -> None:
     report, _ = check(End(), plain, vary=("workers", "threads"))
@@ -234,12 +231,6 @@ def test_what_cannot_be_checked_is_refused(words: tuple[str, ...], says: str, tm
     assert refused.value.exit_code == 2
 
 
-def test_other_options_of_the_presets_are_the_users(check: Check) -> None:
-    words = ["python", "train.py", "determinism.level=state", "model.determinism=1", "determinism.modules=[a]"]
-    _, processes = check(End(), End(verdict=MATCH), words=words)
-    assert list(processes.started[0][0][:5]) == words
-
-
 @given(
     st.text(ODD | st.characters(categories=["L", "N", "P", "S", "Zs"]), max_size=20).filter(
         lambda text: "${" not in text
@@ -260,16 +251,61 @@ def test_a_folder_that_holds_something_is_refused(check: Check, tmp_path: Path) 
         check(vary=("worker",))
 
 
-def test_an_interruption_ends_the_check(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Iterator[End]:
-        yield End()
-        raise KeyboardInterrupt
+# in words
 
-    monkeypatch.setattr(checks, "run_process", Processes(interrupted()).run)
-    announced: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        check_script(["python", "train.py"], to="runs", announce=lambda title, words: announced.append(title))
-    assert announced == ["record", "verify"]
+
+RECORDED = CheckedRun(name="recording", outcome="recorded")
+MATCHING = CheckedRun(name="plain", outcome="match", verdict=MATCH)
+BROKEN = replace(MATCHING, outcome="diverged", verdict=DIVERGED)
+
+
+def text_of(*runs: CheckedRun, **fields: Any) -> str:
+    report = CheckReport(**{"folder": Path("home"), "runs": runs, "not_run": (), **fields})
+    return to_text(lambda console: render_check(report, console))
+
+
+def factor(name: str, **fields: Any) -> CheckedRun:
+    return replace(MATCHING, name=name, **{"change": f"another {name}", **fields})
+
+
+def last(text: str) -> str:
+    return text.splitlines()[-1].removeprefix("det-callbacks check: ").removesuffix("; kept in home")
+
+
+def test_one_pair_is_the_verdict_that_diff_prints() -> None:
+    text = text_of(RECORDED, MATCHING)
+    assert text.strip().startswith("MATCH\nAll agree.\n")
+    assert last(text) == "match: the script repeats itself, bit for bit"
+    text = text_of(RECORDED, BROKEN, not_run=("workers", "threads"))
+    assert text.strip().startswith("DIVERGED\nNo.\n")
+    assert last(text) == "diverged: the script does not repeat itself; not run: workers, threads"
+    other = replace(BROKEN, outcome="not_comparable", verdict=NOT_COMPARABLE)
+    assert last(text_of(RECORDED, other)) == "not_comparable: the two runs differ, and so does what they ran on"
+
+
+def test_factors_are_a_table_and_those_that_break_bits_have_their_verdict() -> None:
+    threads = factor("threads", outcome="diverged", verdict=NOT_COMPARABLE)
+    failed = factor("hash-seed", outcome="failed", verdict=None, reason="it ended")
+    text = text_of(RECORDED, MATCHING, factor("workers"), threads, failed)
+    assert "MATCH" not in text
+    assert "threads: another threads\nNOT COMPARABLE\n" in text
+    table = [line.split("  ") for line in text.splitlines() if line.startswith(("plain  ", "workers  ", "threads  "))]
+    assert [[cell.strip() for cell in row if cell] for row in table] == [
+        ["plain", "nothing", "match", "-", "-"],
+        ["workers", "another workers", "match", "-", "-"],
+        ["threads", "another threads", "diverged", "step 3, forward: aten.addmm.default", "forward"],
+    ]
+    assert "hash-seed: it ended." in text
+    assert last(text) == (
+        "diverged: the script repeats itself, bit for bit; bits depend on: threads; bits do not depend on: workers; "
+        "could not be varied or checked: hash-seed"
+    )
+
+
+def test_a_recording_that_failed_says_why() -> None:
+    text = text_of(replace(RECORDED, outcome="failed", reason="no callback"))
+    assert "recording: no callback.\ncheck expects a Hydra application with pkg://det_callbacks.conf" in text
+    assert last(text) == "failed: it could not be checked whether the script repeats itself"
 
 
 # real processes
