@@ -114,7 +114,9 @@ def copy_bits(tensor: Tensor, late: LateSites | None = None) -> HostCopy:
             memmove(bits.data_ptr(), inner.data_ptr(), inner.nbytes)
         else:
             bits = memory.clone(memory_format=torch.contiguous_format).cpu()
-        return HostCopy(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=bits.reshape(-1).view(torch.uint8))
+        flat = bits.reshape(-1)
+        flat = flat.as_strided(flat.shape, (1,))  # a single element keeps any stride, and has to be seen as bytes
+        return HostCopy(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=flat.view(torch.uint8))
 
 
 def write_bits(saved: SavedTensor, live: Tensor, late: LateSites | None = None) -> None:
