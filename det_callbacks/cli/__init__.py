@@ -1,5 +1,5 @@
 """The command line: ``det-callbacks`` and ``python -m det_callbacks``."""
 
-from det_callbacks.cli.commands import main
+from det_callbacks.cli.parser import main
 
 __all__ = ["main"]

@@ -3,11 +3,11 @@
 import argparse
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
-from det_callbacks.check import FACTORS, PLAIN, RECORDING, CheckedRun, CheckReport, Factor, check_script
+from det_callbacks.check import FACTORS, PLAIN, RECORDING, CheckedRun, CheckReport, check_script
+from det_callbacks.errors import CheckError
 from det_callbacks.report.console import make_console, print_line, print_table
 from det_callbacks.report.verdict import render_verdict
 
@@ -29,25 +29,6 @@ _FACTOR_OUTCOMES = {
     "failed": "could not be varied or checked",
     "not_comparable": "not comparable",
 }
-
-
-def add_check(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the command to those there are."""
-    check = commands.add_parser(
-        "check",
-        help="run a script twice, and say what differs",
-        usage="det-callbacks check [--vary FACTORS] [--to DIR] -- PROGRAM ARGUMENT ...",
-        description="Run a Hydra application twice in fresh processes, recording and then verifying, and say exactly "
-        "what differs. It is started as given, with the overrides of the presets added: +determinism=record, "
-        "+determinism=verify. Put your own, such as determinism.level=state, among its arguments.",
-        epilog="Exit status: 0 match, 1 diverged, 2 it could not be checked, 3 not comparable.",
-    )
-    check.add_argument("words", metavar="PROGRAM", nargs="+", help="the program and its arguments, after --")
-    vary = f"what must not matter, changed in one further run each: any of {','.join(FACTORS)}"
-    check.add_argument("--vary", type=_factors, default=(), metavar="FACTORS", help=vary)
-    to = "folder for the runs, kept (default: a new one in determinism-check)"
-    check.add_argument("--to", metavar="DIR", help=to)
-    check.set_defaults(run=_check)
 
 
 def render_check(report: CheckReport, console: Console) -> None:
@@ -79,14 +60,19 @@ def render_check(report: CheckReport, console: Console) -> None:
     print_line(console, f"det-callbacks check: {word}: {'; '.join(parts)}; kept in {report.folder}", style)
 
 
-def _check(options: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> int:
+    """Run a script twice and say what differs."""
+    vary = options.vary.split(",") if options.vary else ()
+    if unknown := [name for name in vary if name not in FACTORS]:
+        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
     console = make_console()
 
     def announce(title: str, words: Sequence[str]) -> None:
         print_line(console, f"det-callbacks check: {title}: {shlex.join(words)}", "bold")
         console.file.flush()  # before the process writes to the same place
 
-    report = check_script(options.words, to=options.to, vary=options.vary, announce=announce)
+    factors = tuple(factor for factor in FACTORS if factor in vary)
+    report = check_script(options.words, to=options.to, vary=factors, announce=announce)
     render_check(report, console)
     return report.exit_code
 
@@ -96,10 +82,3 @@ def _row(run: CheckedRun) -> tuple[str, ...]:
     place = "-" if first is None else f"step {first.step}, {first.phase}: {first.name or first.op or first.kind}"
     cause = None if run.verdict is None else run.verdict.cause
     return (run.name, run.change or "nothing", run.outcome.replace("_", " "), place, cause or "-")
-
-
-def _factors(text: str) -> tuple[Factor, ...]:
-    asked = text.split(",")
-    if unknown := [name for name in asked if name not in FACTORS]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}")
-    return tuple(factor for factor in FACTORS if factor in asked)

@@ -15,7 +15,6 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
@@ -147,10 +146,11 @@ def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> 
     """Return the sites of a step that read what something unseen had changed; all where that cannot be read."""
 
     def are_of_step(batch: pa.RecordBatch) -> pa.Array:
-        return pc.and_(pc.equal(batch.column("step"), step), pc.equal(batch.column("point"), UNSEEN_WRITE))
+        return pa.array(batch.column("step").to_numpy() == step)
 
     try:
-        return frozenset(row.value for row in read_evidence(evidence_path(stream), run_id=run_id, keep=are_of_step))
+        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=are_of_step)
+        return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE)
     except ReferenceFormatError:
         return frozenset(range(num_sites))
 

@@ -235,7 +235,8 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], m
 
 def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
+        # read_table would load pyarrow.dataset, which takes longer than the table
+        table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
         table.validate(full=True)
     except FileNotFoundError as error:
         raise damaged(path, "it is missing") from error
