@@ -11,55 +11,10 @@ from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
-from det_callbacks.settings import KNOBS, DeterminismSettings, settings_in_force
+from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import too_late
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
-
-_ONLY_CUDA = frozenset(
-    {
-        "cublas_workspace_config",
-        "cudnn_benchmark",
-        "cudnn_deterministic",
-        "cudnn_allow_tf32",
-        "fp16_reduced_precision_reduction",
-        "bf16_reduced_precision_reduction",
-        "sdpa_backends",
-        "nccl_algo",
-        "nccl_proto",
-        "nccl_min_nchannels",
-        "nccl_max_nchannels",
-        "flash_attention_deterministic",
-        "nvte_allow_nondeterministic_algo",
-    }
-)
-
-WHY: Mapping[str, str] = {
-    "seed": "Without it weights, dropout and shuffling are others in each process.",
-    "deterministic_algorithms": "Without it some ops add up in whatever order their threads finish.",
-    "fill_uninitialized_memory": "Uninitialised memory that is read differs from run to run.",
-    "cublas_workspace_config": "Without it cuBLAS may split a matrix product differently each time.",
-    "cudnn_benchmark": "Timing decides which convolution algorithm runs, and may decide otherwise next time.",
-    "cudnn_deterministic": "Some cuDNN algorithms add up in no fixed order.",
-    "cudnn_allow_tf32": "TF32 rounds the inputs of convolutions to ten bits.",
-    "float32_matmul_precision": "It chooses between float32, TF32 and bfloat16 inside matrix products.",
-    "fp16_reduced_precision_reduction": "It lets products of float16 add up in float16.",
-    "bf16_reduced_precision_reduction": "It lets products of bfloat16 add up in bfloat16.",
-    "sdpa_backends": "The implementations of attention give different bits.",
-    "inductor_deterministic": "Without it Inductor chooses kernels by timing.",
-    "inductor_max_autotune": "Timing decides which kernels compiled code runs.",
-    "nccl_algo": "The algorithm of a collective is the order of its sum.",
-    "nccl_proto": "The protocol of a collective changes the order of its sum.",
-    "nccl_min_nchannels": "The number of channels splits a collective's sum.",
-    "nccl_max_nchannels": "The number of channels splits a collective's sum.",
-    "num_threads": "Sums are split among threads.",
-    "num_interop_threads": "It runs whole ops side by side, and changes no sum.",
-    "mkl_cbwr": "MKL chooses its kernels by the CPU.",
-    "aten_cpu_capability": "The width of vectors is the order of sums.",
-    "python_hash_seed": "The order of a set of strings is another one in each process.",
-    "flash_attention_deterministic": "The backward pass of flash-attn adds up in no fixed order without it.",
-    "nvte_allow_nondeterministic_algo": "Transformer Engine takes faster kernels that differ from run to run.",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,26 +117,20 @@ def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None
 
 
 def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
-    knob = KNOBS.get(name)
-    late = None if knob is None or wanted is None else too_late(knob, wanted)
+    setting = SETTINGS[name]
+    late = None if wanted is None else too_late(setting, wanted)
     state: State
     to_do = ""
     if wanted is None:
         state = "left alone"
     elif wanted == found:
         state = "in force"
-    elif name in _ONLY_CUDA and not torch.cuda.is_available():
+    elif setting.is_cuda_only and not torch.cuda.is_available():
         state = "no effect here"
     else:
         state = "not in force" if late is None else "too late"
-        to_do = _line(name, wanted) if late is None else f"restart with {_line(name, wanted)} ({late})"
-    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, why=WHY[name])
-
-
-def _line(name: str, value: Any) -> str:
-    if name == "seed":
-        return f"det_callbacks.enforce_determinism({{'seed': {value}}})  # before the model is built"
-    return KNOBS[name].how(value)
+        to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
+    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, why=setting.why)
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
@@ -223,7 +172,7 @@ def _line_for_entry(name: str, value: Any) -> str:
         variable = name.removeprefix("env.")
         return f"unset {variable}" if value is None else f"export {variable}={value}"
     if name in ("torch.num_threads", "torch.num_interop_threads"):
-        return KNOBS[name.removeprefix("torch.")].how(value)
+        return SETTINGS[name.removeprefix("torch.")].how(value)
     package, _, is_version = name.rpartition(".")
     if is_version == "version" and package in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
         return f"pip install {package}=={str(value).partition('+')[0]}"

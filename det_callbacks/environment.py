@@ -51,8 +51,8 @@ import torch
 from det_callbacks.code_state import code_state
 from det_callbacks.digest import device_choice
 from det_callbacks.runs.environment import DIGEST, Environment, EnvironmentEntry
-from det_callbacks.settings import settings_in_force
-from det_callbacks.settings.process import start_environment
+from det_callbacks.settings import SETTINGS, settings_in_force
+from det_callbacks.settings.catalogue import start_environment
 
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -76,24 +76,6 @@ _KERNEL_VARIABLES = (
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 _ONLY_NAMES = frozenset({"config.sha256", "process.argv"})
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
-
-# Settings that are machine facts, or variables, and are recorded under those names.
-_KEPT_ELSEWHERE = frozenset(
-    {
-        "aten_cpu_capability",
-        "flash_attention_deterministic",
-        "mkl_cbwr",
-        "nccl_algo",
-        "nccl_max_nchannels",
-        "nccl_min_nchannels",
-        "nccl_proto",
-        "num_interop_threads",
-        "num_threads",
-        "nvte_allow_nondeterministic_algo",
-        "python_hash_seed",
-        "sdpa_backends",
-    }
-)
 
 # Names under which people keep what must not be copied into a file that is passed around.
 # Whole names: "num_tokens" and "pad_token" are hyperparameters.
@@ -217,7 +199,7 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
             value = None  # use_deterministic_algorithms sets it, so that it acts through that
-        if name not in _KEPT_ELSEWHERE:
+        if not SETTINGS[name].is_recorded_elsewhere:
             yield f"settings.{name}", value
     backends: Any = torch.backends
     yield "torch.default_dtype", _dtype_name(torch.get_default_dtype())

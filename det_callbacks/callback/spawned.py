@@ -9,7 +9,7 @@ from torch import nn
 
 from det_callbacks.callback.alerts import conflicts_of_trainer
 from det_callbacks.settings import (
-    KNOBS,
+    SETTINGS,
     DeterminismSettings,
     enforce_determinism,
     require_in_force,
@@ -54,8 +54,8 @@ class InheritedSettings:
         if multiprocessing.parent_process() is None or self._process in (-1, os.getpid()):
             return
         wanted: dict[str, Any] = {field.name: None for field in fields(settings)} | {"allow": settings.allow}
-        for name, knob in KNOBS.items():
+        for name, setting in SETTINGS.items():
             value = getattr(settings, name)
-            if value is not None and knob.when != "start" and self._in_force.get(name) == value:
+            if value is not None and setting.apply is not None and self._in_force.get(name) == value:
                 wanted[name] = value
         enforce_determinism(DeterminismSettings(**wanted))

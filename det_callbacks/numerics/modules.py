@@ -20,7 +20,7 @@ from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, T
 from det_callbacks.numerics.side import ContextFactory, Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
-from det_callbacks.settings.knobs import load_inductor_config
+from det_callbacks.settings.catalogue import load_inductor_config
 from det_callbacks.verdict import TensorNumbers
 
 _AS_THEY_ARE = DeterminismSettings(

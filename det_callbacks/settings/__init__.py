@@ -4,6 +4,7 @@ Three questions, three functions: :func:`enforce_determinism` sets, :func:`setti
 process (never our own record of what was set), :func:`check_settings` compares the two.
 """
 
+from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, Setting
 from det_callbacks.settings.check import (
     SettingProblem,
     check_settings,
@@ -12,15 +13,14 @@ from det_callbacks.settings.check import (
     settings_in_force,
 )
 from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_determinism
-from det_callbacks.settings.knobs import KNOBS, Knob
-from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
+from det_callbacks.settings.model import DeterminismSettings
 
 __all__ = [
-    "KNOBS",
     "MAX_SEED",
+    "SETTINGS",
     "DeterminismSettings",
     "EnforcedDeterminism",
-    "Knob",
+    "Setting",
     "SettingProblem",
     "check_settings",
     "enforce_determinism",

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.settings.knobs import KNOBS
-from det_callbacks.settings.model import MAX_SEED, DeterminismSettings
+from det_callbacks.settings.catalogue import SETTINGS
+from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.settings.seeding import drawn_before_seeding, seed_variables
 
 
@@ -37,9 +36,7 @@ def settings_in_force() -> dict[str, Any]:
     share: an unseeded generator starts from 64 random bits. ``float32_matmul_precision`` is "mixed" when torch's older
     and newer precision interfaces were both used and contradict each other. A variable that is not set is None.
     """
-    seed = torch.initial_seed()
-    in_force = {name: knob.read() for name, knob in KNOBS.items()}
-    return {"seed": seed if seed <= MAX_SEED else None, **in_force}
+    return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
 def check_settings(settings: DeterminismSettings) -> tuple[SettingProblem, ...]:

@@ -11,19 +11,20 @@ import torch
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
-from det_callbacks.settings.knobs import (
-    KNOBS,
-    Knob,
+from det_callbacks.settings.catalogue import (
+    SETTINGS,
+    Setting,
     algorithms_in_force,
     inductor_config,
     load_inductor_config,
     matmul_precision_in_force,
+    restart_command,
     sdpa_in_force,
     set_algorithms,
     set_sdpa,
+    start_environment,
 )
 from det_callbacks.settings.model import DeterminismSettings
-from det_callbacks.settings.process import restart_command, start_environment
 from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
 _P = ParamSpec("_P")
@@ -36,7 +37,7 @@ _backends: Any = torch.backends
 _VARIABLES = (
     SEED_VARIABLE,
     WORKERS_VARIABLE,
-    *(knob.variable for knob in KNOBS.values() if knob.variable is not None and knob.is_restorable),
+    *(setting.variable for setting in SETTINGS.values() if setting.variable is not None and setting.is_restorable),
 )
 
 
@@ -56,8 +57,8 @@ class EnforcedDeterminism:
         self.settings = settings
         self.permanent: tuple[str, ...] = tuple(
             name
-            for name, knob in KNOBS.items()
-            if knob.when == "once" and getattr(settings, name) not in (None, knob.read())
+            for name, setting in SETTINGS.items()
+            if setting.when == "once" and getattr(settings, name) not in (None, setting.read())
         )
         self._state: _ProcessState | None = _ProcessState(settings)
 
@@ -144,22 +145,22 @@ def refuse_late(settings: DeterminismSettings) -> None:
     late: list[str] = []
     variables: dict[str, str] = {}
     start = start_environment()
-    for name, knob in KNOBS.items():
+    for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
         if wanted is None:
             continue
-        reason = too_late(knob, wanted)
-        is_at_start = knob.when == "start" and start.get(knob.variable or "") == knob.as_text(wanted)
+        reason = too_late(setting, wanted)
+        is_at_start = setting.when == "start" and start.get(setting.variable or "") == setting.as_text(wanted)
         if reason is not None and is_at_start:
             raise SettingsError(
-                f"{name}={wanted!r} cannot be had here: {knob.variable}={knob.as_text(wanted)} was set when the process"
-                f" started, and {knob.read()!r} is in force all the same. Nothing was changed. Ask for what this"
-                " machine can do, or for None."
+                f"{name}={wanted!r} cannot be had here: {setting.how(wanted)} was set when the process started, and "
+                f"{setting.read()!r} is in force all the same. Nothing was changed. Ask for what this machine can do, "
+                "or for None."
             )
         if reason is not None:
             late.append(f"{name}={wanted!r} comes too late: {reason}")
-            if knob.variable is not None:
-                variables[knob.variable] = knob.as_text(wanted)
+            if setting.variable is not None:
+                variables[setting.variable] = setting.as_text(wanted)
     if late:
         raise SettingsError(
             f"{'; '.join(late)}. Nothing was changed. Start the program with "
@@ -168,17 +169,17 @@ def refuse_late(settings: DeterminismSettings) -> None:
         )
 
 
-def too_late(knob: Knob, wanted: Any) -> str | None:
+def too_late(setting: Setting, wanted: Any) -> str | None:
     """Return why a setting can no longer be made in this process; None when it can, or is in force."""
-    in_force = knob.read()
+    in_force = setting.read()
     if wanted == in_force:
         return None
-    if knob.when == "start":
-        return f"{knob.variable} is read when the process starts, and {in_force!r} was in force then"
-    if knob.when == "before_cuda" and has_cuda_context():
-        return f"a CUDA context exists, and cuBLAS may have read {knob.variable}={in_force} already"
-    if knob.when == "before_nccl" and has_nccl_communicator():
-        return f"an NCCL process group exists, and NCCL has read {knob.variable}={in_force} already"
+    if setting.when == "start":
+        return f"{setting.variable} is read when the process starts, and {in_force!r} was in force then"
+    if setting.when == "before_cuda" and has_cuda_context():
+        return f"a CUDA context exists, and cuBLAS may have read {setting.variable}={in_force} already"
+    if setting.when == "before_nccl" and has_nccl_communicator():
+        return f"an NCCL process group exists, and NCCL has read {setting.variable}={in_force} already"
     return None
 
 
@@ -196,28 +197,23 @@ def has_nccl_communicator() -> bool:
 
 
 def _apply(settings: DeterminismSettings) -> None:
-    for name, knob in KNOBS.items():
-        wanted = getattr(settings, name)
-        if wanted is None or knob.apply is None:
+    # what can be set once comes first: it can fail, and then nothing else was done
+    for setting in sorted(SETTINGS.values(), key=lambda setting: setting.when != "once"):
+        wanted = getattr(settings, setting.name)
+        if wanted is None or setting.apply is None or (setting.when == "once" and wanted == setting.read()):
             continue
-        if knob.when != "once":
-            knob.apply(wanted)
-        elif wanted != knob.read():
-            _apply_once(knob, wanted)
+        try:
+            setting.apply(wanted)
+        except RuntimeError as error:
+            if setting.when != "once":
+                raise
+            raise SettingsError(
+                f"{setting.name}={wanted!r} comes too late: the pool of {setting.read()} threads has been used, or was "
+                f"set before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything "
+                "is computed."
+            ) from error
     if settings.seed is not None:
         seed_all(settings.seed)
-
-
-def _apply_once(knob: Knob, wanted: Any) -> None:
-    assert knob.apply is not None
-    try:
-        knob.apply(wanted)
-    except RuntimeError as error:
-        raise SettingsError(
-            f"{knob.name}={wanted!r} comes too late: the pool of {knob.read()} threads has been used, or was set "
-            f"before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything is "
-            "computed."
-        ) from error
 
 
 class _ProcessState:

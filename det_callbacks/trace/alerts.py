@@ -18,7 +18,7 @@ from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarn
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
-from det_callbacks.settings.knobs import algorithms_in_force
+from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.source import Entry, capture_source, engine_entry
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13

@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from det_callbacks import conf
 from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback
-from det_callbacks.settings import DeterminismSettings
+from det_callbacks.settings import SETTINGS, DeterminismSettings
 
 CONF = Path(conf.__file__).parent
 PRESETS = ("record", "verify", "audit", "replicas", "disabled")
@@ -87,6 +88,14 @@ def test_the_settings_are_those_of_the_code() -> None:
     options = load("determinism/disabled.yaml").determinism.settings
     assert list(options) == [field.name for field in dataclasses.fields(DeterminismSettings)]
     assert DeterminismSettings.from_mapping(options) == DeterminismSettings()
+
+
+def test_the_documented_table_is_made_of_the_list() -> None:
+    pages = [Path(__file__).parents[2] / "README.md", *(Path(__file__).parents[2] / "docs").glob("*.md")]
+    rows = [line for page in pages for line in page.read_text().splitlines()]
+    for setting in SETTINGS.values():
+        default = json.dumps(setting.default) if isinstance(setting.default, str) else setting.default
+        assert f"| `{setting.name}` | `{default}` | {setting.effect} |" in rows
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -63,7 +63,7 @@ INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     ("det_callbacks.cli.commands", "det_callbacks.compare"): "takes longer to load than a run to show",
     ("det_callbacks.cli.commands", "det_callbacks.report.html"): "loads jinja2, which takes long and only a page needs",
     ("det_callbacks.cli.commands", "rich.progress"): "takes long, and only a terminal needs it",
-    ("det_callbacks.nondeterminism.op_facts", "torch"): "read for the command ops; the facts themselves are plain data",
+    ("det_callbacks.nondeterminism", "torch"): "read for the command ops; the facts themselves are plain data",
 }
 
 
@@ -166,7 +166,7 @@ def test_imports_go_downwards_only() -> None:
     [
         ("runs.store", "from det_callbacks.compare.align import align", "upwards"),
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
-        ("nondeterminism.op_facts", "from det_callbacks.runs.program import Site", "upwards"),
+        ("nondeterminism", "from det_callbacks.runs.program import Site", "upwards"),
         ("report", "from det_callbacks import cli\nfrom det_callbacks.cli import main", "upwards"),
         ("runs.store", "import lightning.pytorch as pl", "only callback, checkpoint, resume may"),
         ("callback", "from hydra.utils import instantiate", "only hydra may"),

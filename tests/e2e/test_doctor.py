@@ -10,7 +10,7 @@ import torch
 from stored_runs import SELECTION
 
 from det_callbacks.cli import main
-from det_callbacks.doctor import WHY, diagnose
+from det_callbacks.doctor import diagnose
 from det_callbacks.environment import capture_environment
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -30,10 +30,6 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
 
 def states(**arguments) -> dict[str, str]:
     return {finding.name: finding.state for finding in diagnose(**arguments).settings}
-
-
-def test_it_has_a_sentence_for_every_setting():
-    assert set(WHY) == set(settings_in_force())
 
 
 def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys: Capture):

@@ -10,8 +10,7 @@ from tiers import rest_slow
 from tracing import traced
 
 from det_callbacks.errors import OpFactsError
-from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, read_op_facts
-from det_callbacks.nondeterminism.op_facts import ALIASES
+from det_callbacks.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
 FACTS = read_op_facts()

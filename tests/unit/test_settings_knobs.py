@@ -14,7 +14,7 @@ from process_state import NOTHING, process_state, sdpa
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import (
-    KNOBS,
+    SETTINGS,
     DeterminismSettings,
     check_settings,
     enforce,
@@ -97,8 +97,12 @@ def raise_when_in_force(name: str, value: Any, in_force: Callable[[], bool]) -> 
 
 def test_every_setting_is_tested() -> None:
     names = {field.name for field in fields(DeterminismSettings)}
-    assert {name for name, _, _ in CASES} | ELSEWHERE_TESTED == names == {*KNOBS, "seed", "allow"}
-    assert {name for name, knob in KNOBS.items() if not knob.is_restorable} == ELSEWHERE_TESTED - {"allow"}
+    assert {name for name, _, _ in CASES} | ELSEWHERE_TESTED == names == {*SETTINGS, "allow"}
+    assert {name for name, setting in SETTINGS.items() if not setting.is_restorable} == ELSEWHERE_TESTED - {"allow"}
+    assert {field.name: field.default for field in fields(DeterminismSettings)} == {
+        **{name: setting.default for name, setting in SETTINGS.items()},
+        "allow": (),
+    }
 
 
 @pytest.mark.parametrize(("name", "value", "in_force"), CASES)
@@ -230,7 +234,7 @@ def test_within_a_coroutine_the_context_works() -> None:
         ("num_threads", 2.0, "an integer"),
         ("num_interop_threads", 0, "from 1"),
         ("mkl_cbwr", "avx2", "'AUTO', 'COMPATIBLE'"),
-        ("mkl_cbwr", "AVX2,STRCT", "',STRICT'"),
+        ("mkl_cbwr", "AVX2,STRCT", "'AVX2,STRICT'"),
         ("mkl_cbwr", 1, "'AUTO', 'COMPATIBLE'"),
         ("aten_cpu_capability", "AVX2", "'default', 'avx2', 'avx512'"),
         ("python_hash_seed", "random", "0 to 4294967295"),

@@ -31,7 +31,7 @@ def test_what_was_in_force_there_is_in_force_here(monkeypatch: pytest.MonkeyPatc
     with enforce_determinism(SETTINGS):
         arrived = arrive(InheritedSettings(), monkeypatch)
     assert not torch.backends.cudnn.deterministic
-    with enforce_determinism(dict.fromkeys(("seed", *spawned.KNOBS))):  # puts everything back
+    with enforce_determinism(dict.fromkeys(spawned.SETTINGS)):  # puts everything back
         arrived.require(SETTINGS, nn.Linear(1, 1))
         assert torch.backends.cudnn.deterministic
 
