@@ -55,7 +55,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 _SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
 _VALUE = re.compile(r"\b(\w+)=('[^']*'|True|False)")
-_CONVOLUTION = re.compile(r"torch\.nn\.Conv(Transpose)?(\d)d")
+_CONVOLUTION_NAME = re.compile(r"torch\.nn\.Conv(Transpose)?(\d)d")
 _ROLE = re.compile(r":[\w:]+:`~?([^`]+)`")
 _BULLET = re.compile(rf"{_ROLE.pattern}\s*(.*)")
 
@@ -155,7 +155,7 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
 
 
 def _is_dimension_of(name: str, arguments: Mapping[str, Any]) -> bool:
-    found = _CONVOLUTION.fullmatch(name)
+    found = _CONVOLUTION_NAME.fullmatch(name)
     if not found or not {"stride", "transposed"} <= arguments.keys():
         return True
     return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
