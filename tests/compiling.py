@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.compiled.hook import WATCHERS
+from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
 
 COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),
@@ -28,6 +28,9 @@ COMPILING = [
 
 SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 """The environment variable that it sets when it loads its first kernel."""
+
+FOLLOWER = object()
+"""Follows what the tests compile, as a callback does during a fit."""
 
 NUDGE = {"twice": False}
 
@@ -122,16 +125,15 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
 @contextmanager
 def compiling_anew() -> Iterator[None]:
     """Forget what was compiled, before and after."""
-    follower = object()
-    WATCHERS.follow(follower)  # as a callback does during a fit
+    COMPILED_GRAPHS.follow(FOLLOWER)  # as a callback does during a fit
     was_set = SET_BY_INDUCTOR in os.environ
     torch._dynamo.reset()
     counters.clear()
     NUDGE["twice"] = False
     yield
-    WATCHERS.unfollow(follower)
+    COMPILED_GRAPHS.unfollow(FOLLOWER)
     NUDGE["twice"] = False
     torch._dynamo.reset()
     if not was_set:
         os.environ.pop(SET_BY_INDUCTOR, None)
-    assert WATCHERS.open == [], "somebody still watches"
+    assert COMPILED_GRAPHS.open == [], "somebody still watches"

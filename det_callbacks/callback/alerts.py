@@ -7,8 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from det_callbacks.settings import DeterminismSettings, settings_in_force
-from det_callbacks.trace.alert_watch import AlertWatch
-from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 
 class AlertCallback(Callback):
@@ -20,15 +19,15 @@ class AlertCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alerts: Alerts | None = None
-        self._watch: AlertWatch | None = None
+        self._alerts: NondeterministicOps | None = None
+        self._watch: NondeterministicOpWatch | None = None
 
     def _begin_alerts(self, settings: DeterminismSettings | None, pl_module: pl.LightningModule) -> None:
         self._end_alerts()
         self._alerts = None
         if settings_in_force()["deterministic_algorithms"] != "disabled":
-            self._alerts = Alerts(() if settings is None else settings.allow)
-            self._watch = AlertWatch(self._alerts, pl_module)
+            self._alerts = NondeterministicOps(() if settings is None else settings.allow)
+            self._watch = NondeterministicOpWatch(self._alerts, pl_module)
 
     def _end_alerts(self) -> None:
         self._close_watch()

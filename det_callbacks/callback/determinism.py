@@ -29,7 +29,7 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.tensors.writer import require_room
-from det_callbacks.trace.compiled import WATCHERS
+from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
 
 
 class DeterminismCallback(CallbackOptions):
@@ -120,7 +120,7 @@ class DeterminismCallback(CallbackOptions):
             self._checkpointing = Checkpointing(resume=self.resume)
         self._checkpointing.begin_stage(trainer)
         self._call = None
-        WATCHERS.follow(self)  # now: a validation may compile the model before a step is traced
+        COMPILED_GRAPHS.follow(self)  # now: a validation may compile the model before a step is traced
         if stage != TrainerFn.FITTING:
             if self.mode != "audit":
                 self._set_up_call(trainer, pl_module, CALLS.get(TrainerFn(stage)))
@@ -341,7 +341,7 @@ class DeterminismCallback(CallbackOptions):
         self._close_trace()
         self._metrics.close()
         self._end_alerts()
-        WATCHERS.unfollow(self)
+        COMPILED_GRAPHS.unfollow(self)
         if was_fitting:
             assert self._run is not None
             self._run.stop(type(exception).__name__)
@@ -355,7 +355,7 @@ class DeterminismCallback(CallbackOptions):
         # only a fit that has nothing to train comes here without on_train_end
         self._end_fit(is_resumed=self._call is None and trainer.ckpt_path is not None)
         self._end_alerts()
-        WATCHERS.unfollow(self)
+        COMPILED_GRAPHS.unfollow(self)
         self._replicas.close()
         self._together.close()
         left, self._call = self._call, None

@@ -15,8 +15,8 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import TraceError
 from det_callbacks.observers import Observations, activate, deactivate
 from det_callbacks.runs.selection import Selection
-from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 
 
 class Tracing:
@@ -37,7 +37,7 @@ class Tracing:
         run: Recording | Verifying,
         *,
         selection: Selection,
-        alerts: Alerts | None,
+        alerts: NondeterministicOps | None,
         evidence: Evidence,
         is_resumed: bool,
     ) -> None:
@@ -49,10 +49,10 @@ class Tracing:
         self._is_first = not is_resumed
         self._hash_mode = HashMode.for_training(pl_module, selection)
         recorder = self._hash_mode.recorder
-        recorder.alerts = alerts
+        recorder.nondeterministic_ops = alerts
         recorder.exchange = run.exchange
         recorder.keeper = run.keeper
-        recorder.tree.earlier = run.earlier_programs if isinstance(run, Recording) else ()
+        recorder.trie.earlier = run.earlier_programs if isinstance(run, Recording) else ()
         self._observations = Observations(
             recorder,
             owner=f"the DeterminismCallback of {run.path}",

@@ -23,14 +23,23 @@ from det_callbacks.equivalence.bits import difference_of, has_same_bits
 from det_callbacks.equivalence.copies import AliasedError, Copies, GeneratorStates
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
 from det_callbacks.rng import is_capturing
-from det_callbacks.trace.building import source_of
-from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
+from det_callbacks.trace.backward import OpPlaces
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
-from det_callbacks.trace.overloads import HIDDEN_STATES, OPAQUE_WRITES, OpKind, OpPlan, make_plan
-from det_callbacks.trace.places import Places
-from det_callbacks.trace.tree import Context, module_of
+from det_callbacks.trace.overloads import (
+    HIDDEN_STATES,
+    OPAQUE_WRITES,
+    OpKind,
+    OpPlan,
+    comes_apart,
+    in_flight,
+    make_plan,
+    written_arguments,
+    written_by_call,
+)
+from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.sites import source_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -169,7 +178,7 @@ class BitwiseEquivalenceMode:
         self.skipped: Counter[str] = Counter()
         self._raises = raise_on_mismatch
         self._base_phase = base_phase
-        self._places = Places(model)
+        self._places = OpPlaces(model)
         self._phases = OptimizerPhases(self._places, base_phase)
         self._interceptor: _Interceptor | None = None
         self._mismatches: list[OpMismatch] = []
@@ -263,10 +272,10 @@ class BitwiseEquivalenceMode:
             return func(*args, **kwargs)
         if _graph_task_id() == -1:
             phase = self._places.phase
-            context: Context = self._places.modules.current
+            context: OpScope = self._places.modules.current
         else:
             phase = "backward"
-            context = self._places.backward.context()
+            context = self._places.backward.scope()
         source = self._places.note(func, plan, phase, context)
         reason = check.left_out
         if types:
@@ -285,7 +294,7 @@ class BitwiseEquivalenceMode:
         if reason:
             self.skipped[reason] += 1
             return func(*args, **kwargs)
-        module = module_of(context)
+        module = context.module
         occurrence = self._calls[phase, module, id(func)]
         self._calls[phase, module, id(func)] += 1
         out, differing, is_transient = self._run_twice(check, args, kwargs)

@@ -25,7 +25,6 @@ from det_callbacks.settings import settings_in_force
 from det_callbacks.tensors.files import REPLAY
 from det_callbacks.tensors.replay import Replay, SavedStep
 from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter, check_budget
-from det_callbacks.trace.peek import trace_so_far
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
 
@@ -147,7 +146,7 @@ class ObserverContext:
             self._require_open()
         found = self._mismatches
         if self._state == "open" and self._verification is not None and self._recorder.num_sites:
-            found += self._verification.so_far(trace_so_far(self._recorder), segment=0, step=self._step)
+            found += self._verification.so_far(self._recorder.trace_so_far(), segment=0, step=self._step)
         return found[:MAX_MISMATCHES]
 
     def enable_mode(self) -> None:
@@ -252,7 +251,7 @@ class ObserverContext:
             return  # known at the step's end; to ask for them now would wait for the device
         first, end = self._num_checked, self._recorder.num_sites
         if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
-            trace = trace_so_far(self._recorder)
+            trace = self._recorder.trace_so_far()
             found = verification.so_far(trace, segment=0, step=self._step)
             if not found:
                 return

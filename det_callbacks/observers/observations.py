@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
-from det_callbacks.trace.named import record_group
+from det_callbacks.trace.hash_mode import OpRegion
+from det_callbacks.trace.named_tensors import record_group
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.region import OpRegion
-from det_callbacks.trace.tree import module_of
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
@@ -194,7 +193,7 @@ class Observations:
             return None  # an undefined gradient stays one that never came
         if not self._takes(gradient.name):
             return None
-        with self._recorder.passing.lock:
+        with self._recorder.lock:
             name = f"grad of {gradient.name}"
             key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
             gradient.num_received += 1
@@ -219,7 +218,7 @@ class Observations:
             )
         elif os.getpid() != self._process:
             where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
-        elif self._recorder.passing.is_captured():
+        elif self._recorder.undigested.is_captured():
             where = "while a CUDA graph was being captured, whose replay calls no Python: observe what the graph leaves"
         if where:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
@@ -242,8 +241,8 @@ class Observations:
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
         if _graph_task_id() == -1:
-            return self._recorder.phase, module_of(self._recorder.modules.current)
-        return "backward", self._recorder.backward.context().module
+            return self._recorder.phase, self._recorder.modules.current.module
+        return "backward", self._recorder.backward.scope().module
 
     def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
         phase, module = self._place()

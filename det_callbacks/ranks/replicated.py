@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest import unobserved
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.named import Entry, StateWalker, states_of_parameters
+from det_callbacks.trace.named_tensors import Entry, StateWalker, states_of_parameters
 
 LeftOut = Literal[
     "sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "sharded state", "no data"

@@ -14,7 +14,7 @@ from det_callbacks.digest import Bits, Derived, digest_bytes, digest_rows
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.leaves import is_constant, leaves
-from det_callbacks.trace.named import record_bits, record_group
+from det_callbacks.trace.named_tensors import record_bits, record_group
 from det_callbacks.trace.recorder import Recorder
 
 MAX_SAMPLES = 1024
@@ -97,7 +97,7 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
     for kind, name in unread.items():
         slot = recorder.layouts.special(kind, (), UNREAD)
         record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
-        recorder.passing.opaque.add(f"{name} ({kind})")
+        recorder.undigested.opaque.add(f"{name} ({kind})")
     recorder.late.end_group()
     return sketch
 

@@ -1,37 +1,40 @@
 """Collectives in a step: what goes in, before the call; what came out, when it is there and somebody reads it.
 
 Each call of a ``c10d`` op or a functional collective makes rows of role "sent", one for each tensor that this rank
-puts in (one without bits where it puts in none). Its outputs are not looked at: their storages are marked, and the
-first read of them, by an op, another collective, ``wait_tensor`` or a group of named tensors, makes a row of role
-"delivered" with an edge to the rows of what went in. A tensor that is read while the collective is under way gets a
-row without bits.
+puts in (one without bits where it puts in none). Its outputs are not looked at: their storages carry the number of a
+``Delivery``, and the first read of them, by an op, another collective, ``wait_tensor`` or a group of named tensors,
+makes a row of role "delivered" with an edge to the rows of what went in. A tensor that is read while the collective is
+under way gets a row without bits.
 """
 
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
 from det_callbacks.runs.program import IN_FLIGHT, Site
-from det_callbacks.trace.building import input_row, source_of
-from det_callbacks.trace.calls import tensors_in
-from det_callbacks.trace.collective_calls import arguments_of, group_of, received_tensors, sent_tensors
+from det_callbacks.runs.values import plain_value
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.deliveries import DeliveredName, Delivery, work_of
 from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.overloads import OpPlan, tensors_in
+from det_callbacks.trace.program_trie import NOWHERE, CallNode, OpScope
+from det_callbacks.trace.sites import InputName, SpecialInput, source_of
 from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.storages import PartialWrites, region_of
-from det_callbacks.trace.tree import Context, Event
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
 
-_graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
+_resolve_process_group = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # of torch 2.13
 
 WAIT = "_c10d_functional.wait_tensor"
 _WAITS = frozenset({WAIT, "c10d_functional.wait_tensor"})
@@ -43,6 +46,48 @@ _WITHOUT_DATA = frozenset(
         "_c10d_functional._wrap_tensor_autograd",  # puts the wrapper that waits around a result
     }
 )
+_ROOTED: dict[str, str] = {
+    "c10d.broadcast_": "root_rank",
+    "c10d.scatter_": "root_rank",
+    "_c10d_functional.broadcast": "src",
+    "_c10d_functional.broadcast_": "src",
+}
+"""Op -> argument with the rank in the group that alone puts something in."""
+_CHANGE_NOTHING = frozenset({"async_op", "timeout", "sparse_indices", "asyncOp"})
+_SHOWN_OTHERWISE = frozenset({"process_group", "group_name", "op_list"})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Delivery:
+    """One output of one collective, whose bits may come later.
+
+    Attributes:
+        site: of the row where it is first read, but for its edges.
+        number: of the delivery in its step.
+        inputs: positions of what went in on this rank.
+        work: tells whether the collective is done; None where nobody can ask it.
+        must_be_waited_for: it is done when ``wait_tensor`` has run, and not before (functional collectives).
+        is_in_stream_order: ops read it after it has arrived, since the training's own stream waits for it.
+    """
+
+    site: Site
+    number: int
+    inputs: tuple[int, ...]
+    work: Any
+    must_be_waited_for: bool
+    is_in_stream_order: bool
+
+    def has_arrived(self, *, for_collective: bool = False) -> bool:
+        """Return whether its bits are there for whoever reads it now; another collective has a stream of its own."""
+        if self.must_be_waited_for:
+            return False
+        if self.work is None:
+            return self.is_in_stream_order or not for_collective
+        if not _is_done(self.work):
+            return False
+        self.work = None  # it keeps the tensors of the collective alive
+        self.is_in_stream_order = True
+        return True
 
 
 class Collectives:
@@ -70,11 +115,8 @@ class Collectives:
         for reference, delivery in under_way:
             tensor = reference()
             if tensor is not None and not delivery.has_arrived():
-                delivery.number = len(self._deliveries)
                 delivery.inputs = ()
-                self._deliveries.append(delivery)
-                self._under_way.append((reference, delivery))
-                self._recorder.ledger.deliver(tensor, delivery.number)
+                self._add(tensor, delivery)
 
     def end(self) -> None:
         """End a step: let go of what has arrived."""
@@ -92,23 +134,24 @@ class Collectives:
         if plan.base in _WAITS:
             out = func(*args, **kwargs)
             self.num_digested += 1
-            self._waited(next(iter(given.values())))
+            self._end_wait(next(iter(given.values())))
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.late.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
-            recorder.passing.skipped[plan.kind.value] += 1
+            recorder.undigested.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
-        phase, context = self._place()
-        is_known = not plan.base.startswith("symm_mem.")
+        phase, scope = self._place()
         tensors = list(tensors_in(given.values()))
-        if not is_known or not recorder.selects(phase, context) or not all(map(holds_data, tensors)):
-            recorder.passing.skipped[plan.kind.value] += 1
-            out = func(*args, **kwargs)
-            for tensor in (*tensors, *tensors_in([out])):
-                self._forget(tensor)
-            return out
-        return self._run(plan, func, phase, context, given, args, kwargs)
+        is_known = not plan.base.startswith("symm_mem.") and all(map(holds_data, tensors))
+        if is_known and recorder.selects(phase, scope):
+            return self._run(plan, func, phase, scope, given, args, kwargs)
+        recorder.undigested.skipped[plan.kind.value] += 1
+        out = func(*args, **kwargs)
+        for tensor in tensors_in((*tensors, out)):
+            for part in _parts(tensor):
+                recorder.ledger.forget(part)
+        return out
 
     def read(
         self,
@@ -116,7 +159,7 @@ class Collectives:
         numbers: Sequence[int],
         edges: Sequence[int],
         reads: list[int],
-        names: list[str | None],
+        names: list[InputName],
         row_edges: list[tuple[int, ...]],
     ) -> None:
         """Make the row of a tensor that collectives delivered, at its first read.
@@ -133,7 +176,9 @@ class Collectives:
         deliveries = [self._deliveries[number] for number in numbers]
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
         position = len(recorder.digests)
-        names.append(DeliveredName.of(deliveries[-1], recorder.names.of(tensor), has_arrived=has_arrived))
+        site = deliveries[-1].site
+        key = (site.op, deliveries[-1].number, site.output, has_arrived)
+        names.append(SpecialInput("delivered", recorder.names.of(tensor), key))
         row_edges.append(tuple(sorted({*edges, *(place for delivery in deliveries for place in delivery.inputs)})))
         reads.append(position)
         if has_arrived:
@@ -141,7 +186,13 @@ class Collectives:
             recorder.ledger.write(tensor, position)
         else:
             recorder.append_bits(0, self.slot_in_flight(tensor))
-            recorder.passing.skipped["in_flight"] += 1
+            recorder.undigested.skipped["in_flight"] += 1
+
+    def site_of(self, name: SpecialInput) -> Site:
+        """Return the site of a row with this name, but for its edges."""
+        number = name.key[1]
+        assert isinstance(number, int)
+        return self._deliveries[number].site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
         """Wait for a functional collective whose result is about to be read by an op that waits for it anyway.
@@ -159,10 +210,8 @@ class Collectives:
         """
         if not self._deliveries:
             return True
-        parts = list(_parts(tensor))
-        delivered = [part for part in parts if self._numbers(part)]
-        if delivered:
-            self._enter_arrivals(delivered)
+        delivered = [part for part in _parts(tensor) if self._numbers(part)]
+        self._record_arrival(delivered)
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, *tensors: Tensor) -> None:
@@ -181,22 +230,20 @@ class Collectives:
             return
         for number in self._numbers(target):
             delivery = self._deliveries[number]
-            if "reduce_scatter" in delivery.op:
+            if "reduce_scatter" in delivery.site.op:
                 delivery.work = None
                 self._recorder.ledger.deliver(source, number)
 
     def slot_in_flight(self, tensor: Tensor) -> LayoutSlot:
         """Return the layout of a tensor that is still under way."""
-        return self._recorder.layouts.special(
-            str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape)), IN_FLIGHT
-        )
+        return self._recorder.layouts.without_bits(tensor, IN_FLIGHT)
 
     def _run(
         self,
         plan: OpPlan,
         func: Any,
         phase: str,
-        context: Context,
+        scope: OpScope,
         given: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -204,26 +251,29 @@ class Collectives:
         recorder = self._recorder
         mark = len(recorder.digests)
         reads: list[int] = []
-        names: list[str | None] = []
-        group = group_of(given)
-        arguments = json.dumps(arguments_of(given, group), separators=(",", ":"))
-        sent: list[tuple[Tensor, tuple[int, ...], bool]] = []
+        names: list[InputName] = []
+        group = _group_of(given)
+        arguments = json.dumps(_arguments_of(given, group), separators=(",", ":"))
+        edges: list[tuple[int, ...]] = []
         self._is_sending = True
         try:
-            for tensor in sent_tensors(plan.base, given, group):
+            sent = _sent_tensors(plan.base, given, group)
+            are_there: list[bool] = []
+            for tensor in sent:
                 first, num_names = len(reads), len(names)
                 recorder.reads.read(tensor, reads, names)
-                is_in_flight = any(
-                    isinstance(name, DeliveredName) and name.endswith(IN_FLIGHT) for name in names[num_names:]
+                edges.append(tuple(sorted(set(reads[first:]))))
+                are_there.append(
+                    not any(isinstance(name, SpecialInput) and name.key[-1:] == (False,) for name in names[num_names:])
                 )
-                sent.append((tensor, tuple(reads[first:]), is_in_flight))
             start = len(recorder.digests)
-            for tensor, _, is_in_flight in sent:
-                if is_in_flight:
-                    recorder.append_bits(0, self.slot_in_flight(tensor))
-                else:
+            for tensor, is_there in zip(sent, are_there, strict=True):
+                if is_there:
                     recorder.append(tensor)
+                else:
+                    recorder.append_bits(0, self.slot_in_flight(tensor))
             if not sent:
+                edges.append(())
                 recorder.append_bits(0, recorder.layouts.none)
             positions = tuple(range(start, len(recorder.digests)))
             recorder.late.flush()  # before another stream writes there
@@ -233,113 +283,96 @@ class Collectives:
             raise
         finally:
             self._is_sending = False
-        edges = [edges for _, edges, _ in sent] or [()]
-        event = self._enter(func, phase, context, [arguments], reads, names, len(positions))
-        if not event.rows:
+
+        def build(node: CallNode) -> None:
+            node.source = source_of(scope) or capture_source()
             sites = [
                 Site(
                     phase=phase,
-                    module=event.module,
+                    module=scope.module,
                     op=plan.name,
                     occurrence=0,
                     output=index,
                     role="sent",
                     arguments=arguments,
-                    inputs=tuple(sorted(set(inputs))),
-                    source=event.source,
+                    inputs=inputs,
+                    source=node.source,
                 )
                 for index, inputs in enumerate(edges)
             ]
-            event.rows = (*self._input_rows(event), *sites)
+            node.rows = (*recorder.reads.sites(node), *sites)
+
+        node = recorder.trie.step_to((func, phase, scope, [arguments], reads, names, len(positions)), build)
         recorder.reads.row_edges.clear()
         self.num_digested += 1
-        self._deliver(plan, event, positions, out, given)
+        self._deliver(plan, node, positions, out, given)
         return out
 
-    def _deliver(self, plan: OpPlan, event: Event, positions: tuple[int, ...], out: Any, given: dict[str, Any]) -> None:
+    def _deliver(
+        self, plan: OpPlan, node: CallNode, positions: tuple[int, ...], out: Any, given: dict[str, Any]
+    ) -> None:
         is_functional = not plan.base.startswith("c10d.")
         # who asks for a synchronous call waits for it before anything else runs; some works of gloo (reduce_scatter of
         # lists, torch 2.13) never say that they are done
         is_synchronous = given.get("async_op", True) is False
-        work = None if is_functional or is_synchronous else work_of(out)
+        work = None if is_functional or is_synchronous else _work_of(out)
         for delivery in self._deliveries:
             if delivery.work is not None:
                 delivery.has_arrived()  # lets go of the tensors of what is done
-        for index, tensor in enumerate(received_tensors(plan.base, given, out)):
+        for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
+            site = Site(
+                phase=node.phase,
+                module=node.module,
+                op=f"{WAIT}.default" if is_functional else plan.name,
+                occurrence=0,
+                output=index,
+                role="delivered",
+                source=node.source,
+            )
             for part in _parts(tensor):
-                number = len(self._deliveries)
-                on_host = part.is_cpu
-                self._deliveries.append(
-                    Delivery(
-                        op=f"{WAIT}.default" if is_functional else plan.name,
-                        phase=event.phase,
-                        module=event.module,
-                        source=event.source,
-                        output=index,
-                        number=number,
-                        inputs=positions,
-                        # on a device a work is not done until long after the training has waited for it, in its stream
-                        work=work if on_host else None,
-                        has_to_be_waited_for=is_functional,
-                        is_in_stream_order=on_host or is_synchronous,
-                    )
+                delivery = Delivery(
+                    site=site,
+                    number=0,
+                    inputs=positions,
+                    # on a device a work is not done until long after the training has waited for it, in its stream
+                    work=work if part.is_cpu else None,
+                    must_be_waited_for=is_functional,
+                    is_in_stream_order=part.is_cpu or is_synchronous,
                 )
-                self._recorder.ledger.deliver(part, number)
-                self._under_way.append((weakref.ref(part), self._deliveries[-1]))
+                self._add(part, delivery)
 
-    def _enter(
-        self,
-        func: object,
-        phase: str,
-        context: Context,
-        consts: list[Any],
-        reads: list[int],
-        names: list[str | None],
-        num_sites: int,
-    ) -> Event:
-        """Go to the event of a call: the likely one, a sibling, or a new one without rows."""
-        recorder = self._recorder
-        parent = recorder.at
-        group = (func, phase, context, consts, reads, names, num_sites)
-        event = parent.likely
-        if event is None or not event.fits(*group):
-            event = next((child for child in parent.children if child.fits(*group)), None)
-            if event is None:
-                event = Event(parent, *group)
-                event.source = source_of(context) or capture_source()
-                recorder.tree.add(event)
-            parent.likely = event
-        recorder.at = event
-        return event
+    def _add(self, tensor: Tensor, delivery: Delivery) -> None:
+        delivery.number = len(self._deliveries)
+        self._deliveries.append(delivery)
+        self._under_way.append((weakref.ref(tensor), delivery))
+        self._recorder.ledger.deliver(tensor, delivery.number)
 
-    def _input_rows(self, event: Event) -> Iterator[Site]:
-        pairs = zip(event.names, self._recorder.reads.row_edges, strict=True)
-        return (input_row(name, edges, module=event.module, source=event.source) for name, edges in pairs)
-
-    def _enter_arrivals(self, tensors: Sequence[Tensor]) -> None:
-        """Make the rows of deliveries that no op reads, in an event of their own."""
+    def _record_arrival(self, tensors: Sequence[Tensor]) -> None:
+        """Make the rows of deliveries that no op reads, in a call of their own."""
         recorder = self._recorder
         reads: list[int] = []
-        names: list[str | None] = []
+        names: list[InputName] = []
         for tensor in tensors:
             recorder.reads.read(tensor, reads, names)
         if names:
-            phase, context = self._place()
-            event = self._enter("arrival", phase, context, [], reads, names, 0)
-            if not event.rows:
-                event.rows = tuple(self._input_rows(event))
+            phase, scope = self._place()
+
+            def build(node: CallNode) -> None:
+                node.source = source_of(scope) or capture_source()
+                node.rows = tuple(recorder.reads.sites(node))
+
+            recorder.trie.step_to(("arrival", phase, scope, [], reads, names, 0), build)
             recorder.reads.row_edges.clear()
 
-    def _waited(self, tensor: Tensor) -> None:
+    def _end_wait(self, tensor: Tensor) -> None:
         parts = list(_parts(tensor))
         for part in parts:
             self._note_wait(part)
-        if delivered := [part for part in parts if self._numbers(part)]:
-            self._enter_arrivals(delivered)
+        self._record_arrival([part for part in parts if self._numbers(part)])
 
     def _note_wait(self, tensor: Tensor) -> None:
         for number in self._numbers(tensor):
-            self._deliveries[number].has_to_be_waited_for = False
+            self._deliveries[number].must_be_waited_for = False
             self._deliveries[number].is_in_stream_order = True
 
     def _numbers(self, tensor: Tensor) -> list[int]:
@@ -349,20 +382,13 @@ class Collectives:
         known = self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
         return known.deliveries(region_of(tensor)) if isinstance(known, PartialWrites) else []
 
-    def _forget(self, tensor: Tensor) -> None:
-        for part in _parts(tensor):
-            self._recorder.ledger.forget(part)
-
-    def _place(self) -> tuple[str, Context]:
-        """Return phase and context of a collective.
+    def _place(self) -> tuple[str, OpScope]:
+        """Return phase and scope of a collective.
 
         One that runs when a gradient was accumulated (DDP's reducer) belongs to many parameters, not to that one.
         """
-        recorder = self._recorder
-        if _graph_task_id() == -1:
-            return recorder.phase, recorder.modules.current
-        context = recorder.backward.context()
-        return "backward", "" if context.name is not None else context
+        phase, scope = self._recorder.place()
+        return phase, scope if scope.name is None else NOWHERE
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -372,3 +398,98 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     for part in parts_of(tensor):
         yield from (part,) if part is tensor else _parts(part)
+
+
+def _work_of(out: Any) -> Any:
+    """Return what tells whether a ``c10d`` op is done, from what it returned; None where it returned no such thing.
+
+    The op returns a boxed ``Work`` (alone or last in a tuple), which has no methods; ``Work.unbox`` gives the one that
+    has them (torch 2.13).
+    """
+    last = out[-1] if isinstance(out, list | tuple) and out else out
+    return None if last is None or isinstance(last, Tensor | list | tuple) else dist.Work.unbox(last)
+
+
+def _is_done(work: Any) -> bool:
+    """Return whether a collective is done.
+
+    Gloo marks the future first and the work a moment later (torch 2.13, ``ProcessGroupGloo::finishWorkGloo``), and DDP
+    waits for the future: the work alone would be seen under way in that moment.
+    """
+    if work.is_completed():
+        return True
+    try:
+        return bool(work.get_future().done())
+    except RuntimeError:  # works without a future (send and receive) say so in this way
+        return False
+
+
+def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
+    """Return the tensors that this rank puts in: those arguments that are not only written."""
+    root = _ROOTED.get(base)
+    is_other_root = root is not None and group is not None and given.get(root) != group.rank()
+    if is_other_root or base.partition(".")[2].startswith(("recv", "irecv")):
+        return []
+    if "op_list" in given:
+        return _of_list(given, is_sent=True)
+    arguments = (value for key, value in given.items() if not key.startswith("out") and key not in _CHANGE_NOTHING)
+    return list(tensors_in(arguments))
+
+
+def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor]:
+    """Return the tensors that a collective writes, or makes."""
+    if base.partition(".")[2].startswith(("send", "isend")):
+        return []
+    if "op_list" in given:
+        return _of_list(given, is_sent=False)
+    if not base.startswith("c10d."):
+        return list(tensors_in([out]))
+    outputs = list(tensors_in(value for key, value in given.items() if key.startswith("out")))
+    return outputs or list(tensors_in([given.get("tensors")]))
+
+
+def _of_list(given: dict[str, Any], *, is_sent: bool) -> list[Tensor]:
+    pairs = zip(given["op_list"], given["tensors"], strict=True)
+    return [tensor for kind, tensor in pairs if kind.startswith(("isend", "send")) is is_sent]
+
+
+def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
+    """Return the group of a call, boxed in one argument or named in another; None where it is neither."""
+    boxed, name = given.get("process_group"), given.get("group_name")
+    if boxed is None and not isinstance(name, str):
+        boxed = name
+    if boxed is not None:
+        return dist.ProcessGroup.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else boxed
+    return None if name is None else _resolve_process_group(name)
+
+
+def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
+    """Return the arguments in a form that is the same in all processes of the group, and in every run."""
+    arguments: dict[str, Any] = {}
+    for name, value in given.items():
+        is_empty = isinstance(value, list | tuple) and not value
+        if name in _CHANGE_NOTHING | _SHOWN_OTHERWISE or is_empty or any(True for _ in tensors_in([value])):
+            continue
+        if name == "reduce_op" and isinstance(value, torch.ScriptObject):
+            # what torch's own ops in Python ask a boxed ReduceOp (torch 2.13, distributed/_local_tensor)
+            arguments[name] = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
+        elif name == "ranks":
+            arguments["group"] = shown_ranks(tuple(value))
+        else:
+            arguments[name] = plain_value(value)
+    if group is not None:
+        try:  # not by its name, which counts the groups made before it
+            arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
+        except (KeyError, ValueError):  # made past torch.distributed, so that nobody knows the ranks
+            arguments["group"] = f"{group.size()} processes"
+    return arguments
+
+
+@lru_cache(maxsize=256)
+def shown_ranks(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text: "0-7", "0-6:2" for every other one, "0,1,5"."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    is_even = step > 0 and all(later - earlier == step for earlier, later in pairwise(ranks))
+    if is_even and (len(ranks) > 2 or step == 1):
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, ranks))

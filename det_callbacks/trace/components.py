@@ -1,6 +1,6 @@
 """Tensors that are made of other tensors: sparse ones, shards and wrapper subclasses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +70,8 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         else:
             parts = []
     yield from parts
+
+
+def parts_with_memory(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the ordinary tensors that a tensor consists of: itself, or its parts."""
+    return list(parts_of(tensor)) if has_parts(tensor) else (tensor,)

@@ -4,41 +4,21 @@ While a stream is captured its ops are noted by the driver and do not run: there
 wait of ours would become part of the graph or break it. A replay runs all of them past every mode, so what the step
 knew of memory until then counts no more: what is read next is digested anew, as a row of role "left".
 
-Three methods of ``torch.cuda.graphs._CUDAGraph`` are replaced while a step is under way. It is the class in C++ that
-``torch.cuda.CUDAGraph`` and every other subclass call in the end (looked at in torch 2.13; in builds without CUDA it
-has no methods). A graph that C++ code or cuda-python captures or launches tells nobody.
+``torch.cuda.graphs._CUDAGraph`` is the class in C++ that ``torch.cuda.CUDAGraph`` and every other subclass call in the
+end. A graph that C++ code or cuda-python captures or launches tells nobody.
 """
 
 import functools
-from threading import get_ident
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from det_callbacks.runs.program import GRAPH
-from det_callbacks.trace.replaced import Replaced
-from det_callbacks.trace.tree import Event
+from det_callbacks.trace.replaced import REPLACED
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-
-
-class LeftName(str):
-    """Name of a row of role "left": memory that a replay may have written, at its first read after it.
-
-    Its text is compared when a step is predicted, and tells it from that of an input; ``tensor`` is the name shown.
-    """
-
-    __slots__ = ("tensor",)
-
-    tensor: str | None
-
-    @classmethod
-    def of(cls, tensor: str | None) -> "LeftName":
-        """Return the name of the row of a tensor."""
-        name = cls(f"left in {tensor or ''}")
-        name.tensor = tensor
-        return name
 
 
 class CudaGraphs:
@@ -51,6 +31,8 @@ class CudaGraphs:
         captures: those under way, by ``id``; the same set for good.
     """
 
+    _open: list["CudaGraphs"] = []  # noqa: RUF012  # whose step is under way, by all that were replaced
+
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.captures: set[int] = set()
@@ -58,81 +40,52 @@ class CudaGraphs:
     def begin(self) -> None:
         """Start a step."""
         self.end()
-        _OPEN.append(self)  # first: so ``end`` finds what Ctrl-C has left half done
+        self._open.append(self)
         base = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
-        for name, make in (("capture_begin", _begins), ("capture_end", _ends), ("replay", _replays)):
-            _REPLACED.replace(base, name, make)
+        REPLACED.hold(self, base, "capture_begin", lambda method: _wrapped(method, CudaGraphs._begin_capture))
+        REPLACED.hold(
+            self, base, "capture_end", lambda method: _wrapped(method, CudaGraphs._is_ending, ends_capture=True)
+        )
+        REPLACED.hold(self, base, "replay", lambda method: _wrapped(method, CudaGraphs._before_replay))
 
     def end(self) -> None:
         """End a step; may be called more than once."""
-        if self in _OPEN:
-            _OPEN.remove(self)
-        if not _OPEN:
-            _REPLACED.put_back()
+        if self in self._open:
+            self._open.remove(self)
+        REPLACED.release(self)
         self.captures.clear()
 
     def is_capturing(self) -> bool:
         """Return whether what runs here is captured, so that nothing may be recorded beside it."""
         return bool(self.captures) and torch.cuda.is_current_stream_capturing()
 
-    def before_capture(self, graph: Any) -> None:
-        """Have the device read what waits: within the capture it could not."""
-        self._recorder.late.flush()
+    def _begin_capture(self, graph: Any) -> None:
+        self._recorder.late.flush()  # within the capture the device could not read what waits
         self.captures.add(id(graph))
 
-    def before_replay(self) -> None:
-        """Note that a graph runs, which may write any memory; a compiled region that runs one has rows for what."""
-        recorder = self._recorder
-        recorder.late.before_any_write()
-        if get_ident() not in recorder.compiled.inside:
-            recorder.passing.skipped["replayed"] += 1
-            recorder.passing.opaque.add(GRAPH)
-            recorder.ledger.lose()
-            parent = recorder.at  # an event without rows: a step without the replay is another program
-            like: tuple[Any, ...] = (GRAPH, recorder.phase, "", [], [], [], 0)
-            event = next((child for child in parent.children if child.fits(*like)), None)
-            if event is None:
-                event = Event(parent, *like)
-                recorder.tree.add(event)
-            parent.likely = recorder.at = event
+    def _is_ending(self, _graph: Any) -> None:
+        """Do nothing before a capture ends: what it noted has not run."""
+
+    def _before_replay(self, _graph: Any) -> None:
+        self._recorder.late.before_any_write()
+        if not self._recorder.compiled.is_inside():  # a compiled region that replays one has rows for what it gives
+            self._recorder.undigested.skipped["replayed"] += 1
+            self._recorder.run_unseen(GRAPH)
 
 
-_OPEN: list[CudaGraphs] = []
-_REPLACED = Replaced()
-
-
-def _begins(method: Any) -> Any:
+def _wrapped(method: Any, before: Callable[[CudaGraphs, Any], None], *, ends_capture: bool = False) -> Any:
     @functools.wraps(method)
-    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in _OPEN:
-            one.before_capture(graph)
+    def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in CudaGraphs._open:
+            before(one, graph)
+        has_ended = True  # an invalidated capture has ended as well, and one that did not begin; Ctrl-C too
         try:
-            return method(graph, *args, **kwargs)
-        except BaseException:  # Ctrl-C too: ops have to be recorded again
-            for one in _OPEN:
-                one.captures.discard(id(graph))
-            raise
+            out = method(graph, *args, **kwargs)
+            has_ended = ends_capture
+        finally:
+            for one in CudaGraphs._open:
+                if has_ended:
+                    one.captures.discard(id(graph))
+        return out
 
-    return capture_begin
-
-
-def _ends(method: Any) -> Any:
-    @functools.wraps(method)
-    def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(graph, *args, **kwargs)
-        finally:  # an invalidated capture has ended as well
-            for one in _OPEN:
-                one.captures.discard(id(graph))
-
-    return capture_end
-
-
-def _replays(method: Any) -> Any:
-    @functools.wraps(method)
-    def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in _OPEN:
-            one.before_replay()
-        return method(graph, *args, **kwargs)
-
-    return replay
+    return call

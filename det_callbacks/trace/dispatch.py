@@ -1,8 +1,8 @@
 """What every dispatch mode of this package has in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import DispatchKey, _DisableAutocast  # looked at in torch 2.13
@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import (  # looked at in torch 2.13
     _push_mode,
 )
 
-from det_callbacks.trace.calls import tensors_in
+from det_callbacks.trace.overloads import tensors_in
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -113,6 +116,45 @@ class DispatchMode(TorchDispatchMode):
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""
         return type(_get_current_dispatch_mode()).__name__
+
+
+class Interceptor(DispatchMode):
+    """Hands every op to a recorder; passes them through once it was turned off."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()
+        self._recorder: Recorder | None = None
+        self.recorder = recorder
+        self._captures = recorder.graphs.captures
+        self._inside = recorder.compiled.inside
+        self._lock = recorder.lock
+
+    @property
+    def recorder(self) -> "Recorder | None":
+        """Who gets the ops; None while they are passed through."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: "Recorder | None") -> None:
+        for one in (self._recorder, recorder):
+            if one is not None:
+                one.late.sees_writes = one is recorder
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self._recorder
+        if recorder is None:
+            return func(*args, **(kwargs or {}))
+        with self._lock:
+            if self._captures and recorder.graphs.is_capturing():
+                out = recorder.undigested.captured(func, args, kwargs or {})
+            elif self._inside:
+                out = recorder.compiled.dispatch(func, args, kwargs or {})
+            else:
+                out = recorder.op(func, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 def open_modes() -> list[object]:

@@ -7,13 +7,6 @@ from torch import Generator, Tensor
 
 from det_callbacks.rng import TORCH_CPU, Homes, generator_on, home_devices, is_default, name_of
 
-
-class GeneratorName(str):
-    """Name of a generator, "torch.cpu"; tells a generator's row from that of an input tensor."""
-
-    __slots__ = ()
-
-
 PASSED = "generator on "
 """Begins the names of generators that are passed to an op."""
 
@@ -41,7 +34,7 @@ class GeneratorTrail:
         self._held.clear()
         self._drawing = None
 
-    def read(self, name: GeneratorName, position: int, generator: Generator | None = None) -> tuple[int, ...]:
+    def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
         """Note that the state was digested at a position; return the sites it follows from.
 
         Args:
@@ -64,7 +57,7 @@ class GeneratorTrail:
         self._last[self._drawing] = (*self._last[self._drawing], position)
 
 
-def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) -> tuple[GeneratorName, Generator]:
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) -> tuple[str, Generator]:
     """Return the generator that an op draws from: the one passed, else its device's default.
 
     Args:
@@ -76,12 +69,12 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) ->
     for value in (*args, *kwargs.values()):
         if isinstance(value, Generator):
             if not is_default(value):
-                return GeneratorName(f"{PASSED}{value.device.type}"), value
+                return f"{PASSED}{value.device.type}", value
             device = value.device
         elif device is None and isinstance(value, Tensor):
             device = value.device
     own = None if device is None else generator_on(torch.device(device))
     if own is None:
-        return GeneratorName(TORCH_CPU), torch.default_generator
+        return TORCH_CPU, torch.default_generator
     kind, index, generator = own
-    return GeneratorName(name_of(kind, index, homes)), generator
+    return name_of(kind, index, homes), generator

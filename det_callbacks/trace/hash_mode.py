@@ -17,20 +17,20 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.batches import Sketch, record_batch
 from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.dispatch import Interceptor, open_modes
 from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.named import (
+from det_callbacks.trace.named_tensors import (
     Entry,
+    ModuleOutputs,
     StateWalker,
     gradients,
+    has_place,
     optimizer_state,
     record_generators,
     record_group,
 )
-from det_callbacks.trace.names import has_place
 from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
-from det_callbacks.trace.outputs import ModuleOutputs
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.region import Interceptor
 
 
 class HashMode:
@@ -173,7 +173,7 @@ class HashMode:
             self.recorder.abandon()
             return None
         try:
-            self.recorder.passing.wait_for_copies()
+            self.recorder.undigested.wait_for_copies()
             entries = self._state()
             places = record_group(self.recorder, "state", "state", entries)
             if self.selection.level == "op":
@@ -194,7 +194,7 @@ class HashMode:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point of the step."""
         if self.is_open:
             if phase == "state":
-                self.recorder.passing.wait_for_copies()
+                self.recorder.undigested.wait_for_copies()
             record_group(self.recorder, name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
@@ -273,3 +273,96 @@ class HashMode:
             or any(recorder.names.of(value) != name for name, value in parameters if has_place(value))
         ):
             recorder.names.refresh()
+
+
+class OpRegion:
+    """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
+
+    What a tensor's writers were is forgotten when a region ends: between regions anything may write it unseen. So
+    what an op reads from an earlier region is an input of the later one.
+
+    Args:
+        recorder: whose step is under way; its module stack is somebody else's affair.
+        is_followed: a HashMode is open around the step, which sees to phases and module outputs.
+    """
+
+    def __init__(self, recorder: Recorder, *, is_followed: bool = False) -> None:
+        self._recorder = recorder
+        self._is_followed = is_followed
+        self._phases = OptimizerPhases(recorder, "forward")
+        self._outputs = ModuleOutputs(recorder)
+        self._mode: Interceptor | None = None
+        self._below: list[object] = []
+        self.depth = 0
+
+    @property
+    def is_dispatching(self) -> bool:
+        """Whether its mode is handling an op right now, for which torch has taken it from the stack."""
+        return self._mode is not None and self._mode not in open_modes()
+
+    def enter(self) -> None:
+        """Open a region; inside another one it changes nothing."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        if not self._is_followed:
+            self._phases.open()
+            self._outputs.open()
+        self._below = open_modes()
+        self._mode = Interceptor(self._recorder)
+        self._recorder.compiled.open()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def leave(self) -> None:
+        """Close a region.
+
+        Raises:
+            TraceError: none is open.
+        """
+        if not self.depth:
+            raise TraceError(
+                "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
+            )
+        self.depth -= 1
+        if not self.depth:
+            self._close()
+
+    def leave_all(self) -> None:
+        """Close every region; may be called more than once."""
+        self.depth = 0
+        self._close()
+
+    def suspend(self) -> None:
+        """Let ops pass, in a region that is open, until ``resume``: no step is under way."""
+        if self._mode is not None:
+            self._mode.recorder = None
+
+    def resume(self) -> None:
+        """Record ops again where a region is open."""
+        if self._mode is not None:
+            self._mode.recorder = self._recorder
+
+    def _close(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        if not self._is_followed:
+            self._phases.close()
+            self._outputs.close()
+        self._recorder.compiled.close()
+        self._recorder.ledger.close()
+        self._recorder.generators.clear()
+        mode.recorder = None
+        modes = open_modes()
+        if mode in modes:
+            mode.take_out()
+            return
+        if modes and modes == self._below:
+            # A mode opened before the region was closed inside it, and took ours from the stack instead of itself.
+            mode.pop_for_below()
+        warnings.warn(
+            "A dispatch mode that was open before enable_hash_mode was closed before disable_hash_mode; the ops "
+            "between the two were not recorded. Close the region first.",
+            CoverageWarning,
+            stacklevel=4,
+        )

@@ -25,7 +25,7 @@ from det_callbacks.digest import (
 )
 from det_callbacks.trace.components import has_parts, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.names import address_of
+from det_callbacks.trace.named_tensors import address_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 

@@ -89,6 +89,10 @@ class LayoutTable:
         key = (dtype, shape, detail)
         return self.slots.get(key) or self.add(key, TensorLayout(dtype=dtype, shape=shape, detail=detail))
 
+    def without_bits(self, tensor: Tensor, detail: str) -> LayoutSlot:
+        """Return the slot of a tensor that is not digested, for the reason that ``detail`` names."""
+        return self.special(str(tensor.dtype).removeprefix("torch."), tuple(map(int, tensor.shape)), detail)
+
     def of(self, tensor: Tensor) -> LayoutSlot:
         """Return the slot of any tensor."""
         if tensor.is_nested and tensor.layout is torch.strided:

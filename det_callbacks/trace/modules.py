@@ -2,20 +2,28 @@
 
 Global hooks, since per-module hooks switch off fast paths such as ``nn.TransformerEncoderLayer``'s. They are only
 registered while a step is traced.
+
+Regions under activation checkpointing are found here too: a region's ops outside any module call belong to the module
+that called ``torch.utils.checkpoint``, and when they are repeated in the backward pass, that module is no longer on the
+stack. Looked at in torch 2.13: without reentry, a region is a ``_CheckpointFrame`` in the closure of the saved-tensor
+hooks that are in force while it runs, and a local of the unpack hook that repeats it; with reentry it is the node of
+``CheckpointFunction``, the ``ctx`` of its backward. Where these names are not found, the region is unknown.
 """
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _module  # its dictionaries of global hooks: looked at in torch 2.13
+from torch.utils.checkpoint import CheckpointFunction
 
-from det_callbacks.trace.checkpoints import Checkpoints, running_region
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.tree import module_of
+from det_callbacks.trace.program_trie import NOWHERE, OpScope
+from det_callbacks.trace.source import frames_above_engine
 
 UNKNOWN_MODULE = "?"
 
@@ -28,9 +36,10 @@ _global_hooks: dict[int, Any] = _module._global_forward_hooks
 _always_called: dict[int, bool] = _module._global_forward_hooks_always_called
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 
+top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Returns the saved-tensor hooks in force as (pack, unpack), or None; takes 0.05 microseconds."""
 
-_Call = tuple[nn.Module, str, int, bool]
-"""Module, name, backward pass, whether it is recomputed."""
+_CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 
 
 class ModuleStack:
@@ -40,8 +49,8 @@ class ModuleStack:
         root: the module that names are relative to; None names each outermost module by its class.
 
     Attributes:
-        current: name of the innermost running module; a compiled region puts that of the module whose code it is here,
-            and calls ``return_to_stack`` at its end.
+        current: scope of the innermost running module; a compiled region puts that of the module whose code it is
+            here, and calls ``return_to_stack`` at its end.
         backward_pass: the backward pass that module was called in (recomputation, hooks); -1 when it was in none.
         is_recomputed: whether that call repeats one of the forward pass under activation checkpointing.
         checkpoints: the regions under activation checkpointing.
@@ -54,24 +63,21 @@ class ModuleStack:
         self.on_output: Callable[[str, Any], None] | None = None
         self.checkpoints = Checkpoints()
         self._root = root
-        self._names: dict[int, str] = {}
-        self._known: frozenset[str] = frozenset()
-        self._unwrapped: dict[str, str] = {}
+        self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
-        self._stack: list[_Call] = []
+        self._stack: list[tuple[nn.Module, OpScope, int, bool]] = []
         self._key: int | None = None
-        self._enter_hook = self._enter
-        self._leave_hook = self._leave
+        self._hooks = (self._enter, self._leave)
         self._has_refreshed = False
         self._filters: list[Any] = []
-        self.current = ""
+        self.current = NOWHERE
         self.backward_pass = -1
         self.is_recomputed = False
 
     def open(self) -> None:
         """Register the hooks."""
         self._has_refreshed = False
-        if self._root is not None and not self._names:
+        if self._root is not None and not self._scopes:
             self._refresh(self._root, "")
         # Not by register_module_forward_hook, which takes another key each time: Dynamo guards on the keys, and would
         # compile anew in every step until it gives up.
@@ -79,8 +85,7 @@ class ModuleStack:
         while key in _global_hooks or key in _global_pre_hooks:
             key -= 1
         self._key = key
-        _global_pre_hooks[key] = self._enter_hook
-        _global_hooks[key] = self._leave_hook
+        _global_pre_hooks[key], _global_hooks[key] = self._hooks
         _always_called[key] = True
         # not by filterwarnings, which lets every warning that was shown once be shown again
         self._filters = warnings.filters  # type: ignore[assignment]  # a list, declared as a sequence
@@ -100,59 +105,50 @@ class ModuleStack:
     def forget(self) -> None:
         """Forget the modules named by their class, which would be kept alive; call between steps."""
         if self._root is None and not self._stack:
-            self._names.clear()
+            self._scopes.clear()
             self._modules.clear()
 
     @property
     def names(self) -> list[str]:
         """Qualified names of the modules known so far."""
-        return list(self._names.values())
-
-    @property
-    def names_known(self) -> frozenset[str]:
-        """The same names, to look one up."""
-        if len(self._known) != len(self._names):
-            self._known = frozenset(self._names.values())
-        return self._known
-
-    @property
-    def names_unwrapped(self) -> dict[str, str]:
-        """The names without the parts that ``torch.compile`` adds by wrapping a module, with those that have them."""
-        if len(self._unwrapped) != len(self.names_known):
-            self._unwrapped = {name.replace("_orig_mod.", ""): name for name in sorted(self.names_known)}
-        return self._unwrapped
-
-    def _refresh(self, root: nn.Module, prefix: str) -> None:
-        for name, module in root.named_modules(prefix=prefix):
-            if id(module) not in self._names:
-                self._names[id(module)] = name
-                self._modules.append(module)  # keeps the id from being reused
-
-    def _name_of(self, module: nn.Module) -> str:
-        name = self._names.get(id(module))
-        if name is not None:
-            return name
-        if self._root is None:
-            if not self._stack:
-                self._refresh(module, type(module).__name__)
-                return self._names[id(module)]
-        elif not self._has_refreshed:
-            self._has_refreshed = True
-            self._refresh(self._root, "")
-            name = self._names.get(id(module))
-            if name is not None:
-                return name
-        return module_of(self.current)  # not part of the model (a wrapper, a metric): its ops count as its caller's
+        return [scope.module for scope in self._scopes.values()]
 
     def running(self) -> list[str]:
         """Return the names of the modules called in the running backward pass, or outside any, innermost first."""
         backward_pass = _graph_task_id()
         names = []
-        for _, name, entered_in, _ in reversed(self._stack):
+        for _, scope, entered_in, _ in reversed(self._stack):
             if entered_in != backward_pass:
                 break
-            names.append(name)
+            names.append(scope.module)
         return names
+
+    def return_to_stack(self) -> None:
+        """Make the innermost running module the current one."""
+        if self._stack:
+            _, self.current, self.backward_pass, self.is_recomputed = self._stack[-1]
+        else:
+            self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
+
+    def _refresh(self, root: nn.Module, prefix: str) -> None:
+        for name, module in root.named_modules(prefix=prefix):
+            if id(module) not in self._scopes:
+                self._scopes[id(module)] = OpScope(module=name)
+                self._modules.append(module)  # keeps the id from being reused
+
+    def _scope_of(self, module: nn.Module) -> OpScope:
+        known = self._scopes.get(id(module))
+        if known is not None:
+            return known
+        if self._root is None:
+            if not self._stack:
+                self._refresh(module, type(module).__name__)
+                return self._scopes[id(module)]
+        elif not self._has_refreshed:
+            self._has_refreshed = True
+            self._refresh(self._root, "")
+        # not part of the model (a wrapper, a metric): its ops count as its caller's
+        return self._scopes.get(id(module), self.current)
 
     @runs_uncompiled  # compiled by itself it would do nothing, for good: what is compiled is told by is_compiling
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -164,7 +160,7 @@ class ModuleStack:
         is_recomputed = backward_pass != -1 and (
             (self.is_recomputed and self.backward_pass == backward_pass) or running_region() is not None
         )
-        self._stack.append((module, self._name_of(module), backward_pass, is_recomputed))
+        self._stack.append((module, self._scope_of(module), backward_pass, is_recomputed))
         self.return_to_stack()
 
     @runs_uncompiled  # likewise
@@ -177,17 +173,46 @@ class ModuleStack:
             depth -= 1
         if not depth:
             return
-        _, name, backward_pass, _ = self._stack[depth - 1]
-        if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._names:
-            self.on_output(name, output)
+        _, scope, backward_pass, _ = self._stack[depth - 1]
+        if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
+            self.on_output(scope.module, output)
         del self._stack[depth - 1 :]
         self.return_to_stack()
 
-    def return_to_stack(self) -> None:
-        """Make the innermost running module the current one."""
-        if self._stack:
-            _, self.current, self.backward_pass, self.is_recomputed = self._stack[-1]
-        else:
-            self.current = ""
-            self.backward_pass = -1
-            self.is_recomputed = False
+
+class Checkpoints:
+    """Remembers which modules called the checkpointed regions without reentry; holds no region alive."""
+
+    def __init__(self) -> None:
+        self._callers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._last: Callable[[], Any] = lambda: None
+
+    def is_new(self, hooks: tuple[Any, Any]) -> bool:
+        """Return whether these saved-tensor hooks have not been looked at yet."""
+        return self._last() is not hooks[1]
+
+    def note(self, hooks: tuple[Any, Any], caller: str) -> None:
+        """Note which module opened the region of the saved-tensor hooks in force, if they are of a region."""
+        unpack = hooks[1]
+        if self._last() is unpack:
+            return
+        code = getattr(unpack, "__code__", None)
+        if code is not None and code.co_filename == _CHECKPOINT_FILE and "frame" in code.co_freevars:
+            region = unpack.__closure__[code.co_freevars.index("frame")].cell_contents
+            self._last = weakref.ref(unpack)
+            self._callers.setdefault(region, caller)
+
+    def caller_of(self, region: Any) -> str:
+        """Return the module that called a region, "?" when that was not seen."""
+        return self._callers.get(region, UNKNOWN_MODULE)
+
+
+def running_region() -> Any:
+    """Return the region that the running code repeats inside a backward pass, None when it repeats none."""
+    for frame in frames_above_engine():
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            if frame.f_code.co_name == "unpack_hook":
+                return frame.f_locals.get("frame")
+            if frame.f_code.co_name == "backward":
+                return frame.f_locals.get("ctx")
+    return None

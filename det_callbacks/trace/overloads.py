@@ -1,16 +1,19 @@
-"""What the tracer has to know of an op, decided once per ``OpOverload`` from its schema and two small tables.
+"""What the recorder has to know of an op, decided once per ``OpOverload``, and what one call of it wrote and read.
 
 The tables hold what schemas do not say: outputs whose bits mean nothing, and writes that are not declared. Tracing,
 replay and equivalence share them; ``tests/unit/test_overloads.py`` checks each entry against the running torch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+
+from det_callbacks.trace.components import has_parts
 
 OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     # workspaces and reserved buffers: other bits at every call of the same kernel on the same inputs
@@ -180,21 +183,21 @@ class OpPlan:
     base: str
     kind: OpKind
     call: Callable[..., Any]
-    argument_names: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    number_arguments: frozenset[str]
-    is_functional: bool
-    writes: tuple[ArgumentWrite, ...]
-    sole_write: int
-    fresh_returns: tuple[int, ...]
-    returns_one: bool
-    hidden_writes: tuple[str, ...]
-    is_overwrite: bool
-    is_plain: bool
-    opaque_outputs: frozenset[int]
-    draws_random: bool
-    may_be_in_flight: bool
-    declared_only: str
+    argument_names: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    number_arguments: frozenset[str] = frozenset()
+    is_functional: bool = False
+    writes: tuple[ArgumentWrite, ...] = ()
+    sole_write: int = -1
+    fresh_returns: tuple[int, ...] = ()
+    returns_one: bool = False
+    hidden_writes: tuple[str, ...] = ()
+    is_overwrite: bool = False
+    is_plain: bool = False
+    opaque_outputs: frozenset[int] = frozenset()
+    draws_random: bool = False
+    may_be_in_flight: bool = False
+    declared_only: str = ""
     is_reducing: bool = False
     whole: "OpPlan | None" = None
 
@@ -202,7 +205,8 @@ class OpPlan:
 def make_plan(func: OpOverload | HigherOrderOperator) -> OpPlan:
     """Return the plan for an overload; costs some 20 microseconds, so keep it."""
     if not isinstance(func, OpOverload):
-        return _opaque_plan(f"higher_order.{func}", func)
+        name = f"higher_order.{func}"
+        return OpPlan(overload=func, name=name, base=name, kind=OpKind.OPAQUE, call=func)
     schema = func._schema
     base = f"{func.namespace}.{schema.name.partition('::')[2]}"
     hidden = HIDDEN_WRITES.get(base, ())
@@ -264,32 +268,6 @@ def _sole_write(schema: Any, written: list[ArgumentWrite], *, returns_fresh: boo
     return written[0].index if is_one_tensor and not has_async else -1
 
 
-def _opaque_plan(name: str, call: Callable[..., Any]) -> OpPlan:
-    """Return the plan of an op that runs other ops inside where no mode sees them."""
-    return OpPlan(
-        overload=call,
-        name=name,
-        base=name,
-        kind=OpKind.OPAQUE,
-        call=call,
-        argument_names=(),
-        defaults={},
-        number_arguments=frozenset(),
-        is_functional=False,
-        writes=(),
-        sole_write=-1,
-        fresh_returns=(),
-        returns_one=False,
-        hidden_writes=(),
-        is_overwrite=False,
-        is_plain=False,
-        opaque_outputs=frozenset(),
-        draws_random=False,
-        may_be_in_flight=False,
-        declared_only="",
-    )
-
-
 def _is_composite(name: str) -> bool:
     """Return whether an op has no kernels but one that calls other ops.
 
@@ -313,3 +291,116 @@ def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
     if is_view:
         return OpKind.VIEW
     return OpKind.DIGEST
+
+
+def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that a call writes, in the order of the schema."""
+    written: list[Tensor] = []
+    untouched = plan.hidden_writes if plan.hidden_writes and not _is_training(plan, args, kwargs) else ()
+    for write in plan.writes:
+        if write.name in untouched:
+            continue
+        if write.name == plan.declared_only and kwargs.get("grad_scale") is None:
+            continue
+        value = args[write.index] if write.index < len(args) else kwargs.get(write.name)
+        if isinstance(value, Tensor):
+            written.append(value)
+        elif isinstance(value, list | tuple):
+            written.extend(item for item in value if isinstance(item, Tensor))
+    return written
+
+
+def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Return what a call wrote: fresh tensors and numbers first, then the arguments it wrote."""
+    if not plan.fresh_returns:
+        return written_arguments(plan, args, kwargs)
+    returned = out if isinstance(out, list | tuple) and not plan.returns_one else (out,)
+    outputs: list[Any] = []
+    for index in plan.fresh_returns:
+        if index in plan.opaque_outputs or index >= len(returned):
+            continue
+        value = returned[index]
+        if isinstance(value, list | tuple):
+            outputs.extend(item for item in value if item is not None)
+        elif value is not None:
+            outputs.append(value)
+    if plan.writes:
+        outputs.extend(written_arguments(plan, args, kwargs))
+    return outputs
+
+
+def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call that it reads, and does not write."""
+    written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
+    if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
+        args = args[1:]
+    read: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, list | tuple) else (value,)
+        read.extend(item for item in items if isinstance(item, Tensor) and id(item) not in written)
+    return read
+
+
+def read_by_argument(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a call reads, by argument: not those that it only writes."""
+    written_only = {write.name for write in plan.writes} if plan.is_overwrite else set()
+    for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
+        if name in written_only:
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield f"{name}[{index}]", item
+
+
+def in_flight(
+    plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], set[torch.device]]:
+    """Return the tensors that a call copies to the host without anybody having waited for it, and where from."""
+    index = plan.argument_names.index("non_blocking")
+    is_non_blocking = args[index] if index < len(args) else kwargs.get("non_blocking", False)
+    written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
+    on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
+    if not on_host:
+        return [], set()
+    return on_host, {value.device for value in tensors_in(args) if not value.is_cpu}
+
+
+def goes_to_device(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a copy's target is not on the host: then the host need not have waited for what it reads."""
+    if plan.writes:
+        return any(not tensor.is_cpu for tensor in written_arguments(plan, args, kwargs))
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "cpu"
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values and in the lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a mode has to take an op apart, because it is composite and nobody did so before.
+
+    Otherwise autograd does, and what still comes is called inside some kernel. Nested tensors, for instance, have
+    kernels of their own for it.
+    """
+    if plan.whole is None:
+        return False
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    if any(has_parts(tensor) or tensor.is_nested or tensor.is_quantized for tensor in tensors):
+        return False
+    return torch.is_inference_mode_enabled() or (bool(tensors) and all(tensor.is_inference() for tensor in tensors))
+
+
+def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if "training" not in plan.argument_names:
+        return True
+    index = plan.argument_names.index("training")
+    return bool(args[index] if index < len(args) else kwargs.get("training"))

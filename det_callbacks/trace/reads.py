@@ -1,5 +1,6 @@
 """What a call of an op reads: the sites that wrote its inputs, and input sites where nobody recorded did."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,13 +9,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # l
 
 from det_callbacks.digest import digest_memory
 from det_callbacks.rng import digest_generator
-from det_callbacks.runs.program import UNWRITTEN
-from det_callbacks.trace.calls import goes_to_device, tensors_read
+from det_callbacks.runs.program import UNWRITTEN, Site
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
-from det_callbacks.trace.cuda_graphs import LeftName
 from det_callbacks.trace.generators import PASSED, generator_of
-from det_callbacks.trace.names import address_of
-from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.named_tensors import address_of
+from det_callbacks.trace.overloads import OpPlan, goes_to_device, tensors_read
+from det_callbacks.trace.program_trie import CallNode
+from det_callbacks.trace.sites import InputName, SpecialInput, input_site
 from det_callbacks.trace.storages import region_of
 
 _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
@@ -27,24 +28,25 @@ class Reads:
     """Collects the reads of one call after the other; the recorder itself handles the common case.
 
     Args:
-        recorder: whose ledger is asked and whose input sites are made.
+        recorder: whose storages are asked and whose input sites are made.
 
     Attributes:
         row_edges: for each input site made for the call under way, the sites that it follows from.
+        unwritten: tensors of the call under way that were allocated in this step, and that no recorded op has written.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.row_edges: list[tuple[int, ...]] = []
-        self._is_for_device = False
         self.unwritten: list[Tensor] = []
-        """Tensors of the call under way that were allocated in this step, and that no recorded op has written."""
+        self._is_for_device = False
 
-    def read(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
+    def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
         """Collect who wrote the bytes of a tensor; make an input site where nobody recorded did."""
+        recorder = self._recorder
         if has_parts(tensor):
             if isinstance(tensor, AsyncCollectiveTensor):
-                self._recorder.passing.collectives.wait(tensor)
+                recorder.undigested.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
                 self._read_whole(tensor, reads, names)
@@ -53,7 +55,6 @@ class Reads:
                 for part in parts:
                     self.read(part, reads, names)
                 return
-        recorder = self._recorder
         ledger = recorder.ledger
         storage = tensor.untyped_storage()
         known = ledger.writers.get(storage._cdata)
@@ -73,36 +74,32 @@ class Reads:
                 return
             delivered = known.deliveries(region)
             if delivered:
-                recorder.passing.collectives.read(tensor, delivered, edges, reads, names, self.row_edges)
+                recorder.undigested.collectives.read(tensor, delivered, edges, reads, names, self.row_edges)
                 return
         position = len(recorder.digests)
-        name = recorder.names.of(tensor)
-        if self._is_for_device and storage._cdata in ledger.in_flight and tensor.is_cpu:
-            # the device comes to both copies in order, and the host may be ahead of the first one
-            names.append(name)
-            self.row_edges.append(edges)
-            reads.append(position)
-            recorder.append_bits(0, recorder.passing.collectives.slot_in_flight(tensor))
-            return
-        if ledger.is_lossy:
-            name = LeftName.of(name)
+        name: InputName = recorder.names.of(tensor)
+        if ledger.is_invalidated:
+            name = SpecialInput("left", recorder.names.of(tensor))
         names.append(name)
         self.row_edges.append(edges)
-        slot = recorder.append(tensor)
         reads.append(position)
+        if self._is_for_device and storage._cdata in ledger.in_flight and tensor.is_cpu:
+            # the device comes to both copies in order, and the host may be ahead of the first one
+            recorder.append_bits(0, recorder.undigested.collectives.slot_in_flight(tensor))
+            return
+        slot = recorder.append(tensor)
         if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
             ledger.writers[ledger.pin(tensor)] = position
         else:
             ledger.write(tensor, position)
 
     def read_first(
-        self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[str | None]
+        self, tensor: Tensor, storage: torch.UntypedStorage, reads: list[int], names: list[InputName]
     ) -> None:
         """Do the same for a strided tensor whose storage no site of this step has written or read."""
         recorder = self._recorder
-        layouts = recorder.layouts
-        if tensor.is_cpu and not recorder.ledger.is_lossy and not tensor.is_neg() and not tensor.is_nested:
-            slot = layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
+        if tensor.is_cpu and not recorder.ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
+            slot = recorder.layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:
                 position = len(recorder.digests)
@@ -118,21 +115,7 @@ class Reads:
                 return
         self.read(tensor, reads, names)
 
-    def _read_whole(self, tensor: Tensor, reads: list[int], names: list[str | None]) -> None:
-        """Collect who made a tensor without storage (mkldnn); one that holds no data has no writer."""
-        if not holds_data(tensor):
-            return
-        recorder = self._recorder
-        writer = recorder.ledger.writer_of_whole(tensor)
-        if writer is None:
-            writer = len(recorder.digests)
-            names.append(None)
-            self.row_edges.append(())
-            recorder.append(tensor)
-            recorder.ledger.write_whole(tensor, writer)
-        reads.append(writer)
-
-    def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[str | None]) -> None:
+    def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[InputName]) -> None:
         """Collect one argument of any kind."""
         if isinstance(value, Tensor):
             self.read(value, reads, names)
@@ -152,12 +135,12 @@ class Reads:
         kwargs: dict[str, Any],
         consts: list[Any],
         reads: list[int],
-        names: list[str | None],
+        names: list[InputName],
     ) -> None:
         """Collect all arguments of a call but those that it overwrites without reading."""
         self._is_for_device = bool(self._recorder.ledger.in_flight) and goes_to_device(plan, args, kwargs)
         if plan.base == "aten.copy_":
-            self._recorder.passing.collectives.note_copy(*args[:2])
+            self._recorder.undigested.collectives.note_copy(*args[:2])
         written = {write.name for write in plan.writes}
         try:
             for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
@@ -167,20 +150,20 @@ class Reads:
             self._is_for_device = False
 
     def read_generator(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
         """Make a site of the state of the generator that a call draws from."""
         recorder = self._recorder
         name, generator = generator_of(args, kwargs, recorder.generators.homes)
         position = len(recorder.digests)
-        names.append(name)
+        names.append(SpecialInput("generator", name))
         passed = generator if name.startswith(PASSED) else None
         self.row_edges.append(recorder.generators.read(name, position, passed))
         recorder.append_bits(digest_generator(generator), recorder.layouts.none)
         reads.append(position)
 
     def read_unwritten(
-        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[str | None]
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
         """Make sites without bits of the memory that a call reads and that something unseen must have written.
 
@@ -195,8 +178,7 @@ class Reads:
                 names.append(recorder.names.of(tensor))
                 self.row_edges.append(())
                 reads.append(position)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                recorder.append_bits(0, recorder.layouts.special(dtype, tuple(map(int, tensor.shape)), UNWRITTEN))
+                recorder.append_bits(0, recorder.layouts.without_bits(tensor, UNWRITTEN))
                 recorder.ledger.write(tensor, position)
 
     def by_output(
@@ -205,18 +187,19 @@ class Reads:
         """Return what each output of an op on lists of tensors reads, None for other ops.
 
         Output i of a ``_foreach`` or ``_fused`` op reads the i-th tensor of each list, and the tensors in no list.
-        Asked after the call and before its writes are noted.
+        Asked after the call and before its writes are recorded.
         """
         if not plan.base.startswith(_ELEMENTWISE):
             return None
         written = {write.name for write in plan.writes} if plan.is_overwrite else set()
+        writers_of = self._recorder.ledger.writers_of
         lists: list[list[Tensor]] = []
         shared: list[int] = []
         for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
             if name in written:
                 continue
             if isinstance(value, Tensor):
-                shared.extend(self._recorder.ledger.writers_of(value))
+                shared.extend(writers_of(value))
             elif isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
                 lists.append(list(value))
         num_items = len(lists[0]) if lists else 0
@@ -224,11 +207,16 @@ class Reads:
             return None
         if any(has_parts(tensor) for tensors in lists for tensor in tensors):
             return None
-        writers_of = self._recorder.ledger.writers_of
         return [
             [*shared, *(writer for tensors in lists for writer in writers_of(tensors[index % num_items]))]
             for index in range(num_outputs)
         ]
+
+    def sites(self, node: CallNode) -> Iterator[Site]:
+        """Yield the input sites of the call under way, for its new node."""
+        delivered = self._recorder.undigested.collectives.site_of
+        for name, edges in zip(node.names, self.row_edges, strict=False):  # a region has names of its own after them
+            yield input_site(name, edges, node, delivered)
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""
@@ -236,4 +224,19 @@ class Reads:
         del self._recorder.digests[mark:]
         del self._recorder.layout_indices[mark:]
         self.row_edges.clear()
+        self.unwritten.clear()
         self._recorder.ledger.drop_from(mark)
+
+    def _read_whole(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
+        """Collect who made a tensor without storage (mkldnn); one that holds no data has no writer."""
+        if not holds_data(tensor):
+            return
+        recorder = self._recorder
+        writer = recorder.ledger.writer_of_whole(tensor)
+        if writer is None:
+            writer = len(recorder.digests)
+            names.append(None)
+            self.row_edges.append(())
+            recorder.append(tensor)
+            recorder.ledger.write_whole(tensor, writer)
+        reads.append(writer)

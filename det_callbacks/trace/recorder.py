@@ -1,13 +1,14 @@
 """The recorder: what one step did, op by op, with as little work per op as can be.
 
 On the hot path (``Recorder.op``) there is no logging, no string formatting and no schema parsing; a call that fits the
-event predicted at this position costs look-ups and comparisons, its reads, and the digests of what it wrote.
+one predicted at this position costs look-ups and comparisons, its reads, and the digests of what it wrote.
 """
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory
+from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
-from det_callbacks.runs.values import argument_bits
-from det_callbacks.trace.alerts import Alerts
-from det_callbacks.trace.allowed import call_if_allowed
-from det_callbacks.trace.appending import append_special
-from det_callbacks.trace.building import build_op_event
-from det_callbacks.trace.calls import comes_apart, in_flight, written_arguments, written_by_call
-from det_callbacks.trace.compiled import CompiledRegions
-from det_callbacks.trace.components import has_parts, holds_data
+from det_callbacks.runs.values import argument_bits, scalar_bits
+from det_callbacks.trace.backward import ENGINE, BackwardMap
+from det_callbacks.trace.compiled_regions import CompiledRegions
+from det_callbacks.trace.components import has_parts, holds_data, parts_with_memory
+from det_callbacks.trace.cuda_graphs import CudaGraphs
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.exchange import OutputExchange, TensorKeeper, begin_kept_call, exchange_outputs
 from det_callbacks.trace.generators import GeneratorTrail
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
-from det_callbacks.trace.names import NameTable, address_of
-from det_callbacks.trace.nodes import ENGINE, BackwardMap
-from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
-from det_callbacks.trace.passing import Passing
+from det_callbacks.trace.named_tensors import NameTable, address_of
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.overloads import (
+    OpKind,
+    OpPlan,
+    comes_apart,
+    in_flight,
+    make_plan,
+    written_arguments,
+    written_by_call,
+)
+from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, with_occurrences
 from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.sites import InputName, build_op, source_of, source_of_call
 from det_callbacks.trace.storages import StorageLedger
-from det_callbacks.trace.tree import Context, Event, ProgramTree
-from det_callbacks.trace.witness import Witness
+from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, begin_kept_call, hook_outputs
+from det_callbacks.trace.undigested_ops import UndigestedOps
+from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
 _graph_task_id = torch._C._current_graph_task_id  # torch 2.13: -1 outside a backward pass
 _is_grad_enabled = torch.is_grad_enabled
@@ -46,14 +54,8 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
 _SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _DIGEST = OpKind.DIGEST
-_MAX_SIBLINGS = 64
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _READ_BACK = torch.ops.aten._local_scalar_dense.default
-
-
-def _may_be_passed_on(func: Any, phase: str) -> bool:
-    """Return whether Python gets a number that may become an argument of an op in any module."""
-    return func is _READ_BACK and phase != "optimizer"
 
 
 class Recorder:
@@ -65,35 +67,38 @@ class Recorder:
 
     Attributes:
         late: the sites whose digests a device computes.
-        alerts: what is told of ops without a deterministic implementation; set before the first step.
-        exchange: what may put other bits into an op's outputs before they are digested.
-        keeper: what keeps the tensors of chosen ops.
+        nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
+        exchange: called with an op's outputs before they are digested.
+        keeper: keeps the tensors of chosen ops.
         names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
+        lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
+            thread of its own, and an op lets the others go on while it runs.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
-        self.alerts: Alerts | None = None
-        self.exchange: OutputExchange | None = None
+        self.nondeterministic_ops: NondeterministicOps | None = None
+        self.exchange: OutputHook | None = None
         self.keeper: TensorKeeper | None = None
+        self.lock = RLock()
         self.names = NameTable()
         self.parameter_names: dict[int, str] = {}
-        self._phase = "other"
-        self.tree = ProgramTree()
+        self.trie = ProgramTrie()
         self.layouts = LayoutTable()
         self.ledger = StorageLedger()
         self.generators = GeneratorTrail()
         self.modules = ModuleStack(root)
         self.backward = BackwardMap(self.parameter_names, self.modules)
         self.reads = Reads(self)
-        self.passing = Passing(self)
+        self.graphs = CudaGraphs(self)
+        self.undigested = UndigestedOps(self, self.graphs.is_capturing)
         self.compiled = CompiledRegions(self)
-        self.witness = Witness(self)
+        self.unseen_writes = UnseenWriteCheck(self)
         self.late = LateSites()
         self.digests = array("Q")
         self.layout_indices: list[int] = []
-        self.at = self.tree.root
+        self._phase = "other"
         self._plans: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._accumulation: OpPlan | None = None
         self._selected: dict[tuple[str, str], bool] = {}
@@ -110,49 +115,51 @@ class Recorder:
     def phase(self, phase: str) -> None:
         self.late.flush()
         self._phase = phase
-        self.witness.begin_update()
+        self.unseen_writes.begin_update()
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
         self.late.begin()
-        self.tree.trim()
         self.layouts.trim()
         self.ledger.close()
         self.backward.clear()
         self.generators.clear()
         self.digests = array("Q")
         self.layout_indices = []
-        self.at = self.tree.root
         self._expected = expected
-        self.tree.expected = () if expected is None else expected.programs
-        self.passing.clear()
+        self.trie.begin(() if expected is None else expected.programs)
+        self.undigested.begin()
+        self.graphs.begin()
         self.compiled.begin()
         self._num_digested = 0
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
-        skipped = {"view": self.passing.num_views, **self.passing.skipped}
-        ops_digested = sum((self._num_digested, self.passing.collectives.num_digested, self.compiled.num_digested))
-        program = self.tree.program_at(
-            self.at,
+        skipped = {"view": self.undigested.num_views, **self.undigested.skipped}
+        ops_digested = self._num_digested + self.undigested.collectives.num_digested + self.compiled.num_digested
+        program = self.trie.program(
             ops_seen=ops_digested + sum(skipped.values()),
             ops_digested=ops_digested,
             skipped=skipped,
-            opaque_regions=tuple(sorted(self.passing.opaque | self.compiled.opaque)),
+            opaque_regions=tuple(sorted(self.undigested.opaque | self.compiled.opaque)),
         )
         require_whole(program, self.digests)
         late = self.late.settle(self.digests)
-        if self._expected is not None and late:
-            self.witness.look_back(self._expected, program, late)
-        trace = StepTrace(
-            program=program,
-            digests=np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64),
-            layout_id=self.layouts.layout_id(self.layout_indices),
-            unseen_writes=frozenset() if self._expected is None else frozenset(self._expected.unseen_writes),
-            _make_layout=partial(self.layouts.layout, self.layout_indices),
-        )
+        unseen: frozenset[int] = frozenset()
+        if self._expected is not None:
+            if late:
+                self.unseen_writes.look_back(self._expected, program, late)
+            unseen = frozenset(self._expected.unseen_writes)
+        digests = np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64)
+        trace = self._trace(program, digests, self.layout_indices, unseen)
         self.abandon()
         return trace
+
+    def trace_so_far(self) -> StepTrace:
+        """Return a copy of what the step under way did up to here, without counts; waits for devices that digest."""
+        self.late.settle(self.digests)
+        program = Program(sites=with_occurrences(self.trie.rows()))
+        return self._trace(program, np.array(self.digests, dtype=np.uint64), list(self.layout_indices), frozenset())
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
@@ -160,13 +167,20 @@ class Recorder:
         self.ledger.close()
         self.backward.clear()
         self.compiled.end()
-        self.passing.end()
+        self.undigested.collectives.end()
+        self.graphs.end()
         self._expected = None
 
     @property
     def num_sites(self) -> int:
         """Sites recorded so far in this step."""
         return len(self.digests)
+
+    def place(self) -> tuple[str, OpScope]:
+        """Return phase and scope of what runs now."""
+        if _graph_task_id() == -1:
+            return self._phase, self.modules.current
+        return "backward", self.backward.scope()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
@@ -177,31 +191,35 @@ class Recorder:
                     return TAKE_APART
                 plan = plan.whole
             if plan.kind is not _DIGEST:
-                return self.passing.pass_through(plan, func, args, kwargs)
+                return self.undigested.run(plan, func, args, kwargs)
         if _graph_task_id() == -1:
             phase = self._phase
-            context: Context = self.modules.current
+            scope = self.modules.current
         else:
             phase = "backward"
-            context = self.backward.context()
-            if context is ENGINE and func is _ADD_IN_PLACE:
+            scope = self.backward.scope()
+            if scope is ENGINE and func is _ADD_IN_PLACE:
                 func, plan = _ADD, self._plan_of_accumulation(args)
-        if plan.is_reducing and self.passing.is_in_reducer(context):
-            return self.passing.reducing(plan, args, kwargs)
-        if not self._selects_all and not self.selects(phase, context) and not _may_be_passed_on(func, phase):
-            return self.passing.unselected(plan, func, phase, context, args, kwargs)
+        if (
+            plan.is_reducing
+            and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs)) is not NotImplemented
+        ):
+            return reduced
+        # a number that Python gets may become an argument of an op in any module
+        may_be_passed_on = func is _READ_BACK and phase != "optimizer"
+        if not self._selects_all and not may_be_passed_on and not self.selects(phase, scope):
+            return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
 
         digests = self.digests
         mark = len(digests)
         consts: list[Any] = []
         reads: list[int] = []
-        names: list[str | None] = []
+        names: list[InputName] = []
         ledger = self.ledger
         writers = ledger.writers
         is_functional = plan.is_functional
         expected = self._expected
-        before = None
-        kept = None
+        written_before = kept = None
         try:
             if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
@@ -229,14 +247,14 @@ class Recorder:
             if not is_functional and (expected is not None or self.late.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None and not plan.is_overwrite:
-                    before = self.witness.look_before(written, mark, is_update=phase == "optimizer")
+                    written_before = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
                 if self.late.is_used:
                     self.late.before_write(written)
             if self.keeper is not None:
-                kept = begin_kept_call(self.keeper, self.names, plan, phase, context, args, kwargs, self.late)
+                kept = begin_kept_call(self, plan, phase, scope, args, kwargs)
             out = plan.call(*args, **kwargs)
         except RuntimeError as error:
-            out = call_if_allowed(self, error, mark, func, phase, context, args, kwargs)
+            out = self.call_if_allowed(error, mark, func, phase, scope, args, kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
@@ -244,48 +262,48 @@ class Recorder:
             outputs: Sequence[Any] = (out,)
         elif plan.sole_write >= 0:
             outputs = (args[plan.sole_write],)
+        elif plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
+            self.undigested.mark_in_flight(*flying)
+            outputs = ()
         else:
-            if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
-                self.passing.fly(*flying)
-                outputs = ()
-            else:
-                outputs = written_by_call(plan, out, args, kwargs)
-                for index in plan.opaque_outputs:
-                    if index < len(out) and isinstance(out[index], Tensor):
-                        self.ledger.born(out[index])
+            outputs = written_by_call(plan, out, args, kwargs)
+            for index in plan.opaque_outputs:
+                if index < len(out) and isinstance(out[index], Tensor):
+                    ledger.mark_uninitialised(out[index])
 
         if self.exchange is not None:
-            out, outputs = exchange_outputs(self.exchange, plan, phase, context, out, outputs, self.late)
+            out, outputs = hook_outputs(self, plan, phase, scope, out, outputs, args, kwargs)
         if self.keeper is not None and kept is not None:
             self.keeper.end_call(kept, outputs, len(digests))
-        event = self.at.likely
+        node = self.trie.at.likely
         if (
-            event is None
-            or event.func is not func
-            or event.reads != reads
-            or event.consts != consts
-            or event.context is not context
-            or event.phase is not phase
-            or event.names != names
-            or event.num_outputs != len(outputs)
-            or (event.exact is not None and not event.is_exactly(consts))
-            or (kwargs and event.keywords != tuple(kwargs))
+            node is None
+            or node.func is not func
+            or node.reads != reads
+            or node.consts != consts
+            or node.scope is not scope
+            or node.phase is not phase
+            or node.names != names
+            or node.num_outputs != len(outputs)
+            or (node.exact is not None and not node.is_exactly(consts))
+            or (kwargs and node.keywords != tuple(kwargs))
         ):
             if outputs and not any(holds_data(output) for output in outputs):
                 self.reads.roll_back(mark)
-                self.passing.skipped["no_data"] += 1
+                self.undigested.skipped["no_data"] += 1
                 return out
-            event = self._other_event(func, phase, context, consts, reads, names, outputs, plan, args, kwargs)
-        self.at = event
+            call = (func, phase, scope, consts, reads, names, len(outputs), tuple(kwargs))
+            node = self.trie.step_to(call, partial(self._build, plan, args, kwargs, outputs))
+        else:
+            self.trie.at = node
         if names:
             self.reads.row_edges.clear()
         self._num_digested += 1
-        # in phase "backward" the context is an attribution
-        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or context.recomputed):  # type: ignore[union-attr]  # attribution
-            self.backward.register(event)
+        if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
+            self.backward.register(node)
         indices = self.layout_indices
-        if event.varying:
-            bits, tag = argument_bits([consts[index] for index in event.varying])
+        if node.varying:
+            bits, tag = argument_bits([consts[index] for index in node.varying])
             digests.append(bits)
             indices.append(self.layouts.tags[tag].index)
         first = len(digests)
@@ -311,13 +329,13 @@ class Recorder:
                     digests.append(self.late.digest(len(digests), output, slot))
                 indices.append(slot.index)
             else:
-                append_special(self, output, is_fresh=is_functional)
+                self._append_special(output, is_fresh=is_functional)
         if not is_functional:
             self.late.end_read()
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self.witness.compare(expected, mark, first, plan, args, kwargs, before)
+            self.unseen_writes.compare(expected, mark, first, plan, args, kwargs, written_before)
         return out
 
     def append(self, tensor: Tensor) -> LayoutSlot:
@@ -333,60 +351,141 @@ class Recorder:
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
-    def _other_event(
-        self,
-        func: Any,
-        phase: str,
-        context: Context,
-        consts: list[Any],
-        reads: list[int],
-        names: list[str | None],
-        outputs: Sequence[Any],
-        plan: OpPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Event:
-        """Return the event of a call that is not the likely one: a sibling, or a new one."""
-        parent = self.at
-        for child in parent.children[: -_MAX_SIBLINGS - 1 : -1]:
-            if child.fits(func, phase, context, consts, reads, names, len(outputs), tuple(kwargs)):
-                parent.likely = child
-                return child
-        event = Event(parent, func, phase, context, consts, reads, names, len(outputs), tuple(kwargs))
-        self.backward.note_functions(event)
-        is_named = not plan.is_functional
-        # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
-        name_of = self.names.of if phase == "backward" else self.names.of_written
-        output_names = [
-            name_of(output) if is_named and isinstance(output, Tensor) and not has_parts(output) else None
-            for output in outputs
-        ]
-        build_op_event(
-            event,
-            plan,
-            args,
-            kwargs,
-            tree=self.tree,
-            position=len(self.digests),
-            row_edges=self.reads.row_edges,
-            inputs=self.reads.by_output(plan, args, kwargs, len(outputs)),
-            outputs=outputs,
-            output_names=output_names,
-        )
-        self.tree.add(event)
-        parent.likely = event
-        return event
+    def append_value(self, value: Any, writers: Sequence[int] = ()) -> None:
+        """Append the bits of a tensor or a number; ``writers`` are the sites that wrote the tensor, where known."""
+        if not isinstance(value, Tensor):
+            bits, tag = scalar_bits(value)
+            self.append_bits(bits, self.layouts.special(tag))
+        elif writers:
+            self.append_output(value, writers)
+        else:
+            self.append(value)
 
-    def selects(self, phase: str, context: Context) -> bool:
+    def append_output(self, tensor: Tensor, writers: Sequence[int]) -> None:
+        """Append a tensor; the digest of the one site that wrote the same bytes is taken over."""
+        slot = self.layouts.of(tensor)
+        if len(writers) == 1 and slot.is_raw:
+            (writer,) = writers
+            written = self.layouts.at(self.layout_indices[writer])
+            is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
+            if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
+                self.append_bits(self.late.take_over(len(self.digests), writer, self.digests), slot)
+                return
+        self.append(tensor)
+
+    def writers_of(self, tensor: Tensor) -> list[int]:
+        """Return the sites of this step that wrote a tensor's bytes."""
+        return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
+
+    def run_unseen(self, label: str) -> None:
+        """Note that something ran that may have written any memory, named so in the coverage.
+
+        It has no rows, and a step without it is another program.
+        """
+        self.undigested.opaque.add(label)
+        self.ledger.invalidate()
+        self.trie.step_to((label, *self.place(), [], [], [], 0), lambda node: None)
+
+    def selects(self, phase: str, scope: OpScope) -> bool:
         """Return whether ops at this place are digested."""
         if self._selects_all:
             return True
-        module = context if isinstance(context, str) else context.module  # once per op: no call
-        selected = self._selected.get(key := (phase, module))
+        selected = self._selected.get(key := (phase, scope.module))
         if selected is None:
-            selected = self.selection.selects_phase(phase) and self.selection.selects_module(module)
+            selected = self.selection.selects_phase(phase) and self.selection.selects_module(scope.module)
             self._selected[key] = selected
         return selected
+
+    def plan_of(self, func: Any) -> OpPlan:
+        """Return how calls of an op are recorded."""
+        if (known := self._plans.get(id(func))) is not None:
+            return known
+        plan = make_plan(func)
+        if self.nondeterministic_ops is not None:
+            plan = replace(plan, call=self.nondeterministic_ops.trap(plan))
+        if plan.whole is not None:
+            plan = replace(plan, whole=replace(plan.whole, call=plan.call))
+        self._plans[id(func)] = plan
+        return plan
+
+    def call_if_allowed(
+        self,
+        error: RuntimeError,
+        mark: int,
+        func: Any,
+        phase: str,
+        scope: OpScope,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a call again that raised for want of a deterministic implementation, when the user allows it.
+
+        Where the error is another one, or not allowed, it is raised again, and the sites from ``mark`` on are dropped.
+        """
+        ops = self.nondeterministic_ops
+        try:
+            if ops is None or not ops.is_raised_for(error):
+                raise error
+            call, source = partial(func, *args, **kwargs), source_of(scope)
+            return ops.call_again(error, call, op=str(func), phase=phase, module=scope.module, source=source)
+        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
+            self.reads.roll_back(mark)
+            raise
+
+    def _trace(
+        self, program: Program, digests: np.ndarray, indices: list[int], unseen_writes: frozenset[int]
+    ) -> StepTrace:
+        return StepTrace(
+            program=program,
+            digests=digests,
+            layout_id=self.layouts.layout_id(indices),
+            unseen_writes=unseen_writes,
+            _make_layout=partial(self.layouts.layout, indices),
+        )
+
+    def _build(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any], node: CallNode
+    ) -> None:
+        """Fill in a new node of the call of an op."""
+        self.backward.note_functions(node)
+        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
+        # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
+        name_of = self.names.of if node.phase == "backward" else self.names.of_written
+        output_names = [
+            name_of(output) if not plan.is_functional and isinstance(output, Tensor) and not has_parts(output) else None
+            for output in outputs
+        ]
+        build_op(
+            node,
+            plan,
+            args,
+            kwargs,
+            trie=self.trie,
+            inputs=tuple(self.reads.sites(node)),
+            position=len(self.digests),
+            by_output=self.reads.by_output(plan, args, kwargs, len(outputs)),
+            outputs=outputs,
+            output_names=output_names,
+        )
+
+    def _append_special(self, output: Any, *, is_fresh: bool) -> None:
+        """Append a number, or a tensor that is not an ordinary strided one.
+
+        A fresh one (sparse, a wrapper) may be made around tensors that exist; their bytes keep their writers.
+        """
+        position = self.num_sites
+        if not isinstance(output, Tensor):
+            self.append_value(output)
+        elif not holds_data(output):
+            self.append_bits(0, self.layouts.special("no data"))
+        else:
+            self.append(output)
+            parts = parts_with_memory(output)
+            for part in parts:
+                if not (is_fresh and part.untyped_storage()._cdata in self.ledger.writers):
+                    self.ledger.write(part, position)
+            if not parts:
+                self.ledger.write_whole(output, position)
 
     def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
         """Return how the engine's sum of two gradients in place is recorded: like the sum that it makes otherwise.
@@ -398,15 +497,3 @@ class Recorder:
             self.late.before_write(args[:1])
         self._accumulation = self._accumulation or replace(self.plan_of(_ADD), call=self.plan_of(_ADD_IN_PLACE).call)
         return self._accumulation
-
-    def plan_of(self, func: Any) -> OpPlan:
-        """Return how calls of an op are recorded."""
-        if (known := self._plans.get(id(func))) is not None:
-            return known
-        plan = make_plan(func)
-        if self.alerts is not None and self.alerts.may_warn(plan.base):
-            plan = replace(plan, call=self.alerts.trap(plan.call))
-        if plan.whole is not None:
-            plan = replace(plan, whole=replace(plan.whole, call=plan.call))
-        self._plans[id(func)] = plan
-        return plan

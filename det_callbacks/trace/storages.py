@@ -71,14 +71,14 @@ class PartialWrites:
     """Writers of parts of a storage.
 
     Attributes:
-        is_born: the storage was made in this step by an op that leaves memory uninitialised, so bytes nobody wrote
-            hold nothing worth recording.
+        is_uninitialised: the storage was made in this step by an op that leaves memory uninitialised, so bytes that
+            nobody wrote hold nothing worth recording.
         is_empty: it was made by an op that only allocates.
         writes: (region, position of the site, ``UNKNOWN`` or less), in the order in which they happened; without what a
             later one without holes replaced.
     """
 
-    is_born: bool
+    is_uninitialised: bool
     is_empty: bool = False
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class PartialWrites:
                 return at >= 0
             if at < 0 and written.overlaps(region):
                 return False
-        if self.is_born:
+        if self.is_uninitialised:
             return True
         reached = region.low
         for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.steps):
@@ -140,8 +140,8 @@ class StorageLedger:
         self.writers: dict[int, int | PartialWrites] = {}
         self.pins: list[int] = []
         self._without_storage: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.is_lossy = False
-        """Whether ``lose`` was called in this step."""
+        self.is_invalidated = False
+        """Whether ``invalidate`` was called in this step."""
         self.in_flight: set[int] = set()
         """Addresses of the host's storages into which a device copies, and nobody has waited for it, as far as seen."""
 
@@ -167,9 +167,9 @@ class StorageLedger:
         else:
             self._partial(address, known, storage.nbytes()).add(region, position)
 
-    def born(self, tensor: Tensor, *, is_empty: bool = False) -> None:
+    def mark_uninitialised(self, tensor: Tensor, *, is_empty: bool = False) -> None:
         """Note a tensor whose memory is uninitialised, or as good as that: a workspace that its op has filled."""
-        self.writers[self.pin(tensor)] = PartialWrites(is_born=True, is_empty=is_empty)
+        self.writers[self.pin(tensor)] = PartialWrites(is_uninitialised=True, is_empty=is_empty)
 
     def forget(self, tensor: Tensor) -> None:
         """Note that something unrecorded wrote a tensor: the next recorded read of it becomes an input site."""
@@ -183,19 +183,19 @@ class StorageLedger:
         elif region.high > region.low:
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
 
-    def fly(self, tensor: Tensor) -> None:
+    def mark_in_flight(self, tensor: Tensor) -> None:
         """Note that a device copies into a tensor of the host, which has it some time later."""
         self.forget(tensor)
         self.in_flight.add(self.pin(tensor))
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """Note that something may have written any memory: the next recorded read of it becomes a site."""
-        self.is_lossy = True
+        self.is_invalidated = True
         under_way: dict[int, int | PartialWrites] = {}
         for address, known in self.writers.items():
             if isinstance(known, PartialWrites) and (late := [write for write in known.writes if write[1] < UNKNOWN]):
                 # what a collective has yet to bring comes later than what may have been written now
-                under_way[address] = PartialWrites(is_born=False, writes=late)
+                under_way[address] = PartialWrites(is_uninitialised=False, writes=late)
         self.writers.clear()
         self.writers.update(under_way)
 
@@ -209,12 +209,14 @@ class StorageLedger:
                 self.pin(tensor)
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN - 1 - number)
 
-    def grown(self, tensor: Tensor, num_bytes: int) -> None:
+    def extend(self, tensor: Tensor, num_bytes: int) -> None:
         """Note that a tensor's storage has more bytes than before; the new ones are uninitialised."""
         address = tensor.untyped_storage()._cdata
         known = self.writers.get(address)
         if isinstance(known, int):
-            self.writers[address] = PartialWrites(is_born=True, writes=[(Region(0, num_bytes, num_bytes), known)])
+            self.writers[address] = PartialWrites(
+                is_uninitialised=True, writes=[(Region(0, num_bytes, num_bytes), known)]
+            )
 
     def write_whole(self, tensor: Tensor, position: int) -> None:
         """Note that a site made a tensor that has no storage (mkldnn)."""
@@ -245,7 +247,7 @@ class StorageLedger:
 
     def close(self) -> None:
         """Drop everything known and let the addresses go."""
-        self.is_lossy = False
+        self.is_invalidated = False
         self.in_flight.clear()
         self.writers.clear()
         self._without_storage.clear()
@@ -256,7 +258,7 @@ class StorageLedger:
     def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:
         if not isinstance(known, PartialWrites):
             writes = [] if known is None else [(Region(0, num_bytes, num_bytes), known)]
-            known = self.writers[address] = PartialWrites(is_born=False, writes=writes)
+            known = self.writers[address] = PartialWrites(is_uninitialised=False, writes=writes)
         return known
 
 

@@ -25,7 +25,7 @@ from det_callbacks import (
 )
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.runs.store import Run
-from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 
 PLACES = ("forward", "backward", "validation", "test", "predict")
 PUT = "aten.put_.default"
@@ -244,7 +244,7 @@ def test_it_is_warned_of_once_per_place_instead_of_torch(
 def test_of_what_is_not_caught_torch_itself_is_heard(
     place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Alerts, "may_warn", lambda self, base: False)
+    monkeypatch.setattr(NondeterministicOps, "may_warn", lambda self, base: False)
     watched(tmp_path / "run", place, settings("warn"), level=level)
     assert of_ops(heard) == []
     assert len(of_torch(heard)) == NUM_STEPS

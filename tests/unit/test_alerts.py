@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings import enforce_determinism
-from det_callbacks.trace.alert_watch import AlertWatch
-from det_callbacks.trace.alerts import Alerts
 from det_callbacks.trace.dispatch import DispatchMode
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 PUT = "aten.put_.default"
 UNPOOL = "aten.max_unpool2d.default"
@@ -48,11 +47,11 @@ class Body(nn.Module):
         return self.call(values)
 
 
-def watch(call: Callable[[Tensor], Tensor], *allow: str, num_calls: int = 1) -> tuple[Alerts, Tensor]:
+def watch(call: Callable[[Tensor], Tensor], *allow: str, num_calls: int = 1) -> tuple[NondeterministicOps, Tensor]:
     """Call a function in a watched model, as often as asked; the flags must be what they were."""
     flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
-    alerts, model = Alerts(allow), Net(call)
-    watching = AlertWatch(alerts, model)
+    alerts, model = NondeterministicOps(allow), Net(call)
+    watching = NondeterministicOpWatch(alerts, model)
     watching.open()
     try:
         for _ in range(num_calls):
@@ -110,9 +109,9 @@ def test_each_place_is_found_and_told_once(heard: list[warnings.WarningMessage])
         num_told.append(len(alerts.found))
 
     num_told: list[int] = []
-    alerts = Alerts()
+    alerts = NondeterministicOps()
     alerts.on_new = told
-    watching = AlertWatch(alerts, model := Net(twice))
+    watching = NondeterministicOpWatch(alerts, model := Net(twice))
     with enforce_determinism({"deterministic_algorithms": "warn"}):
         watching.open()
         model(torch.arange(4.0))
@@ -138,17 +137,17 @@ def test_other_errors_pass_as_they_are_and_the_flags_go_back(algorithms: str) ->
 
 
 def test_an_error_that_only_speaks_of_it_is_none() -> None:
-    alerts = Alerts()
+    alerts = NondeterministicOps()
     text = "put_ does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'."
-    assert alerts.is_alert(RuntimeError(text))
-    assert not alerts.is_alert(RuntimeError("put_ has no deterministic implementation"))
-    assert not alerts.is_alert(ValueError(text))
-    assert not alerts.is_alert(NondeterministicOpError(text))
+    assert alerts.is_raised_for(RuntimeError(text))
+    assert not alerts.is_raised_for(RuntimeError("put_ has no deterministic implementation"))
+    assert not alerts.is_raised_for(ValueError(text))
+    assert not alerts.is_raised_for(NondeterministicOpError(text))
 
 
 def test_nothing_is_watched_before_opening_and_after_closing(heard: list[warnings.WarningMessage]) -> None:
-    alerts = Alerts()
-    watching = AlertWatch(alerts, nn.Identity())
+    alerts = NondeterministicOps()
+    watching = NondeterministicOpWatch(alerts, nn.Identity())
     with enforce_determinism({"deterministic_algorithms": "warn"}):
         put(torch.zeros(2))
         watching.open()
@@ -166,8 +165,8 @@ class Other(DispatchMode):
 
 
 def test_closing_below_another_mode_pops_no_stranger() -> None:
-    alerts = Alerts()
-    watching = AlertWatch(alerts, nn.Identity())
+    alerts = NondeterministicOps()
+    watching = NondeterministicOpWatch(alerts, nn.Identity())
     other = Other()
     watching.open()
     other.__enter__()
@@ -181,7 +180,7 @@ def test_closing_below_another_mode_pops_no_stranger() -> None:
 
 
 def test_which_ops_may_warn_is_read_from_torch() -> None:
-    alerts = Alerts()
+    alerts = NondeterministicOps()
     assert alerts.may_warn("aten.put_")
     assert alerts.may_warn("aten.histc")
     assert not alerts.may_warn("aten.add")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks.runs.program import Site
-from det_callbacks.trace import checkpoints, modules, nodes
+from det_callbacks.trace import backward, modules
 from det_callbacks.trace.hash_mode import HashMode
 
 # the inner of two nested reentrant checkpoints: the outer one runs it without gradients first
@@ -83,22 +83,22 @@ def test_recomputed_ops_are_marked_and_named(name, judgements):
 
 
 def test_the_oracle_sees_a_map_that_is_one_node_off(monkeypatch):
-    exact = nodes._next_sequence_number
-    monkeypatch.setattr(nodes, "_next_sequence_number", lambda: exact() + 1)
+    exact = backward._next_sequence_number
+    monkeypatch.setattr(backward, "_next_sequence_number", lambda: exact() + 1)
     torch.manual_seed(0)
     assert judge(*MODELS["gpt"]()).unnamed
-    monkeypatch.setattr(nodes, "_fits", lambda _event, _name: True)
+    monkeypatch.setattr(backward, "_fits", lambda _event, _name: True)
     assert judge(*MODELS["gpt"]()).wrong
 
 
 def test_the_oracle_sees_regions_given_to_strangers(monkeypatch):
-    monkeypatch.setattr(checkpoints.Checkpoints, "caller_of", lambda _self, _region, _default: "aaa")
+    monkeypatch.setattr(modules.Checkpoints, "caller_of", lambda _self, _region: "aaa")
     assert judge(*MODELS["nested checkpoints"]()).wrong
 
 
 def test_the_oracle_sees_recomputation_that_is_not_marked(monkeypatch):
     monkeypatch.setattr(modules, "running_region", lambda: None)
-    monkeypatch.setattr(nodes, "running_region", lambda: None)
+    monkeypatch.setattr(backward, "running_region", lambda: None)
     assert judge(*MODELS["gpt, checkpointed"]()).misjudged_recomputation
 
 

@@ -13,8 +13,7 @@ from tracing import position_of, site_of, step_of, traced
 from det_callbacks import HashMode, digest_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.collective_calls import shown_ranks
-from det_callbacks.trace.deliveries import Delivery
+from det_callbacks.trace.collectives import Delivery, shown_ranks
 
 # torch 2.13 renames some of them
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own functions
@@ -296,16 +295,6 @@ def test_on_a_device_ops_wait_and_other_collectives_may_not() -> None:
 
 
 def _delivery(**fields: Any) -> Delivery:
-    values = {
-        "op": "c10d.allreduce_.default",
-        "phase": "backward",
-        "module": "",
-        "source": (),
-        "output": 0,
-        "number": 0,
-        "inputs": (0,),
-        "work": None,
-        "has_to_be_waited_for": False,
-        "is_in_stream_order": True,
-    }
-    return Delivery(**{**values, **fields})
+    site = Site(phase="backward", module="", op="c10d.allreduce_.default", occurrence=0, output=0, role="delivered")
+    values = {"number": 0, "inputs": (0,), "work": None, "must_be_waited_for": False, "is_in_stream_order": True}
+    return Delivery(site=site, **{**values, **fields})

@@ -21,7 +21,7 @@ from det_callbacks.observers.observations import Observations
 from det_callbacks.report.fits import level_words
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.compiled import hook
+from det_callbacks.trace import compiled_graphs
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.storages import StorageLedger
@@ -127,7 +127,7 @@ def test_what_a_collective_has_yet_to_bring_is_not_lost() -> None:
     ledger.write(tensor, 3)
     ledger.write(other, 4)
     ledger.deliver(tensor[:2], 0)
-    ledger.lose()
+    ledger.invalidate()
     known = ledger.writers[tensor.untyped_storage()._cdata]
     assert not isinstance(known, int)
     assert [at for _, at in known.writes] == [-2]
@@ -236,7 +236,7 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out() -> None:
 
 
 def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "_runs_as_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(compiled_graphs, "_runs_as_cuda_graph", lambda *_: True)
     kept, out = torch.ones(3), torch.zeros(3)
     graph = graph_of(lambda: out.copy_(kept.mul_(3)))
     runs: list[int] = []
@@ -279,7 +279,7 @@ def test_whether_inductor_makes_a_cuda_graph(mode: str, device: str, is_graphed:
     compiler = torch._TorchCompileInductorWrapper(mode, None, False)
     with FakeTensorMode():
         inputs = [2, torch.empty(1, device=device)]
-    assert hook._runs_as_cuda_graph(compiler, "inductor", inputs) is is_graphed
+    assert compiled_graphs._runs_as_cuda_graph(compiler, "inductor", inputs) is is_graphed
 
 
 def test_the_closing_line_says_that_graphs_were_replayed() -> None:

@@ -13,8 +13,7 @@ from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
 from det_callbacks.compare import compare_steps
-from det_callbacks.trace.alert_watch import AlertWatch
-from det_callbacks.trace.alerts import Alerts
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)
 SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)
@@ -111,7 +110,7 @@ AUTOCAST: dict[str, Callable[[], Tensor]] = {
 
 @contextmanager
 def watched() -> Iterator[None]:
-    watch = AlertWatch(Alerts(), nn.Identity())
+    watch = NondeterministicOpWatch(NondeterministicOps(), nn.Identity())
     watch.open()
     try:
         yield

@@ -18,11 +18,11 @@ from det_callbacks.digest import digest_tensor
 from det_callbacks.digest.device import Choice, late
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
-from det_callbacks.trace import names, storages
+from det_callbacks.trace import named_tensors, storages
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot
-from det_callbacks.trace.names import NameTable
+from det_callbacks.trace.named_tensors import NameTable
 from det_callbacks.trace.storages import StorageLedger
 
 
@@ -153,7 +153,7 @@ def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: py
         for tensor in tensors:
             held.pin(tensor)
     else:
-        module = names
+        module = named_tensors
         held.keep({(0, 0): "x"}, [("x", tensor) for tensor in tensors])
     freed = []
 

@@ -14,8 +14,7 @@ from tracing import assert_same, position_of, step_of, traced, verified
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.names import address_of
-from det_callbacks.trace.peek import trace_so_far
+from det_callbacks.trace.named_tensors import address_of
 
 EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
 NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}
@@ -199,7 +198,7 @@ def test_looking_at_a_step_under_way_settles_what_is_known(device: LateDevice) -
     mode = HashMode()
     mode.begin()
     x = torch.ones(3).exp()
-    so_far = trace_so_far(mode.recorder)
+    so_far = mode.recorder.trace_so_far()
     assert so_far.digests[position_of(so_far, "exp.default")] != 0
     x.add_(1)
     trace = mode.finish()

@@ -11,7 +11,6 @@ from op_sweep import SweepMode, bytes_of, dirty_memory
 from torch import Tensor
 from torch.distributed import fsdp  # defines ops of its own
 
-from det_callbacks.trace.calls import written_arguments
 from det_callbacks.trace.overloads import (
     DECLARED_ONLY,
     HIDDEN_STATES,
@@ -25,6 +24,7 @@ from det_callbacks.trace.overloads import (
     UNINITIALISED,
     OpKind,
     make_plan,
+    written_arguments,
 )
 
 aten = torch.ops.aten

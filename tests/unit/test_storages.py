@@ -53,7 +53,7 @@ def test_regions_are_the_bytes_of_views(first, second):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(views(), min_size=1, max_size=6), views(), st.integers(0, 5))
 def test_partial_writes_against_a_map_of_bytes(written, read, unknown):
-    known = PartialWrites(is_born=False)
+    known = PartialWrites(is_uninitialised=False)
     last = [None] * NUM_ELEMENTS
     for position, view in enumerate(written):
         writer = UNKNOWN if position == unknown else position

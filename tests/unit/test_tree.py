@@ -11,8 +11,9 @@ from tracing import assert_same, site_of, step_of, traced, with_role
 
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.values import argument_bits, plain_value, scalar_bits
+from det_callbacks.trace.arguments import comparable, needs_exact
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.tree import ProgramTree, comparable, needs_exact
+from det_callbacks.trace.program_trie import ProgramTrie
 
 
 def steps_of(body, values, **selection):
@@ -153,8 +154,8 @@ def test_constant_odd_numbers_do_not_grow_the_tree(arguments):
     for value in arguments:
         traces.append(step_of(mode, lambda value=value: step(value)))
         if len(traces) == 1:
-            num_events = mode.recorder.tree.num_events
-    assert mode.recorder.tree.num_events == num_events
+            num_events = mode.recorder.trie.num_nodes
+    assert mode.recorder.trie.num_nodes == num_events
     assert_same(traces[0], traces[-1])
 
 
@@ -179,12 +180,12 @@ def test_alternating_steps_find_their_programs_again():
 
     mode = HashMode()
     traces = [step_of(mode, lambda number=number: step(number)) for number in range(8)]
-    num_events = mode.recorder.tree.num_events
+    num_events = mode.recorder.trie.num_nodes
     assert len({trace.program.id for trace in traces}) == 2
     for number in range(8):
         again = step_of(mode, lambda number=number: step(number))
         assert again.program is traces[number].program
-    assert mode.recorder.tree.num_events == num_events
+    assert mode.recorder.trie.num_nodes == num_events
 
 
 class Reader(nn.Module):
@@ -220,7 +221,7 @@ def test_random_lengths_keep_few_programs():
 
 
 def test_the_tree_is_bounded(monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.tree.MAX_EVENTS", 200)
+    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
     mode = HashMode()
 
     def step(number: int) -> None:
@@ -231,7 +232,7 @@ def test_the_tree_is_bounded(monkeypatch):
     first = step_of(mode, lambda: step(5))
     for number in range(100):
         step_of(mode, lambda number=number: step(number))
-        assert mode.recorder.tree.num_events <= 200 + 40
+        assert mode.recorder.trie.num_nodes <= 200 + 40
     assert_same(first, step_of(mode, lambda: step(5)))
 
 
@@ -270,4 +271,4 @@ def test_an_empty_step_has_a_program():
     trace = traced(lambda: None)
     assert {site.role for site in trace.program.sites} <= {"generator"}
     assert trace.program.ops_seen == 0
-    assert ProgramTree().root.children == []
+    assert ProgramTrie().at.children == []

@@ -8,18 +8,29 @@ the outermost call from Python returns, for a backward pass at its end; so the o
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.patterns import OpPattern
 from det_callbacks.runs.evidence import NondeterministicOp
 from det_callbacks.settings.catalogue import algorithms_in_force
+from det_callbacks.trace.dispatch import DispatchMode
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
+from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
 from det_callbacks.trace.source import Entry, capture_source, engine_entry
+
+# looked at in torch 2.13; see backward.py
+_graph_task_id = torch._C._current_graph_task_id
+_current_node = torch._C._current_autograd_node
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_set_flags = torch._C._set_deterministic_algorithms
 
 # aten/src/ATen/Context.cpp, Context::alertNotDeterministic, torch 2.13
 _MARK = "does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True"
@@ -27,11 +38,9 @@ _MARK = "does not have a deterministic implementation, but you set 'torch.use_de
 _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 """Raises on CUDA (aten/src/ATen/native/cuda/Sorting.cpp), which the docstring of torch 2.13 does not say."""
 
-_set_flags = torch._C._set_deterministic_algorithms
 
-
-class Alerts:
-    """Catches torch's alerts, lets allowed ops through, and keeps a list of all.
+class NondeterministicOps:
+    """Catches what torch raises for these ops, lets allowed ones through, and keeps a list of all.
 
     Args:
         allow: patterns ``[phase/][module:]op``.
@@ -61,7 +70,7 @@ class Alerts:
         """The ops found so far, in the order of their first calls."""
         return tuple(self._found.values())
 
-    def is_alert(self, error: BaseException) -> bool:
+    def is_raised_for(self, error: BaseException) -> bool:
         """Return whether torch raised an error because an op has no deterministic implementation."""
         return type(error) is RuntimeError and _MARK in str(error)
 
@@ -72,8 +81,11 @@ class Alerts:
             self._suspects = _UNDOCUMENTED.union(documented)
         return base in self._suspects
 
-    def trap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that raises under "warn" as well, where ``call`` would only warn."""
+    def trap(self, plan: OpPlan) -> Callable[..., Any]:
+        """Return how an op is called: so that it raises under "warn" as well, where it would only warn."""
+        call = plan.call
+        if not self.may_warn(plan.base):
+            return call
 
         def trapped(*args: Any, **kwargs: Any) -> Any:
             if algorithms_in_force() != "warn":
@@ -86,7 +98,7 @@ class Alerts:
 
         return trapped
 
-    def handle(
+    def call_again(
         self,
         error: BaseException,
         call: Callable[[], Any],
@@ -96,7 +108,7 @@ class Alerts:
         module: str,
         source: tuple[str, ...],
     ) -> Any:
-        """Make a call again that raised an alert, when it may be made.
+        """Make a call again that raised for want of a deterministic implementation, when it may be made.
 
         Args:
             error: what it raised.
@@ -116,9 +128,14 @@ class Alerts:
         found = NondeterministicOp(
             op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
         )
-        self._note(found)
-        self._silence(message)
         mode = algorithms_in_force()
+        self._keep(found, mode)
+        # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
+        # a catch_warnings of the user's goes with its end.
+        if self._silenced.get(message) not in warnings.filters:
+            # it is told as a warning of ours instead
+            warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
+            self._silenced[message] = warnings.filters[0]
         if mode == "error" and not is_allowed:
             where = f"{module}:{op}" if module not in ("", "?") else op
             raise NondeterministicOpError(
@@ -134,25 +151,14 @@ class Alerts:
         finally:
             _set_flags(True, warn_only=mode == "warn")
 
-    def _silence(self, message: str) -> None:
-        """Keep torch's own warning about a known op quiet: it names no module and no line, and comes at any time.
-
-        Not those about ops that were not caught: nothing goes unsaid.
-        """
-        # What is added within a catch_warnings of the user's goes with its end.
-        if self._silenced.get(message) not in warnings.filters:
-            # it is told as a warning of ours instead
-            warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
-            self._silenced[message] = warnings.filters[0]
-
-    def _note(self, found: NondeterministicOp) -> None:
+    def _keep(self, found: NondeterministicOp, mode: str) -> None:
         key = (found.op, found.phase, found.module, found.source)
         known = self._found.get(key)
         if known is not None:
             self._found[key] = replace(known, num_calls=known.num_calls + 1)
             return
         self._found[key] = found
-        if not found.is_allowed and algorithms_in_force() == "warn":
+        if not found.is_allowed and mode == "warn":
             warnings.warn(
                 f"{found.place} has no deterministic implementation ({found.message}).",
                 NondeterministicOpWarning,
@@ -160,3 +166,71 @@ class Alerts:
             )
         if self.on_new is not None:
             self.on_new()
+
+
+class NondeterministicOpWatch(DispatchMode):
+    """Finds these ops where no step is traced: in validation and test, and at levels below op; 5 microseconds an op.
+
+    Backward ops carry the module whose op was the first after their autograd node was made; "?" where none was seen.
+
+    Args:
+        ops: who is told of them.
+        model: module that names are relative to.
+    """
+
+    def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:
+        super().__init__()
+        self._ops = ops
+        self._modules = ModuleStack(model)
+        self._calls: dict[int, tuple[OpPlan, Callable[..., Any]]] = {}
+        self._module_of_node: dict[int, str] = {}
+        self._is_open = False
+
+    def open(self) -> None:
+        """Watch from here on; nothing is done when it is open."""
+        if not self._is_open:
+            self._modules.open()
+            self.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self._is_open = True
+
+    def close(self) -> None:
+        """Stop watching; may be called more than once."""
+        if self._is_open:
+            self._is_open = False
+            self._modules.close()
+            self._module_of_node.clear()
+            if self.is_on_top:  # else leaving would pop a stranger
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_open:
+            return func(*args, **kwargs)
+        known = self._calls.get(id(func))
+        if known is None:
+            plan = make_plan(func)
+            known = self._calls[id(func)] = (plan, self._ops.trap(plan))
+        if comes_apart(known[0], args, kwargs):
+            return self.take_apart(func, args, kwargs)
+        # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
+        # thread counts nodes of its own, which only a pass that makes a graph adds to.
+        if torch.is_grad_enabled() or _graph_task_id() == -1:
+            self._module_of_node.setdefault(_next_sequence_number() - 1, self._modules.current.module)
+        try:
+            return known[1](*args, **kwargs)
+        except RuntimeError as error:
+            if not self._ops.is_raised_for(error):
+                raise
+            phase, module = self._place()
+            call = partial(func, *args, **kwargs)
+            source = capture_source()
+            return self._ops.call_again(error, call, op=str(func), phase=phase, module=module, source=source)
+
+    def _place(self) -> tuple[str, str]:
+        if _graph_task_id() == -1:
+            return "forward", self._modules.current.module
+        node = _current_node()
+        number = None if node is None else node._sequence_nr()
+        return "backward", self._module_of_node.get(number, UNKNOWN_MODULE) if number is not None else UNKNOWN_MODULE

@@ -16,9 +16,8 @@ from torch import Tensor
 from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, digest_tensor, value_of
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.calls import tensors_read
-from det_callbacks.trace.components import has_parts, parts_of
-from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.components import has_parts, parts_with_memory
+from det_callbacks.trace.overloads import OpPlan, tensors_read
 from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Before:
-    """What is found of the arguments that an op is about to write.
+class WrittenArguments:
+    """What is found of the arguments that an op is about to write, whose bits nobody can read afterwards.
 
     Attributes:
         is_changed: one of them is not what its recorded writer left; in an optimizer's update: may not be.
@@ -38,7 +37,7 @@ class Before:
     pairs: list[tuple[Bits, Bits]] = field(default_factory=list)
 
 
-class Witness:
+class UnseenWriteCheck:
     """Looks at the inputs of ops whose output is not what the reference had.
 
     Args:
@@ -51,10 +50,10 @@ class Witness:
 
     def begin_update(self) -> None:
         """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
-        self._update = len(self._recorder.digests)
+        self._update = self._recorder.num_sites
 
-    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> "Before":
-        """Return what is found of the arguments that an op is about to write, whose bits nobody can read afterwards.
+    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> WrittenArguments:
+        """Return what is found of the arguments that an op is about to write.
 
         What the optimizer's own update has read or written so far is as it left it. The other memory that an optimizer
         writes has to be what its recorded writers left, or nobody can be called the origin of what is there afterwards.
@@ -64,37 +63,18 @@ class Witness:
             mark: sites that the step had before the call.
             is_update: the call is one of an optimizer's own update.
         """
-        before = Before()
+        found = WrittenArguments()
         trusted = self._update if is_update else mark
         for tensor in tensors:
-            writer = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+            writer = None if has_parts(tensor) else self._writer(tensor)
             if writer.__class__ is int and writer >= trusted:
                 continue
-            if is_update:
-                self._look_before_update(tensor, before)
-            else:
-                before.is_changed = before.is_changed or self._is_changed(tensor)
-        return before
-
-    def _look_before_update(self, tensor: Tensor, before: "Before") -> None:
-        recorder = self._recorder
-        for part in parts_of(tensor) if has_parts(tensor) else (tensor,):
-            if not part.numel():
+            if not is_update:
+                found.is_changed = found.is_changed or self._is_changed(tensor)
                 continue
-            known = recorder.ledger.writers.get(part.untyped_storage()._cdata)
-            if isinstance(known, PartialWrites):
-                region = region_of(part)
-                left = known.untouched(region)
-                before.is_changed |= (
-                    not part.is_cpu
-                    or sum(one.high - one.low for one, _ in left) != region.high - region.low
-                    or self._is_part_changed(part, known)
-                )
-            elif known in recorder.late.bits:
-                before.pairs.append((recorder.late.output_bits(part), recorder.late.bits[known]))
-            else:
-                slot = recorder.layouts.of(part)
-                before.is_changed |= known is None or not slot.is_raw or self._is_changed(part)
+            for part in parts_with_memory(tensor):
+                self._look_before_update(part, found)
+        return found
 
     def compare(
         self,
@@ -104,7 +84,7 @@ class Witness:
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: "Before | None",
+        written: WrittenArguments | None,
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
@@ -118,31 +98,30 @@ class Witness:
             plan: of the op.
             args: of the call.
             kwargs: of the call.
-            before: what was found of the arguments that it wrote; None where it wrote none that it read.
+            written: what was found of the arguments that it wrote; None where it wrote none that it read.
         """
         digests, late = self._recorder.digests, self._recorder.late.bits
         positions = range(first, len(digests))
-        if before is not None and before.pairs:
-            parts = [bits for pair in before.pairs for bits in pair]
-            self._recorder.late.ask(parts, lambda known: self._note_changed(expected, known, positions))
+        if written is not None and written.pairs:
+            parts = [bits for pair in written.pairs for bits in pair]
+            self._recorder.late.ask(parts, lambda known: _note_changed(expected, known, positions))
         waiting = [position for position in positions if position in late]
         differs = expected.checks_left and any(
             position not in late and expected.differs(position, digests[position]) for position in positions
         )
         if differs:
             expected.checks_left -= 1
-            is_changed = before is not None and before.is_changed
+            is_changed = written is not None and written.is_changed
             if is_changed or any(map(self._is_changed, tensors_read(plan, args, kwargs))):
                 expected.unseen_writes.update(positions)
         elif waiting:
             for tensor in tensors_read(plan, args, kwargs):
-                if tensor.is_cpu and not self._is_read_first(tensor, mark) and self._is_changed(tensor):
+                if not tensor.is_cpu or has_parts(tensor):
+                    continue
+                writer = self._writer(tensor)
+                is_just_read = isinstance(writer, int) and writer >= mark
+                if not is_just_read and self._is_changed(tensor):
                     expected.unseen_writes.update(waiting)
-
-    @staticmethod
-    def _note_changed(expected: Expectation, known: list[int], positions: range) -> None:
-        if known[::2] != known[1::2]:
-            expected.unseen_writes.update(positions)
 
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
@@ -160,6 +139,21 @@ class Witness:
         expected.checks_left -= len(differing)
         changed = self._changed({writer for at in differing for writer in sites[at].inputs})
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
+
+    def _look_before_update(self, part: Tensor, found: WrittenArguments) -> None:
+        recorder = self._recorder
+        known = self._writer(part)
+        if not part.numel() or found.is_changed:
+            return
+        if isinstance(known, PartialWrites):
+            region = region_of(part)
+            num_known = sum(left.high - left.low for left, _ in known.untouched(region))
+            is_known = part.is_cpu and num_known == region.high - region.low
+            found.is_changed = not is_known or self._is_part_changed(part, known)
+        elif known is not None and known in recorder.late.bits:
+            found.pairs.append((recorder.late.output_bits(part), recorder.late.bits[known]))
+        else:
+            found.is_changed = known is None or not recorder.layouts.of(part).is_raw or self._is_changed(part)
 
     def _changed(self, wanted: Set[int]) -> set[int]:
         """Return those of some sites whose bytes are still there and others now."""
@@ -179,16 +173,14 @@ class Witness:
         known = queues.finish()
         return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
 
-    def _is_read_first(self, tensor: Tensor, mark: int) -> bool:
-        """Return whether the call under way, which began at a position, has just made the site of what it reads."""
-        known = None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
-        return isinstance(known, int) and known >= mark
+    def _writer(self, tensor: Tensor) -> int | PartialWrites | None:
+        return self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
 
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder
         if has_parts(tensor):
             return False
-        writer = recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        writer = self._writer(tensor)
         if isinstance(writer, PartialWrites):
             return self._is_part_changed(tensor, writer)
         if writer is None or writer in recorder.late.bits:
@@ -205,9 +197,7 @@ class Witness:
         """Return whether bytes without holes, which one site wrote, are others now; the rest cannot be told."""
         recorder = self._recorder
         storage = tensor.untyped_storage()
-        if not tensor.is_cpu:
-            return False
-        for region, writer in known.untouched(region_of(tensor)):
+        for region, writer in known.untouched(region_of(tensor)) if tensor.is_cpu else ():
             left = recorder.layouts.at(recorder.layout_indices[writer])
             is_same_extent = left.is_raw and left.num_bytes == region.high - region.low
             if is_same_extent and region.high <= storage.nbytes():
@@ -215,3 +205,8 @@ class Witness:
                 if now != recorder.digests[writer]:
                     return True
         return False
+
+
+def _note_changed(expected: Expectation, known: list[int], positions: range) -> None:
+    if known[::2] != known[1::2]:
+        expected.unseen_writes.update(positions)

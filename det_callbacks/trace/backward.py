@@ -1,0 +1,392 @@
+"""Which forward op a backward op belongs to, without anomaly mode.
+
+An autograd node carries the sequence number it was made with, and the first op dispatched after that belongs to it.
+That alone is not enough, so a match is accepted only when the node's name fits the op; otherwise the module is "?",
+never a wrong one. ``tests/unit/test_attribution.py`` compares with anomaly mode.
+
+Private names of torch, looked at in 2.13: ``_current_autograd_node`` (the node that runs in this thread),
+``_get_sequence_nr`` (the number the next node will get), ``Node._sequence_nr``, and ``_forward_cls`` (on nodes of
+Python's autograd Functions).
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import pairwise
+from threading import get_ident
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, running_region, top_hooks
+from det_callbacks.trace.overloads import OpPlan, tensors_in
+from det_callbacks.trace.program_trie import CallNode, OpScope
+from det_callbacks.trace.sites import source_of
+from det_callbacks.trace.source import Entry, engine_entry, frames_above_engine
+
+_current_node = torch._C._current_autograd_node
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_graph_task_id = torch._C._current_graph_task_id  # -1 outside a backward pass
+_is_grad_enabled = torch.is_grad_enabled
+
+# a class method, which mypy takes for a plain function
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # undeclared
+_CALL_MODULE = torch.nn.Module._call_impl.__code__
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_REENTRANT = "CheckpointFunctionBackward"
+_COMPILED = "CompiledFunctionBackward"
+"""Name of the autograd node of what AOTAutograd compiled."""
+_COPY_SLICES = "torch::autograd::CopySlices"
+_FRAMES_BELOW = 3
+"""Between ``BackwardMap.attribute`` and the engine: ``scope``, the caller's method and ``__torch_dispatch__``."""
+_MAX_BETWEEN = 6
+"""How many nodes an op may make before it runs, its own included."""
+_MAX_FOLLOWED = 1000
+"""How many nodes that a compiled region made are looked at to find its own: it has few, views and copies aside."""
+_MAX_NODES = 500_000
+_MAX_CALLS = 50_000
+
+UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
+_HOOK = OpScope(module=UNKNOWN_MODULE)
+ENGINE = OpScope(module=UNKNOWN_MODULE, source=("the autograd engine",))
+# Claims the nodes that no op made. One for all recorders: nothing but UNKNOWN is ever kept in its scopes.
+_UNSEEN = CallNode(None, None, "", OpScope(module=UNKNOWN_MODULE), [], [], [], 0)
+
+
+class _Nodes:
+    """The autograd nodes made in one thread: by number, the first call after each.
+
+    Saved-tensor hooks, and clones of inputs with the conjugate bit, may run ops between the making of a node and the
+    op proper; then ``later`` has the other calls that carry the number.
+    """
+
+    __slots__ = ("first", "later")
+
+    def __init__(self) -> None:
+        self.first: dict[int, CallNode] = {}
+        self.later: dict[int, list[CallNode]] = {}
+
+
+class BackwardMap:
+    """Sequence number -> the forward call that made the autograd node, for one step.
+
+    Args:
+        parameter_names: ``id`` of a parameter -> its qualified name; kept current by its owner.
+        modules: the running modules.
+    """
+
+    def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
+        self._parameter_names = parameter_names
+        self._modules = modules
+        self._checkpoints = modules.checkpoints
+        modules.on_enter = self._note_region
+        self._threads: dict[int, _Nodes] = {}
+        self._scopes: dict[tuple[str, str | None, bool], OpScope] = {}
+        self._compiled: dict[int, OpScope] = {}
+
+    def clear(self) -> None:
+        """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
+        self._threads.clear()
+        self._compiled.clear()
+        self.note_unseen()
+        if len(self._scopes) > 100_000:
+            self._scopes.clear()
+
+    def register(self, call: CallNode) -> None:
+        """Note that the running op is this call; the first op after a node was made is the one that made it."""
+        nodes = self._threads.get(get_ident())
+        if nodes is None:
+            nodes = self._threads[get_ident()] = _Nodes()
+        number = _next_sequence_number() - 1
+        first = nodes.first.setdefault(number, call)
+        hooks = top_hooks(True)
+        if hooks is not None:
+            self._checkpoints.note(hooks, call.module)
+        if first is not call and (hooks is not None or first.op_base == "aten.clone"):
+            nodes.later.setdefault(number, []).append(call)
+            if call.is_in_place and first.op_base == "aten.clone":
+                nodes.first.setdefault(number - 1, call)  # its node, then a clone of what it is about to overwrite
+
+    def note_unseen(self) -> None:
+        """Note that the last node of this thread, if nobody claimed it, was made by something that is no op."""
+        nodes = self._threads.setdefault(get_ident(), _Nodes())
+        nodes.first.setdefault(_next_sequence_number() - 1, _UNSEEN)
+
+    def is_unclaimed(self) -> bool:
+        """Return whether the last node of this thread was made by the running op."""
+        nodes = self._threads.get(get_ident())
+        return nodes is None or _next_sequence_number() - 1 not in nodes.first
+
+    def scope(self) -> OpScope:
+        """Return where the running op of a backward pass belongs, the modules called in that pass included."""
+        modules = self._modules
+        if modules.backward_pass == _graph_task_id():
+            return self.in_module(modules.current.module, recomputed=modules.is_recomputed)
+        return self.attribute()
+
+    def attribute(self) -> OpScope:
+        """Return where the running op of a backward pass belongs by its autograd node.
+
+        An op of a hook belongs with the node that the hook runs at, and has a source of its own.
+        """
+        entry = engine_entry(_FRAMES_BELOW)
+        node = _current_node()
+        if node is None:
+            return ENGINE if entry is Entry.ENGINE else _HOOK
+        name = node.name()
+        if top_hooks(True) is not None or name == _REENTRANT:
+            region = running_region()
+            if region is not None:
+                return self.in_module(self._module_of_region(region), recomputed=True)
+        if name == _COMPILED and (claimed := self._compiled.get(node._sequence_nr())) is not None:
+            return claimed
+        found = self._of_accumulation(node) if name == _ACCUMULATE else self._of_node(node, name)
+        return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
+
+    def claim(self, node: Any, scope: OpScope) -> None:
+        """Note where the node of a compiled region belongs."""
+        self._compiled[node._sequence_nr()] = scope
+
+    def in_module(self, module: str, *, recomputed: bool) -> OpScope:
+        """Return the scope of an op inside a module that is called during a backward pass."""
+        known = self._scopes.get(key := (module, None, recomputed))
+        if known is None:
+            known = self._scopes[key] = OpScope(module=module, recomputed=recomputed)
+        return known
+
+    def note_functions(self, call: CallNode) -> None:
+        """Note in a new call which autograd Functions' forwards run, innermost first, and what module called each.
+
+        The modules called since are those whose calls lie further in on the stack.
+        """
+        # codes, not frames: a list of frames holds its own, and so every tensor on the stack until it is collected
+        codes = [frame.f_code for frame in frames_above_engine()]
+        found = [index for index, (_, outer) in enumerate(pairwise(codes)) if outer is _APPLY]
+        if found:
+            modules = [*self._modules.running(), self._outside_modules()]
+            num_calls = [sum(code is _CALL_MODULE for code in codes[:index]) for index in found]
+            call.functions = tuple(
+                (codes[index], modules[min(inner, len(modules) - 1)])
+                for index, inner in zip(found, num_calls, strict=True)
+            )
+
+    def _note_region(self) -> None:
+        hooks = top_hooks(True)
+        if hooks is not None and self._checkpoints.is_new(hooks):
+            # the module that code running here belongs to, before any module that it is about to call
+            running = self._modules.running()
+            self._checkpoints.note(hooks, running[0] if running else self._outside_modules())
+
+    def _outside_modules(self) -> str:
+        if _graph_task_id() == -1:
+            return ""
+        region = running_region()
+        return UNKNOWN_MODULE if region is None else self._module_of_region(region)
+
+    def _module_of_region(self, region: Any) -> str:
+        """Return the module that called a checkpointed region, whose ops outside any module call are that module's."""
+        if _forward_code(region) is None:
+            return self._checkpoints.caller_of(region)
+        return self._of_node(region, region.name()).module
+
+    def _of_accumulation(self, node: Any) -> OpScope:
+        name = self._parameter_names.get(id(node.variable))
+        known = self._scopes.get(key := ("", name or "", False))
+        if known is None:
+            module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
+            known = self._scopes[key] = OpScope(module=module, source=(), name=name)
+        return known
+
+    def _of_node(self, node: Any, name: str) -> OpScope:
+        """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
+        number = node._sequence_nr()
+        if len(self._threads) == 1:
+            call = next(iter(self._threads.values())).first.get(number)
+            if call is not None and (known := call.scopes.get(name)) is not None:
+                return known
+        code = _forward_code(node)
+        found = [
+            scope for nodes in self._threads.values() if (scope := _find_in(nodes, number, name, code)) is not UNKNOWN
+        ]
+        if len(found) == 1 or len({scope.module for scope in found}) == 1:
+            return found[0]
+        return UNKNOWN
+
+
+class OpPlaces:
+    """Where ops run, for modes that record no program: phase, module and source.
+
+    Nodes are forgotten after half a million of them, and those made before then lead to "?", so that it can stay open
+    over a whole training.
+
+    Args:
+        root: the module that module names are relative to; None names outermost modules by their class.
+
+    Attributes:
+        phase: phase of what runs outside a backward pass; set by whoever knows.
+        modules: the running modules.
+        backward: where ops of a backward pass belong.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.phase = "forward"
+        self.modules = ModuleStack(root)
+        self._root = root
+        self._parameter_names: dict[int, str] = {}
+        self.backward = BackwardMap(self._parameter_names, self.modules)
+        self._calls: dict[tuple[object, ...], CallNode] = {}
+        self._num_nodes = 0
+
+    def open(self) -> None:
+        """Start to follow the modules."""
+        self._forget()
+        self._parameter_names.clear()
+        if self._root is not None:
+            named = self._root.named_parameters(remove_duplicate=False)
+            self._parameter_names.update((id(parameter), name) for name, parameter in reversed([*named]))
+        self.modules.open()
+
+    def close(self) -> None:
+        """Stop; may be called more than once."""
+        self.modules.close()
+        self._forget()
+
+    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> tuple[str, ...] | None:
+        """Note the running op, which may own an autograd node; return its source when that had to be found out."""
+        is_backward = phase == "backward"
+        if phase == "optimizer" or (is_backward and not (_is_grad_enabled() or scope.recomputed)):
+            return None
+        if not is_backward and not (_is_grad_enabled() or self.backward.is_unclaimed()):
+            return None
+        if self._num_nodes > _MAX_NODES and _graph_task_id() == -1:
+            self._forget()
+        source = source_of(scope)
+        call = CallNode(None, func, phase, scope, [], [], [], 0)
+        self.backward.note_functions(call)
+        # one object for all calls from one place, so that little is kept of a long block
+        key = (id(func), phase, scope, source, call.functions)
+        known = self._calls.get(key)
+        if known is None:
+            call.op_base, call.is_in_place, call.source = plan.base, bool(plan.writes), source
+            known = self._calls[key] = call
+        self.backward.register(known)
+        self._num_nodes += 1
+        return source
+
+    def _forget(self) -> None:
+        self.backward.clear()
+        self._num_nodes = 0
+        if len(self._calls) > _MAX_CALLS:
+            self._calls.clear()
+
+
+def _forward_code(node: Any) -> CodeType | None:
+    """Return the code of the forward of a Python autograd Function; None for nodes of torch's own."""
+    forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
+    return getattr(forward, "__code__", None)
+
+
+def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
+    """Return the scope of the node of a number, UNKNOWN when no call can be told to have made it.
+
+    An op's own node comes first; then, still before the op, the nodes of what it does first: a clone of what it will
+    overwrite, AsStrided for each view among its inputs whose base was written since. So the op may carry a higher
+    number than its node, with no call in between. An autograd Function that begins with the forward of another
+    carries no call either. Right after an op that wrote into a view comes CopySlices.
+    """
+    if name == _COPY_SLICES:
+        call = nodes.first.get(number - 1)
+        if call is not None and call.op_base == "aten.clone":
+            call = nodes.first.get(number - 2)
+        return _scope_of_gradient(call) if call is not None and call.is_in_place else UNKNOWN
+    for num_between in range(_MAX_BETWEEN):
+        call = nodes.first.get(number + num_between)
+        if call is not None:
+            break
+    else:
+        return UNKNOWN
+    if code is not None:
+        found = _scope_of_function(call, code, num_between)
+        if found is not UNKNOWN or num_between:
+            return found
+    if _fits(call, name):
+        found = _scope_of_gradient(call)
+        if code is None and not num_between:
+            call.scopes[name] = found  # the common case, looked up first from now on
+        return found
+    if name.startswith("AsStrided"):
+        return _scope_of_gradient(call) if _is_in_passing(nodes, number, call) else UNKNOWN
+    later = next((later for later in nodes.later.get(number, ()) if _fits(later, name)), None)
+    return UNKNOWN if later is None else _scope_of_gradient(later)
+
+
+def _is_in_passing(nodes: _Nodes, number: int, call: CallNode) -> bool:
+    """Return whether an AsStrided of this number was made by the call, whose own node then has a lower number.
+
+    It may also have been made by whoever asked for the view's ``grad_fn``. Then the number below is no other node's,
+    except CopySlices: it is only told apart when both sides are of one module.
+    """
+    if number - 1 in nodes.first:
+        return False
+    before = nodes.first.get(number - 2)
+    return before is None or not before.is_in_place or before.module == call.module
+
+
+def _scope_of_gradient(call: CallNode) -> OpScope:
+    known = call.scopes.get("")
+    if known is None:
+        known = call.scopes[""] = (
+            UNKNOWN if call.module == UNKNOWN_MODULE else OpScope(module=call.module, source=call.source)
+        )
+    return known
+
+
+def _scope_of_function(call: CallNode, code: CodeType, num_inner: int) -> OpScope:
+    key = (id(code), num_inner)  # equal code is not the same Function
+    known = call.scopes.get(key)
+    if known is None:
+        modules = [module for running, module in call.functions if running is code]
+        if len(set(modules)) > 1:
+            modules = modules[num_inner : num_inner + 1]  # nested calls of one Function: the innermost comes first
+        is_known = bool(modules) and modules[0] != UNKNOWN_MODULE
+        known = call.scopes[key] = OpScope(module=modules[0], source=call.source) if is_known else UNKNOWN
+    return known
+
+
+def _fits(call: CallNode, name: str) -> bool:
+    """Return whether a node of this name can have been made by the call's op."""
+    base = _node_base(name)
+    op = _op_base(call.op_base)
+    return base == op or base.startswith(f"generatedbackwardfor{op}")
+
+
+@lru_cache(maxsize=4096)
+def _node_base(name: str) -> str:
+    """Return "nllloss" for "NllLossBackward0", "expandcopy" for "ExpandBackward0_copy"."""
+    return re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
+
+
+@lru_cache(maxsize=4096)
+def _op_base(base: str) -> str:
+    """Return "nllloss" for "aten.nll_loss_forward", "mylibscale" for "mylib.scale"."""
+    namespace, _, op = base.partition(".")
+    plain = op.replace("_", "").lower().removesuffix("forward")
+    return plain if namespace == "aten" else namespace.replace("_", "").lower() + plain
+
+
+def compiled_nodes(outputs: Any, number: int) -> list[Any]:
+    """Return the autograd nodes of compiled code among those that were made from a sequence number on."""
+    found: list[Any] = []
+    waiting = [value.grad_fn for value in tensors_in([outputs]) if value.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MAX_FOLLOWED:
+        node = waiting.pop()
+        if node in seen or node.name().endswith("AccumulateGrad") or node._sequence_nr() < number:
+            continue
+        seen.add(node)
+        if node.name() == _COMPILED:
+            found.append(node)
+        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return sorted(found, key=lambda node: node._sequence_nr())

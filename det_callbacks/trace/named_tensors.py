@@ -1,0 +1,400 @@
+"""Tensors that have names: which one an op reads or writes, and the sites of those that no op makes.
+
+Losses, gradients, parameters, buffers, optimizer state, generators and outputs of modules are recorded in groups.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from det_callbacks.digest import Bits, digest_spans
+from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
+from det_callbacks.runs.program import IN_FLIGHT, Role, Site
+from det_callbacks.runs.values import scalar_bits
+from det_callbacks.trace.components import has_parts, holds_data, parts_with_memory, unwrapped
+from det_callbacks.trace.layouts import LayoutSlot
+from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.program_trie import CallNode, OpScope
+from det_callbacks.trace.sites import owner_of
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_STRIDED = torch.strided
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
+
+address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
+"""``data_ptr`` without the lookup of a subclass's method."""
+
+Place = tuple[int, int]
+"""Address of a tensor's storage, and of its first element."""
+
+Entry = tuple[str, Tensor | int | float | bool]
+
+
+class NameTable:
+    """Place of a tensor -> its qualified name.
+
+    Names are those at the step's beginning (and of an optimizer's state when it is first seen), whatever happened in
+    the steps before: a resumed run gives the same names as one that was never interrupted. State that is made inside
+    a step has its names from the next one on. Every storage in the table is pinned by a weak reference, so that
+    neither part of a place can come to mean another tensor.
+
+    Attributes:
+        known: the mapping; public because the reads of a step use it once per tensor.
+        list_state: returns the named tensors as they are now.
+        list_parameters: returns the parameters of a shape, whose gradients have names wherever steps put them.
+    """
+
+    def __init__(self) -> None:
+        self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
+        self.list_parameters: Callable[[torch.Size], Iterable[tuple[str, Tensor]]] = lambda shape: ()
+        self.known: dict[Place, str] = {}
+        self._pins: list[int] = []
+
+    def refresh(self) -> None:
+        """List the named tensors as they are now; 1 microsecond each."""
+        named: dict[Place, tuple[str, object]] = {}
+        for name, value in self.list_state():
+            if has_place(value):
+                named.setdefault(place_of(value), (name, value))
+        self.keep({place: name for place, (name, _) in named.items()}, list(named.values()))
+
+    def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
+        """Replace the table; the tensors at these places are among ``entries``."""
+        if names != self.known:
+            self.close()
+            self.known = names
+            tensors = (value for _, value in entries if has_place(value))
+            # declared as storages, and are addresses
+            self._pins = [tensor.untyped_storage()._weak_ref() for tensor in tensors]  # type: ignore[misc]
+
+    def of(self, tensor: Tensor) -> str | None:
+        """Return the name of an ordinary strided tensor, None when it has none."""
+        return self.known.get(place_of(tensor))
+
+    def of_written(self, tensor: Tensor) -> str | None:
+        """Return the name of an ordinary strided tensor that an op has written, which may be a gradient.
+
+        0.2 microseconds for each parameter of its shape.
+        """
+        if (known := self.of(tensor)) is not None or not (address := address_of(tensor)):
+            return known
+        for name, parameter in self.list_parameters(tensor.shape):
+            gradient = parameter.grad
+            if gradient.__class__ is Tensor and gradient.layout is _STRIDED and address_of(gradient) == address:
+                return f"grad of {name}"
+        return None
+
+    def close(self) -> None:
+        """Forget everything and let the storages' addresses go."""
+        self.known = {}
+        pins, self._pins = self._pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
+        for pin in pins:
+            _free_weak_ref(pin)  # type: ignore[no-untyped-call]  # torch's own, unannotated
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def has_place(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a strided tensor with elements in memory."""
+    return isinstance(value, Tensor) and holds_data(value) and not has_parts(value) and value.numel() > 0
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where an ordinary strided tensor lies."""
+    return tensor.untyped_storage()._cdata, address_of(tensor)
+
+
+def record_generators(recorder: "Recorder") -> None:
+    """Record the states of the generators of Python, NumPy and torch (phase rng), those of devices among them.
+
+    While a graph is captured those of devices are left out: nothing can read them.
+    """
+    for name, generator in (*PROCESS.items(), *used_generators(recorder.generators.homes)):
+        if is_readable(generator):
+            recorder.generators.read(name, recorder.num_sites)
+            record_bits(recorder, "generator", "rng", name, digest_generator(generator), role="generator")
+
+
+def record_group(
+    recorder: "Recorder",
+    label: str,
+    phase: str,
+    entries: Sequence[Entry],
+    *,
+    owner: str | None = None,
+    is_source: bool = False,
+) -> dict[Place, str]:
+    """Record named tensors and numbers as sites, in row-major order of their elements.
+
+    Tensors without data (meta, fake, uninitialised) are left out, and so is what a CUDA graph that is being captured
+    will hold. Costs 2 microseconds a tensor besides the digest.
+
+    Args:
+        recorder: whose step it is.
+        label: what kind of group it is; tells groups at the same place apart.
+        phase: of the sites.
+        entries: (name, tensor or number).
+        owner: module of all of them; None takes it from the name ("net.head" for "net.head.weight").
+        is_source: ops that read these tensors later in the step read these sites.
+
+    Returns:
+        Where the ordinary strided tensors lie, with their names.
+    """
+    if recorder.undigested.is_captured():
+        return {}
+    names: list[str] = []
+    reads: list[list[int]] = []
+    slots: list[LayoutSlot] = []
+    spans: list[tuple[int, int]] = []
+    others: list[tuple[int, Any]] = []
+    written: list[Tensor | None] = []
+    places: dict[Place, str] = {}
+    layouts = recorder.layouts
+    writers = recorder.ledger.writers
+    for name, value in entries:
+        slot: LayoutSlot | None = None
+        other: Any = value
+        is_span = False
+        if not isinstance(value, Tensor):
+            reads.append([])
+            slot = layouts.special(scalar_bits(value)[1])
+        else:
+            if not holds_data(value):
+                continue
+            is_plain = value.__class__ in _PLAIN and value.layout is _STRIDED and not value.is_nested
+            writer = writers.get(value.untyped_storage()._cdata) if is_plain else ()
+            if writer.__class__ is int:
+                reads.append([writer])
+            elif writer is None:
+                reads.append([])
+            else:
+                has_arrived = recorder.undigested.collectives.arrive(value)
+                reads.append(_writers_of(recorder, value))
+                if not has_arrived:
+                    slot, other = layouts.without_bits(value, IN_FLIGHT), 0
+            if slot is None and is_plain and value.is_cpu:
+                slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
+                storage, address = value.untyped_storage(), address_of(value)
+                if slot.num_bytes:
+                    places.setdefault((storage._cdata, address), name)
+                if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
+                    spans.append((address, slot.num_bytes))
+                    is_span = True
+            elif slot is None:
+                slot = layouts.of(value)
+                if has_place(value):
+                    places.setdefault(place_of(value), name)
+        if not is_span:
+            others.append((len(names), other))
+        names.append(name)
+        slots.append(slot)
+        written.append(value if isinstance(value, Tensor) else None)
+    if not names:
+        return places
+    _step_to(recorder, label, phase, owner, reads, names)
+    first = recorder.num_sites
+    digests = digest_spans(spans)
+    for index, value in others:
+        bits = recorder.late.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
+        digests.insert(index, scalar_bits(value)[0] if bits is None else bits)
+    recorder.digests.extend(digests)
+    recorder.layout_indices.extend([slot.index for slot in slots])
+    if is_source:
+        for position, tensor in enumerate(written, start=first):
+            if tensor is not None and not has_parts(tensor) and tensor.numel():
+                recorder.ledger.write(tensor, position)
+    recorder.late.end_group()
+    return places
+
+
+def record_output(recorder: "Recorder", phase: str, module: str, name: str, tensor: Tensor) -> None:
+    """Record an output of a module, or the gradient of one.
+
+    It is digested in memory order like the outputs of ops, and not a second time where one recorded op wrote the whole
+    of it.
+    """
+    if not holds_data(tensor) or recorder.undigested.is_captured():
+        return
+    if not recorder.undigested.collectives.arrive(tensor):
+        recorder.undigested.skipped["in_flight"] += 1
+    else:
+        reads = _writers_of(recorder, tensor)
+        _step_to(recorder, "output", phase, module, [reads], [name])
+        recorder.append_output(tensor, reads)
+        recorder.late.end_group()
+
+
+def record_bits(
+    recorder: "Recorder", label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
+) -> None:
+    """Record 64 bits that are no tensor's, such as the digest of a generator."""
+    _step_to(recorder, label, phase, "", [[]], [name], role)
+    recorder.append_bits(recorder.late.later(recorder.num_sites, bits), slot or recorder.layouts.none)
+
+
+def _step_to(
+    recorder: "Recorder",
+    label: str,
+    phase: str,
+    owner: str | None,
+    reads: list[list[int]],
+    names: Sequence[str],
+    role: Role = "named",
+) -> None:
+    """Go to the call that stands for a group in the program."""
+
+    def build(node: CallNode) -> None:
+        node.rows = tuple(
+            Site(
+                phase=phase,
+                module=owner_of(name) if owner is None else owner,
+                op="",
+                occurrence=0,
+                output=0,
+                role=role,
+                name=name,
+                inputs=tuple(sorted(set(edges))),
+            )
+            for name, edges in zip(names, reads, strict=True)
+        )
+
+    recorder.trie.step_to((label, phase, OpScope(module=owner or ""), [], reads, names, len(names)), build)
+
+
+def _writers_of(recorder: "Recorder", value: Tensor) -> list[int]:
+    """Return the sites of this step that wrote a tensor's bytes."""
+    return sorted({writer for part in parts_with_memory(value) for writer in recorder.ledger.writers_of(part)})
+
+
+class ModuleOutputs:
+    """Records what selected modules return, and by tensor hooks the gradients of it.
+
+    Tensor hooks, since full backward hooks break in-place activations. At level op an output that one recorded op
+    wrote is not digested a second time.
+    """
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self._follows_gradients = "backward" in recorder.selection.phases
+        self._step: object = None
+
+    def open(self) -> None:
+        """Listen from here on."""
+        self._step = object()
+        self._recorder.modules.on_output = self._record
+
+    def close(self) -> None:
+        """Stop listening; gradients of graphs that outlive the step are not recorded."""
+        self._step = None
+        self._recorder.modules.on_output = None
+
+    def _record(self, module: str, output: Any) -> None:
+        recorder = self._recorder
+        phase = recorder.phase
+        if not recorder.selects(phase, OpScope(module=module)):
+            return
+        is_followed = self._follows_gradients and torch.is_grad_enabled()
+        entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
+        for name, tensor in entries:
+            if not isinstance(tensor, Tensor):
+                continue
+            inner = unwrapped(tensor)
+            record_output(recorder, phase, module, name, inner)
+            if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
+                tensor.register_hook(self._hook(self._step, module, f"grad of {name}"))
+
+    def _hook(self, step: object, module: str, name: str) -> Callable[[Tensor | None], None]:
+        def record_gradient(gradient: Tensor | None) -> None:
+            # undefined: autograd runs the hooks of a node with zeros that it does not make
+            if gradient is not None and step is self._step:
+                with self._recorder.lock:
+                    record_output(self._recorder, "backward", module, name, gradient)
+
+        return record_gradient
+
+
+class StateWalker:
+    """Lists the parameters and buffers of a module by qualified name, shared ones once.
+
+    ``nn.Module.named_parameters`` builds every name at every call; here modules are walked once, and again when one
+    of them got or lost a child.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Return (name, parameter); 0.3 microseconds a module and parameter."""
+        self._refresh()
+        return self._walk("_parameters")
+
+    def state(self) -> list[Entry]:
+        """Return (name, tensor): parameters first, then buffers; 0.3 microseconds a module and tensor."""
+        self._refresh()
+        return [*self._walk("_parameters"), *self._walk("_buffers")]
+
+    def _refresh(self) -> None:
+        if not self._modules or any(
+            children != tuple(map(id, module._modules.values())) for _, module, children in self._modules
+        ):
+            self._modules = [
+                (f"{name}." if name else "", module, tuple(map(id, module._modules.values())))
+                for name, module in self._root.named_modules()
+            ]
+
+    def _walk(self, kind: str) -> list[tuple[str, Tensor]]:
+        known = set()
+        entries: list[tuple[str, Tensor]] = []
+        for prefix, module, _ in self._modules:
+            for name, value in getattr(module, kind).items():
+                if value is not None and id(value) not in known:
+                    known.add(id(value))
+                    entries.append((prefix + name, value))
+        return entries
+
+
+def optimizer_state(optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]) -> list[Entry]:
+    """Return the tensors and numbers of the optimizers' states: ("exp_avg of net.head.weight", tensor)."""
+    return [entry for _, entry in states_of_parameters(optimizers, parameter_names)]
+
+
+def states_of_parameters(
+    optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]
+) -> list[tuple[Tensor, Entry]]:
+    """Return what ``optimizer_state`` does, each with the parameter that it belongs to."""
+    entries: list[tuple[Tensor, Entry]] = []
+    for index, optimizer in enumerate(optimizers):
+        known = optimizer.state
+        for group_index, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                state = known.get(parameter)
+                if not state:
+                    continue
+                owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
+                for key, value in state.items():
+                    if isinstance(value, Tensor | bool | int | float):
+                        entries.append((parameter, (f"{key} of {owner}", value)))
+                    elif value is not None:
+                        entries.extend(
+                            (parameter, (f"{path} of {owner}", item))
+                            for path, item in flatten(value, str(key))
+                            if path != key
+                        )
+    return entries
+
+
+def gradients(parameters: Iterable[nn.Parameter], parameter_names: Mapping[int, str]) -> list[Entry]:
+    """Return the gradients that are there: ("grad of net.head.weight", tensor)."""
+    return [
+        (f"grad of {parameter_names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)
+        for number, parameter in enumerate(parameters)
+        if parameter.grad is not None
+    ]

@@ -1,0 +1,166 @@
+"""The sites of a call that no earlier step had: the cold path, where text is made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from det_callbacks.runs.program import Role, Site
+from det_callbacks.trace.arguments import (
+    VARYING,
+    arguments_json,
+    comparable,
+    exact_form,
+    names_of_arguments,
+    needs_exact,
+)
+from det_callbacks.trace.overloads import OpPlan
+from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie
+from det_callbacks.trace.source import capture_source, is_of_torch
+
+
+class SpecialInput(NamedTuple):
+    """Names an input site that is no plain tensor: the state of a generator, what a collective or a replay left.
+
+    Attributes:
+        role: of the site.
+        name: that it shows.
+        key: tells it from others of that name, when calls are compared.
+    """
+
+    role: Role
+    name: str | None
+    key: tuple[object, ...] = ()
+
+
+InputName = str | SpecialInput | None
+
+
+def input_site(
+    name: InputName, edges: tuple[int, ...], node: CallNode, delivered: Callable[[SpecialInput], Site]
+) -> Site:
+    """Return the site of something that a call reads and that no recorded op of this step wrote.
+
+    Args:
+        name: of the input.
+        edges: positions that it follows from.
+        node: the call that reads it.
+        delivered: returns the site, without edges, of what a collective has delivered.
+    """
+    role: Role = "input"
+    phase, module = "input", node.module
+    if isinstance(name, SpecialInput):
+        role = name.role
+        if role == "delivered":
+            return replace(delivered(name), name=name.name, inputs=edges)
+        phase = "rng" if role == "generator" else "other"
+        name = name.name
+    if name is not None:
+        module = "" if role == "generator" else owner_of(name)
+    source = node.source if name is None else ()
+    return Site(
+        phase=phase, module=module, op="", occurrence=0, output=0, role=role, name=name, inputs=edges, source=source
+    )
+
+
+def build_op(
+    node: CallNode,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    trie: ProgramTrie,
+    inputs: Sequence[Site],
+    position: int,
+    by_output: Sequence[Sequence[int]] | None,
+    outputs: Sequence[Any],
+    output_names: Sequence[str | None],
+) -> None:
+    """Fill in the sites and the constant arguments of a new node of an op.
+
+    Args:
+        node: made with what was seen of the call; its source is known.
+        plan: of its overload.
+        args: of the call.
+        kwargs: of the call.
+        trie: knows which arguments change from step to step.
+        inputs: the sites of its inputs.
+        position: of the next site of the step.
+        by_output: positions read by each output, where they are not the same for all.
+        outputs: tensors and numbers that the call wrote.
+        output_names: their names, where they have one.
+    """
+    scope = node.scope
+    if scope.name is not None:
+        output_names = [name or f"grad of {scope.name}" for name in output_names]
+    names = list(names_of_arguments(plan, args, kwargs))
+    assert len(names) == len(node.consts), plan.name
+    node.varying = trie.varying(node, plan.name, names, position)
+    varying = tuple(names[index] for index in node.varying)
+    consts = [VARYING if index in node.varying else const for index, const in enumerate(node.consts)]
+    if any(
+        needs_exact(const, is_number=name.partition("[")[0] in plan.number_arguments)
+        for name, const in zip(names, consts, strict=True)
+    ):
+        node.exact = exact_form(consts, node.varying)
+    node.consts = [comparable(const) for const in consts]
+    given = {*plan.argument_names[: len(args)], *kwargs}
+    left_out = {name: value for name, value in plan.defaults.items() if name not in given}
+    arguments = arguments_json([*names, *left_out], [*consts, *left_out.values()])
+    every = tuple(sorted(set(node.reads)))
+
+    def site(role: Role, output: int = 0, name: str | None = None, edges: tuple[int, ...] = ()) -> Site:
+        return Site(
+            phase=node.phase,
+            module=node.module,
+            op=plan.name,
+            occurrence=0,
+            output=output,
+            role=role,
+            name=name,
+            arguments="{}" if role == "argument" else arguments,
+            varying=varying,
+            inputs=edges,
+            recomputed=scope.recomputed,
+            source=node.source,
+        )
+
+    written = [
+        site(
+            "output" if isinstance(output, Tensor) else "value",
+            index,
+            name,
+            every if by_output is None else tuple(sorted(set(by_output[index]))),
+        )
+        for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
+    ]
+    node.rows = (*inputs, *([site("argument")] if varying else ()), *written)
+
+
+def owner_of(name: str) -> str:
+    """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
+    return name.rpartition(" ")[2].rpartition(".")[0]
+
+
+def source_of(scope: OpScope) -> tuple[str, ...]:
+    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes."""
+    return capture_source() if scope.source is None else scope.source
+
+
+def source_of_call(node: CallNode) -> tuple[str, ...]:
+    """Return the lines behind the call of an op.
+
+    An op that a checkpoint repeats has none of the user's when the repeated module is torch's own: then those of its
+    first run, unless that module was called from several places.
+    """
+    source = source_of(node.scope)
+    if not node.scope.recomputed or not is_of_torch(source):
+        return source
+    first_runs: set[tuple[str, ...]] = set()
+    earlier = node.parent
+    while earlier is not None:
+        if earlier.func is node.func and earlier.phase == "forward" and earlier.module == node.module:
+            first_runs.add(earlier.source)
+        earlier = earlier.parent
+    return first_runs.pop() if len(first_runs) == 1 else source

@@ -1,0 +1,179 @@
+"""Ops whose outputs are not digested: what they change is recorded all the same."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from det_callbacks.trace.collectives import Collectives
+from det_callbacks.trace.components import has_parts, parts_with_memory
+from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, tensors_in, written_arguments
+from det_callbacks.trace.program_trie import CallNode, OpScope
+from det_callbacks.trace.sites import source_of_call
+from det_callbacks.trace.tensor_hooks import hook_outputs
+
+if TYPE_CHECKING:
+    from det_callbacks.trace.recorder import Recorder
+
+_is_grad_enabled = torch.is_grad_enabled
+_STRIDED = torch.strided
+
+
+class UndigestedOps:
+    """Runs ops that make no sites of what they return: views, allocations, collectives, ops outside the selection.
+
+    Args:
+        recorder: whose storages and autograd map are kept true.
+
+    Attributes:
+        collectives: records the ops whose outputs come later.
+        num_views: views in this step.
+        skipped: reason -> number of other ops in this step.
+        opaque: ops of this step that run other ops inside where no mode sees them.
+        is_capturing: returns whether what runs here becomes part of a CUDA graph, so that nothing is computed.
+    """
+
+    def __init__(self, recorder: "Recorder", is_capturing: Callable[[], bool]) -> None:
+        self._recorder = recorder
+        self.collectives = Collectives(recorder)
+        self.num_views = 0
+        self.skipped: Counter[str] = Counter()
+        self.opaque: set[str] = set()
+        self.is_capturing = is_capturing
+        self._copying: set[torch.device] = set()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.num_views = 0
+        self.skipped.clear()
+        self.opaque.clear()
+        self._copying.clear()
+        self.collectives.begin()
+
+    def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
+        recorder = self._recorder
+        if plan.kind is OpKind.VIEW:
+            self.num_views += 1
+            if _is_grad_enabled() or recorder.backward.is_unclaimed():
+                self._touch(func, plan)
+            return plan.call(*args, **kwargs)
+        if plan.kind is not OpKind.UNINITIALISED:
+            recorder.late.flush()  # it may write what nobody is told of, or let another stream do so
+        if plan.kind is OpKind.COLLECTIVE:
+            return self.collectives.run(plan, func, args, kwargs)
+        self.skipped[plan.kind.value] += 1
+        if plan.kind is OpKind.RELAYOUT:
+            return self._relayout(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if plan.kind is OpKind.UNINITIALISED:
+            if out.__class__ is Tensor and out.layout is _STRIDED:
+                recorder.ledger.mark_uninitialised(out, is_empty=True)
+        elif plan.kind is OpKind.OPAQUE:
+            self.opaque.add(plan.name)
+            recorder.backward.note_unseen()
+        elif plan.kind is not OpKind.IGNORED:
+            self._forget(tensors_in((*args, *kwargs.values())))
+        return out
+
+    def unselected(
+        self, plan: OpPlan, func: Any, phase: str, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op outside the selection: what it writes is unknown from here on."""
+        recorder = self._recorder
+        self.skipped["unselected"] += 1
+        if phase != "optimizer" and (_is_grad_enabled() or recorder.backward.is_unclaimed()):
+            self._touch(func, plan)
+        if recorder.late.is_used and not plan.is_functional:
+            recorder.late.before_write(written_arguments(plan, args, kwargs))
+        try:
+            out = plan.call(*args, **kwargs)
+        except RuntimeError as error:
+            out = recorder.call_if_allowed(error, recorder.num_sites, func, phase, scope, args, kwargs)
+        out = hook_outputs(recorder, plan, phase, scope, out, None, args, kwargs)[0]
+        self._forget(written_arguments(plan, args, kwargs))
+        return out
+
+    def in_reducer(self, plan: OpPlan, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op by which DDP's reducer looks up and clears the gradient of an unused parameter.
+
+        It goes through these parameters in the order of their addresses (``gradAccToVariableMap_`` in
+        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), another one in each process; what it writes are zeros.
+        Returns ``NotImplemented`` for any other op, which has not run then.
+        """
+        # it runs where a gradient was accumulated
+        if scope.name is None or not (dist.is_available() and dist.is_initialized()):
+            return NotImplemented
+        self.skipped["reducer"] += 1
+        self._recorder.late.flush()
+        return plan.call(*args, **kwargs)
+
+    def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
+        """Note that devices copy into tensors of the host, and that nobody has waited for it."""
+        self.skipped["in_flight"] += 1
+        self._copying.update(devices)
+        for tensor in tensors:
+            for part in parts_with_memory(tensor):
+                self._recorder.ledger.mark_in_flight(part)
+
+    def wait_for_copies(self) -> None:
+        """Wait for the devices that copy to the host, at a step's end: what lies there is about to be read."""
+        copying, self._copying = self._copying, set()
+        accelerator = torch.accelerator.current_accelerator() if copying else None
+        for device in copying:
+            if accelerator is not None and accelerator.type == device.type:
+                torch.accelerator.synchronize(device)
+
+    def is_captured(self) -> bool:
+        """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""
+        if not self.is_capturing():
+            return False
+        self.skipped["captured"] += 1
+        return True
+
+    def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on an op that a CUDA graph is made of: it gives nothing yet, and nothing may be done beside it."""
+        recorder = self._recorder
+        plan = recorder.plan_of(func)
+        if comes_apart(plan, args, kwargs):
+            return TAKE_APART
+        self.skipped["captured"] += 1
+        recorder.backward.note_unseen()
+        try:
+            return (plan.whole or plan).call(*args, **kwargs)
+        except RuntimeError as error:
+            phase, scope = recorder.place()
+            return recorder.call_if_allowed(error, recorder.num_sites, func, phase, scope, args, kwargs)
+
+    def _relayout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that gives a tensor another storage or extent; bytes that stay have the writers they had."""
+        target = args[0]
+        if has_parts(target):
+            self._forget(tensors_in((*args, *kwargs.values())))
+            return func(*args, **kwargs)
+        before = target.untyped_storage()
+        address, num_bytes = before._cdata, before.nbytes()
+        out = func(*args, **kwargs)
+        after = target.untyped_storage()
+        if after._cdata == address and after.nbytes() > num_bytes:
+            self._recorder.ledger.extend(target, num_bytes)
+        return out
+
+    def _touch(self, func: Any, plan: OpPlan) -> None:
+        """Note an op that is not digested: the autograd node it may own leads back to its module."""
+        recorder = self._recorder
+
+        def build(node: CallNode) -> None:
+            node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
+            recorder.backward.note_functions(node)
+
+        recorder.backward.register(recorder.trie.step_to((func, *recorder.place(), [], [], [], 0), build))
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for part in parts_with_memory(tensor):
+                self._recorder.ledger.forget(part)
