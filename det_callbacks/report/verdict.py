@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,31 +85,20 @@ def render_verdict(verdict: Verdict, console: Console) -> None:
         print_line(console, f"cause      {verdict.cause}")
     if verdict.evidence:
         _section(console, "Evidence", *verdict.evidence)
-    first = verdict.first_divergence
-    if first is not None:
-        _section(console, "First divergence", *_facts(first))
+    if verdict.first_divergence is not None:
+        facts = facts_of(verdict.first_divergence)
+        _section(console, "First divergence", *(f"{name:<8} {fact}" for name, fact in facts))
     render_numbers(verdict, console)
     if verdict.origins:
-        _render_origins(verdict, console)
-    _section(console, "Compared", *_coverage(verdict))
+        more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
+        _section(console, f"Origins (differing, though nothing they read differs{more})")
+        print_table(console, *origin_table(verdict, MAX_ORIGINS), numbers="rank step", is_folded=True)
+    _section(console, "Compared", *coverage_lines(verdict))
     if verdict.environment:
         _section(console, "Environment differences")
-        rows = [
-            (
-                one.name,
-                one.reference,
-                one.current,
-                "machine" if one.is_machine else "choice",
-                "yes" if one.changes_bits else "no",
-            )
-            for one in verdict.environment
-        ]
-        print_table(console, ("name", "reference", "current", "kind", "can change bits"), rows, is_folded=True)
-    if verdict.verdict != "match" and first is not None:
-        rank = f" --rank {first.rank}" if first.rank else ""
-        step = "" if first.phase == "metric" else f" --step {first.step}{rank}"  # no step has it
-        shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]
-        _section(console, "Next", *shown, *([] if verdict.record_next is None else _record_next(verdict.record_next)))
+        print_table(console, *environment_table(verdict), is_folded=True)
+    if lines := next_lines(verdict):
+        _section(console, "Next", *lines)
 
 
 def _section(console: Console, title: str, *lines: str) -> None:
@@ -119,7 +108,8 @@ def _section(console: Console, title: str, *lines: str) -> None:
         print_line(console, f"  {line}")
 
 
-def _facts(divergence: Divergence) -> list[str]:
+def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
+    """Return what is known of a divergence, each with its name."""
     is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
     kind = "another compiled graph" if is_graph and divergence.kind == "structure" else KINDS[divergence.kind]
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
@@ -134,32 +124,41 @@ def _facts(divergence: Divergence) -> list[str]:
         ("origin", role_of(divergence)),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
-    return [f"{name:<8} {fact}" for name, fact in facts if fact]
+    return [(name, fact) for name, fact in facts if fact]
 
 
-def _render_origins(verdict: Verdict, console: Console) -> None:
-    shown = verdict.origins[:MAX_ORIGINS]
-    more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
-    _section(console, f"Origins (differing, though nothing they read differs{more})")
-    has_ranks = verdict.coverage.ranks > 1 or any(origin.rank for origin in shown)
+Table = tuple[Sequence[str], list[tuple[object, ...]]]
+
+
+def origin_table(verdict: Verdict, limit: int) -> Table:
+    """Return columns and rows of the first origins, with ranks where there are several."""
+    shown = verdict.origins[:limit]
+    start = 0 if verdict.coverage.ranks > 1 or any(origin.rank for origin in shown) else 1
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
-            origin.rank,
-            origin.step,
-            origin.phase,
-            origin.module or "-",
-            f"{origin.op}#{origin.occurrence}",
-            origin.name or "-",
-            origin.kind,
-            origin.source[0] if origin.source else "-",
-        )[not has_ranks :]
-        for origin in shown
+            *(one.rank, one.step, one.phase, one.module or "-", f"{one.op}#{one.occurrence}", one.name or "-"),
+            *(one.kind, one.source[0] if one.source else "-"),
+        )[start:]
+        for one in shown
     ]
-    print_table(console, columns[not has_ranks :], rows, numbers="rank step", is_folded=True)
+    return columns[start:], rows
 
 
-def _coverage(verdict: Verdict) -> list[str]:
+def environment_table(verdict: Verdict) -> Table:
+    """Return columns and rows of the environment's differences."""
+    rows: list[tuple[object, ...]] = [
+        (
+            *(one.name, one.reference, one.current),
+            *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
+        )
+        for one in verdict.environment
+    ]
+    return ("name", "reference", "current", "kind", "can change bits"), rows
+
+
+def coverage_lines(verdict: Verdict) -> list[str]:
+    """Return how much was compared, and what was not looked into."""
     counts, coverage = verdict.counts, verdict.coverage
     span = "" if coverage.steps is None else f" ({coverage.steps[0]} to {coverage.steps[1]})"
     skipped = ", ".join(f"{number:,} {reason}" for reason, number in sorted(coverage.ops_skipped.items()))
@@ -178,6 +177,17 @@ def _coverage(verdict: Verdict) -> list[str]:
             f"differed, {replayed['mib_per_step']:.3g} MiB a step"
         )
     return lines
+
+
+def next_lines(verdict: Verdict) -> list[str]:
+    """Return what to do next; nothing where the runs match."""
+    first = verdict.first_divergence
+    if verdict.verdict == "match" or first is None:
+        return []
+    rank = f" --rank {first.rank}" if first.rank else ""
+    step = "" if first.phase == "metric" else f" --step {first.step}{rank}"  # no step has it
+    shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]
+    return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:

@@ -191,7 +191,7 @@ def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.text.count("{{ 7*7 }}") > 20
     assert "the heat map shows a match" in page.text
-    assert f"{NASTY}: 3 tensors put back, 2 of which differed, 0.5 MiB a step" in page.text
+    assert f"replayed: {NASTY}: 3 tensors put back, 2 of them differed, 0.5 MiB a step" in page.text
 
 
 def write_run(

@@ -44,20 +44,9 @@ _UNSEEN: Mapping[Outcome, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRow:
-    """One site of one step as both runs have it; a digest is "" where a run does not have the site."""
-
-    position: int
-    state: str
-    kind: str
-    phase: str
-    module: str
-    what: str
-    tensor: str
-    reference_digest: str
-    current_digest: str
-    source: tuple[str, ...]
+SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
+SiteRow = tuple[object, ...]
+"""One site of one step as both runs have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +120,18 @@ class Report:
     def maps(self) -> list[HeatMap]:
         """The heat maps."""
         return [heat_map for *_, heat_map in self.ranks if heat_map is not None]
+
+    @property
+    def rank_rows(self) -> list[tuple[object, ...]]:
+        """The ranks as rows of a table."""
+        rows: list[tuple[object, ...]] = []
+        for rank, segment, step, found in self.ranks:
+            cells: tuple[object, ...] = ("not looked into further", "", "")
+            if found is not None:
+                steps = f"{found.outcomes.get('differs', 0):,} of {sum(found.outcomes.values()):,}"
+                cells = (steps, f"{found.num_differing:,}", f"{found.num_starting:,}")
+            rows.append((rank, segment, "" if step is None else step, *cells))
+        return rows
 
 
 def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
@@ -334,17 +335,12 @@ class _SiteRows:
         digests = {id(view): f"{int(view.record.digests[place]):016x}" for view, place in sides}
         tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides]
         kind = sites.changes.kinds.get(row, "")
-        return SiteRow(
-            position=left if right < 0 else right,
-            state=self._state(row),
-            kind=kind,
-            phase=site.phase,
-            module=label_of(site.module),
-            what=describe_site(site),
-            tensor=f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
-            reference_digest=digests.get(id(sites.reference), ""),
-            current_digest=digests.get(id(sites.current), ""),
-            source=site.source or (sites.reference.program.sites[left].source if left >= 0 else ()),
+        source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
+        return (
+            *(left if right < 0 else right, self._state(row), site.phase, label_of(site.module), describe_site(site)),
+            f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
+            *(digests.get(id(sites.reference), "-"), digests.get(id(sites.current), "-"), kind),
+            source[0] if source else "",
         )
 
     def inputs(self, row: int) -> list[int]:

@@ -1,6 +1,5 @@
 """A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
 
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -8,9 +7,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import ReportError
 from det_callbacks.report.console import count
-from det_callbacks.report.html.model import HeatMap, Report, build_report
+from det_callbacks.report.html.model import MAX_ORIGINS, SITE_COLUMNS, HeatMap, build_report
 from det_callbacks.report.numbers import histogram, place_of, shown_numbers, tensor_lines
-from det_callbacks.report.verdict import KINDS, role_of
+from det_callbacks.report.verdict import coverage_lines, environment_table, facts_of, next_lines, origin_table
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -36,35 +35,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceFormatError: a file of a run is damaged.
     """
     path = Path(path)
-    content = render_report(build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current))))
-    try:
-        replace_atomically(path, content.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise ReportError(
-            f"The report cannot be written to {path} ({error.strerror or error}). The verdict stands all the same; "
-            "name a file in a folder that is there and can be written to.",
-            str(path),
-        ) from error
-    return path
-
-
-def render_report(report: Report) -> str:
-    """Return the page."""
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            report=report,
-            verdict=report.verdict,
-            with_numbers=shown_numbers(report.verdict),
-            has_ranges=any(column.text.startswith("Steps") for one in report.maps for column in one.columns),
-            version=version("det_callbacks"),
-        )
-    )
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
+    report = build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -75,16 +46,34 @@ def _environment() -> Environment:
     environment.filters.update(
         bins=histogram,
         count=count,
-        tensor_lines=tensor_lines,
-        kind_text=KINDS.get,
+        diamonds=_diamonds,
+        facts_of=facts_of,
         number=lambda value: f"{value:,}",
         place=place_of,
-        role=role_of,
         size=_size,
         strokes=_strokes,
-        diamonds=_diamonds,
+        tensor_lines=tensor_lines,
     )
-    return environment
+    content = environment.get_template("report.html.j2").render(
+        report=report,
+        verdict=verdict,
+        with_numbers=shown_numbers(verdict),
+        origins=origin_table(verdict, MAX_ORIGINS),
+        environment=environment_table(verdict),
+        coverage=coverage_lines(verdict),
+        next=next_lines(verdict),
+        site_columns=SITE_COLUMNS,
+        version=version("det_callbacks"),
+    )
+    try:
+        replace_atomically(path, content.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise ReportError(
+            f"The report cannot be written to {path} ({error.strerror or error}). The verdict stands all the same; "
+            "name a file in a folder that is there and can be written to.",
+            str(path),
+        ) from error
+    return path
 
 
 def _size(heat_map: HeatMap) -> tuple[int, int, int]:
