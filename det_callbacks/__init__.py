@@ -38,9 +38,9 @@ from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDiffe
 if TYPE_CHECKING:
     from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
-    from det_callbacks.compare import compare_runs
     from det_callbacks.digest import StateDigest, digest_state, digest_tensor
     from det_callbacks.equivalence import BitwiseEquivalenceMode
+    from det_callbacks.judge import compare_runs
     from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
     from det_callbacks.observers import (
         ObserverContext,
@@ -131,7 +131,7 @@ _HOMES = {
         "EntryDifference",
         "check_checkpoint",
     ),
-    "det_callbacks.compare": ("compare_runs",),
+    "det_callbacks.judge": ("compare_runs",),
     "det_callbacks.digest": (
         "StateDigest",
         "digest_state",

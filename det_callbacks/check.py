@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from det_callbacks.compare.evidence import RunEvidence
-from det_callbacks.compare.live import VERDICT_FILE
+from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict

@@ -4,7 +4,7 @@ The field names are those of ``det-callbacks diff --json`` (schema 1); ``Verdict
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -236,6 +236,24 @@ class Verdict:
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()
+
+    @classmethod
+    def refused(
+        cls, reference: str, current: str, reason: str, environment: Sequence[EnvironmentDifference] = ()
+    ) -> "Verdict":
+        """Return the verdict on runs that cannot be compared at all."""
+        return cls(
+            verdict="not_comparable",
+            reference=reference,
+            current=current,
+            first_divergence=None,
+            origins=(),
+            cause=None,
+            explanation=reason,
+            counts=Counts(steps_compared=0, sites_compared=0, sites_differing=0),
+            coverage=Coverage(ranks=0, steps=None),
+            environment=tuple(environment),
+        )
 
     @property
     def exit_code(self) -> int:

@@ -8,11 +8,11 @@ import lightning.pytorch as pl
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
 from det_callbacks.callback.loops import mark_training_step
-from det_callbacks.compare.live import free_folder
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines, print_closing_line
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"

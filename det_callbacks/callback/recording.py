@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from det_callbacks.callback.agreement import Agreement
 from det_callbacks.callback.earlier import is_there, open_earlier
 from det_callbacks.callback.progress import Progress
-from det_callbacks.compare.agreement import Agreement
-from det_callbacks.compare.rank_findings import RankFindings
-from det_callbacks.compare.rank_verdicts import verdict_of_ranks
+from det_callbacks.compare.record import Tally
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -131,7 +130,7 @@ class Recording:
             open_run = partial(open_earlier, self.path, manifest, rank=self.peers.rank)
             earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
-            self._agreement = Agreement(earlier, rank=self.peers.rank, segment=self._writer.segment, manifest=manifest)
+            self._agreement = Agreement(earlier, segment=self._writer.segment, manifest=manifest, peers=self.peers)
             if not self._is_resumed:
                 self._agreement.begin()
         else:
@@ -170,11 +169,11 @@ class Recording:
     @property
     def progress(self) -> Progress:
         """What was recorded so far, on this process."""
-        agreed = None if self._agreement is None else self._agreement.counts
+        agreed = Tally() if self._agreement is None else self._agreement.tally
         return Progress(
-            num_steps=self._num_steps + (agreed.steps_compared if agreed else 0),
-            num_sites=self._num_sites + (agreed.sites_compared if agreed else 0),
-            num_differing=agreed.sites_differing if agreed else 0,
+            num_steps=self._num_steps + agreed.num_steps,
+            num_sites=self._num_sites + agreed.num_sites,
+            num_differing=agreed.num_differing,
             num_bytes=self.replay.counts.num_bytes if self.replay else 0,
             chain=self.chain,
         )
@@ -205,7 +204,8 @@ class Recording:
         saved, expectation = None, None
         if self._agreement is not None and self._agreement.holds(step):
             expectation = self._agreement.expectation(step)
-            saved = SavedStep.of(self._agreement.earlier, rank=self.peers.rank, segment=writer.segment, step=step)
+            earlier = self._agreement.reference
+            saved = SavedStep.of(earlier, rank=self.peers.rank, segment=writer.segment, step=step)
         assert self.replay is not None, "a fit was begun"
         self.replay.begin(saved)
         if self.exchange is not None:
@@ -338,30 +338,21 @@ class Recording:
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
         agreement = self._agreement
-        is_comparison = agreement is not None and agreement.num_steps > 0 and self.peers.world_size > 1
         return {
             "num_steps": self._num_steps,
             "num_sites": self._num_sites,
             "num_bytes": self._running().bytes_written,
             "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
-            "num_agreed": 0 if agreement is None else agreement.num_steps,
+            "num_agreed": 0 if agreement is None else agreement.tally.num_steps,
             "has_diverged": self._has_diverged,
-            "found": agreement.findings().to_dict() if agreement is not None and is_comparison else None,
         }
 
     def _take_back(self, ended: Sequence[Mapping[str, Any]]) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
-        assert self._agreement is not None, "what diverged was compared"
-        if self.peers.world_size == 1:
-            verdict = self._agreement.verdict()
-        else:
-            verdict = verdict_of_ranks(
-                [RankFindings.from_dict(end["found"]) for end in ended if end["found"] is not None],
-                world_size=self.peers.world_size,
-                reference=str(self.path),
-                current=str(self.path),
-            )
-        self.verdict = verdict
+        agreement = self._agreement
+        assert agreement is not None, "what diverged was compared"
+        self._discard()
+        self.verdict = verdict = agreement.judge()
         first = next(end for end in ended if end["has_diverged"])
         text = disagreement_text(
             verdict,
@@ -370,7 +361,6 @@ class Recording:
             num_dropped=first["num_steps"],
             rank=self.peers.rank,
         )
-        self._discard()
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def _discard(self) -> None:
@@ -394,7 +384,7 @@ class Recording:
             return
         # all ranks take an attempt back together, and the others may not be here
         if self._agreement is not None and not self._num_steps and self.peers.world_size == 1:
-            num_agreed = self._agreement.num_steps
+            num_agreed = self._agreement.tally.num_steps
             self._discard()
             self.say(
                 f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self.path} "

@@ -11,14 +11,12 @@ import lightning.pytorch as pl
 from det_callbacks.callback.fits import Waiting, go_on, wait
 from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.reporting import report_divergence
-from det_callbacks.compare.live import VERDICT_FILE, Verification, free_folder, write_verdict
 from det_callbacks.compare.opening import open_reference
 from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
     NotComparableError,
     NothingComparedError,
-    RankError,
 )
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import level_words, print_closing_line, unfinished_text, verified_line, waiting_line
@@ -35,6 +33,7 @@ from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay, SavedStep
 from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter
 from det_callbacks.verdict import Verdict
+from det_callbacks.verification import Verification, free_folder, write_verdict
 
 
 class Verifying:
@@ -61,7 +60,7 @@ class Verifying:
         reference: Path,
         current: Path | None,
         *,
-        steps: str,
+        steps: Literal["all", "common"],
         on_divergence: Literal["raise", "collect", "warn"],
         asked: Mapping[str, Any],
         budget_mib: float = TENSOR_BUDGET_MIB,
@@ -108,7 +107,7 @@ class Verifying:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self._current or free_folder(root())
                 folder.mkdir(parents=True, exist_ok=True)
-                write_verdict(folder / VERDICT_FILE, replace(error.verdict, current=str(folder)))
+                write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
         return selection
 
@@ -155,7 +154,7 @@ class Verifying:
         if self.keeper is not None and self._segment:
             stream = stream_path(self._verification.current, self.peers.rank, 0, self._segment)
             self.keeper.start_segment(stream, self._segment)
-        self._verification.begin_segment(self._segment, is_resumed=is_resumed and selection.is_every_step)
+        self._verification.begin_fit(self._segment, is_resumed=is_resumed, is_every_step=selection.is_every_step)
 
     def _begin_keeping(self, verification: Verification) -> None:
         if patterns := verification.reference.manifest.keep_tensors:
@@ -177,9 +176,9 @@ class Verifying:
             digest_state: returns the state that the step begins with; called in the first one after a resume.
         """
         verification = self._running()
-        if verification.is_resuming(self._segment):
-            verification.compare_state(self._segment, step, digest_state)
-        expectation = verification.expectation(self._segment, step)
+        if verification.is_resuming:
+            verification.compare_state(step, digest_state)
+        expectation = verification.expectation(step)
         saved = None
         if expectation is not None:
             run, rank = verification.reference, verification.rank
@@ -201,8 +200,8 @@ class Verifying:
         self.replay.counts.end_step()
         self.program = trace.program.id
         verification = self._running()
-        differs = verification.add(trace, segment=self._segment, step=step, epoch=epoch)
-        self.chain = verification.chain(self._segment, step)
+        differs = verification.add(trace, step=step, epoch=epoch)
+        self.chain = verification.chain(step)
         return differs and self._on_divergence == "raise"
 
     @property
@@ -213,11 +212,11 @@ class Verifying:
     @property
     def progress(self) -> Progress:
         """What was compared so far, on this process."""
-        counts = self._running().counts
+        verification = self._running()
         return Progress(
-            num_steps=counts.steps_compared,
-            num_sites=counts.sites_compared,
-            num_differing=counts.sites_differing,
+            num_steps=verification.tally.num_steps,
+            num_sites=verification.tally.num_sites,
+            num_differing=verification.num_differing,
             num_bytes=self.replay.counts.num_bytes,
             chain=self.chain,
         )
@@ -265,23 +264,18 @@ class Verifying:
         """
         verification = self._running()
         verification.set_replayed(self.replay.counts.to_dict())
-        if is_resumed and not is_early and not verification.has_steps(self._segment):
+        if is_resumed and not is_early and not verification.has_steps:
             verification.close(complete=False)
             raise NothingComparedError(
                 "The checkpoint is of a training that was finished: no step was left, so nothing was compared with "
                 f"{self.path}. Verify from an earlier one, or from the start."
             )
         if not is_early and self._call is None:
-            verification.end_segment(self._segment, is_resumed=is_resumed)
+            verification.end_fit()
         missing = ["fit"] * (verification.num_segments - self._segment - 1)
         missing += self.peers.agree(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
-        pending = 0 if is_early or self._steps == "common" else len(missing)
-        try:
-            verdict = verification.finish(pending=pending)
-        except (NothingComparedError, RankError):
-            verification.close(complete=False)
-            raise
-        verification.close(complete=True)
+        pending = [] if is_early or self._steps == "common" else missing
+        verdict = verification.finish(pending=pending, is_early=is_early)
         level = level_words(self._selection.level, self._selection.compiled, verdict.coverage.opaque_regions)
         if pending and not verification.differs_anywhere:
             ended = ["fit"] * (self._segment + 1) + self._all_calls
@@ -292,7 +286,7 @@ class Verifying:
             wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return
         self.verdict = verdict
-        report = report_divergence(verification, verdict, peers=self.peers) if verification.differs_anywhere else None
+        report = report_divergence(verification, verdict) if verification.differs_anywhere else None
         self._say(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
@@ -305,21 +299,20 @@ class Verifying:
     def stop(self, reason: str) -> None:
         """Close the files: an exception ended the fit. What was found stays found, on each rank by itself."""
         verification = self._running()
-        if verification.has_divergence:
-            self.verdict = verification.finish_alone()
-        verification.close(complete=False)
-        found = "no verdict" if self.verdict is None else str(self.verdict.verdict)
-        if self.verdict is not None and self.peers.world_size == 1:
+        self.verdict = verification.stop(reason)
+        later = f" (det-callbacks diff {self.path} {verification.current}: what all ranks found)"
+        found = f"no verdict{later if self.peers.world_size > 1 else ''}"
+        if self.verdict is not None:
             report = report_divergence(verification, self.verdict)
-            found += "" if report is None else f"; report: {report}"
-        num_steps = count(verification.num_steps, "step")
+            found = str(self.verdict.verdict) + ("" if report is None else f"; report: {report}")
+        num_steps = count(verification.tally.num_steps, "step")
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
         self.say(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
 
     def _write_unfinished(self, verdict: Verdict) -> None:
         """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
         verification = self._running()
-        verification.write_unfinished(verdict)
+        verification.write(verdict)
         report_divergence(verification, verdict)
 
     def _say(self, text: str) -> None:

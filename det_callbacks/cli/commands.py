@@ -63,7 +63,7 @@ def _chosen_step(run: Run, rank: RankRun, segment: int, step: int | None) -> int
 
 def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
-    from det_callbacks.compare import compare_runs
+    from det_callbacks.judge import compare_runs
 
     with _progress_bar("comparing steps") as progress:
         verdict = compare_runs(

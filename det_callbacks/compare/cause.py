@@ -1,40 +1,212 @@
-"""Why a step differs: the rules that lead from the evidence to one cause, and to what can be done.
+"""Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
 
-``RULES`` are asked in order, and the first that applies decides. The order is that of time: what a run starts with,
-what it is given, what it draws, what it computes. The README lists them by name, with an example each.
+The order is that of time: what a run starts with, what it is given, what it draws, what it computes. The README lists
+the rules by name. Their sentences are made in ``report/sentences.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from det_callbacks.compare.facts import (
-    Facts,
-    advise_consumed,
-    advise_few_weights,
-    advise_generator,
-    advise_lost_value,
-    advise_other_seed,
-    advise_sampler,
-    advise_unseeded,
-    cause_of_first,
-    cause_of_input,
-    cause_of_origin,
-    consumed_before_data,
-    first_is_state,
-    generator_consumed,
-    has_equal_samples,
-    has_named_generator,
-    has_other_data,
-    has_other_data_set,
-    has_other_epochs,
-    is_drawn_within,
-    is_few,
-    is_outside_passes,
-    is_seeded_otherwise,
-    show_settings,
-)
-from det_callbacks.compare.wording import is_setting
-from det_callbacks.verdict import Cause
+from det_callbacks.compare.evidence import BatchChange, Evidence, GeneratorChange
+from det_callbacks.compare.step import Finding, StepDifference
+from det_callbacks.verdict import Cause, EnvironmentDifference
+
+COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
+
+DataChange = Literal[
+    "transformed", "reordered", "other data set", "other step", "listed otherwise", "made otherwise", "drawn", "other"
+]
+"""How a batch came to be another one.
+
+transformed: what left the loader agrees.
+reordered: it holds the same samples in another order.
+other data set: the data set has another length.
+other step: the reference had it at another step.
+listed otherwise: the sampler drew the same indices, and the samples behind them are those of another step.
+made otherwise: the sampler drew the same indices, and the samples are nowhere in the reference.
+drawn: the sampler drew other indices, or the samples are those of another step.
+other: nothing is known of it.
+"""
+
+_DATA_CAUSES: Mapping[DataChange, Cause] = {
+    "transformed": "data_content",
+    "reordered": "data_order",
+    "other data set": "data_content",
+    "other step": "data_order",
+    "listed otherwise": "data_order",
+    "made otherwise": "data_content",
+    "drawn": "data_order",
+    "other": "data_content",
+}
+_PHASE_CAUSES: Mapping[str, Cause] = {
+    "forward": "forward",
+    "backward": "backward",
+    "gradient": "backward",
+    "optimizer": "optimizer",
+}
+_DRAWING = (("before the loader starts",), ("before a batch is drawn",))
+"""What begins when the data draws for itself."""
+_WITHIN_STEP = ("after forward", "after backward", "batch end")
+_NO_BATCH = BatchChange(settings={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of the first step that differs.
+
+    Attributes:
+        difference: of its sites.
+        environment: how the environments differ.
+        is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
+        is_resumed: whether one of the runs had just been resumed from a checkpoint.
+        unrestored: restored state that is not what the reference ended the step before with.
+        batch_of: the step at which the reference had the batch that differs here; None where it never had it.
+        evidence: of generators and data; None where one of the runs has none.
+        unread: why the evidence could not be read; "" where it could.
+    """
+
+    difference: StepDifference
+    environment: Sequence[EnvironmentDifference] = ()
+    is_first: bool = False
+    is_resumed: bool = False
+    unrestored: Sequence[str] = ()
+    batch_of: int | None = None
+    evidence: Evidence | None = None
+    unread: str = ""
+
+    @property
+    def first(self) -> Finding:
+        """What differs first."""
+        return self.difference.findings[0]
+
+    @property
+    def origin(self) -> Finding | None:
+        """The first finding that is proven to start the difference."""
+        return next((finding for finding in self.difference.findings if finding.divergence.is_origin), None)
+
+    @property
+    def sources(self) -> list[Finding]:
+        """What entered the step with other bits."""
+        return [finding for finding in self.difference.findings if finding.is_source]
+
+    @property
+    def source_phases(self) -> set[str]:
+        """Phases of the sources: state, data, rng, input."""
+        return {finding.divergence.phase for finding in self.sources}
+
+    @property
+    def batch(self) -> BatchChange:
+        """What is known of how the batch came to differ."""
+        return _NO_BATCH if self.evidence is None else self.evidence.batch
+
+    @property
+    def generators(self) -> Sequence[GeneratorChange]:
+        """The generators that differ at the end of the step, in the order in which they came to."""
+        return () if self.evidence is None else self.evidence.generators
+
+    @property
+    def choices(self) -> list[EnvironmentDifference]:
+        """The choices that differ and can change bits."""
+        return [entry for entry in self.environment if not entry.is_machine and entry.changes_bits]
+
+    # the state that a run starts with
+
+    @property
+    def initial_sources(self) -> list[str]:
+        """Names of the tensors of the initial state that differ; of one without a name, where it is."""
+        found = (finding.divergence for finding in self.sources if finding.divergence.phase == "state")
+        return list(dict.fromkeys(one.name or one.module for one in found))
+
+    @property
+    def num_random(self) -> int:
+        """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
+        return self.difference.num_initial - (0 if self.evidence is None else self.evidence.num_constant)
+
+    @property
+    def has_few_weights(self) -> bool:
+        """Whether at most half of the initial tensors that follow from the seed differ."""
+        return 2 * len(self.initial_sources) <= self.num_random or self.num_random < 2
+
+    @property
+    def other_seed(self) -> GeneratorChange | None:
+        """The generator that the two runs began the fit with in other states, and seeded otherwise."""
+        return next((one for one in self.generators if one.equal_at is None and one.is_reseeded), None)
+
+    # the data
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether the batch differs."""
+        return "data" in self.source_phases
+
+    @property
+    def has_equal_samples(self) -> bool:
+        """Whether every tensor of the batch that differs holds the same samples in another order."""
+        tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
+        return bool(tensors) and all(finding.has_equal_samples for finding in tensors)
+
+    @property
+    def data_change(self) -> DataChange:
+        """How the batch came to be another one, as far as it is known."""
+        batch = self.batch
+        if batch.is_loaded_alike is True:
+            return "transformed"
+        if self.has_equal_samples or batch.indices == "reordered":
+            return "reordered"
+        if any(name.startswith("length of the data set") for name in batch.settings):
+            return "other data set"
+        # a few labels are soon the same: where the indices are known, they tell
+        if self.batch_of is not None and batch.indices in (None, "other"):
+            return "other step"
+        if batch.indices == "same":
+            return "made otherwise" if batch.found_at is None else "listed otherwise"
+        return "other" if batch.indices is None and batch.found_at is None else "drawn"
+
+    @property
+    def batch_size(self) -> str:
+        """The setting of a loader that says that it makes batches of another size; "" where none does."""
+        return next((name for name in self.batch.settings if name.startswith("batch_size")), "")
+
+    # the generators
+
+    @property
+    def consumed(self) -> GeneratorChange | None:
+        """The generator that something drew from in one run only; not the data, when its batch was drawn."""
+        for change in self.generators:
+            if change.equal_at is not None and not change.is_reseeded and change.points[:1] not in _DRAWING:
+                return change
+        return None
+
+    def is_before_step(self, change: GeneratorChange) -> bool:
+        """Return whether a generator came to differ before the step began, and so before its batch."""
+        step, point = change.differs_at
+        return step < self.difference.step or point not in _WITHIN_STEP
+
+    # what is computed
+
+    @property
+    def explaining_choice(self) -> EnvironmentDifference | None:
+        """The choice that explains what differs first: without it, the two runs would have done the same there."""
+        found = self.origin or self.first
+        return next((entry for entry in self.choices if _explains(entry.name, found)), None)
+
+
+def _explains(choice: str, found: Finding) -> bool:
+    """Return whether a choice of this name leads to such a difference."""
+    one = found.divergence
+    is_other_call = one.kind != "content" or found.layouts is not None
+    if choice.startswith("trainer.gradient_clip"):
+        return one.phase == "gradient" or (one.phase == "other" and is_other_call)
+    if choice == "trainer.precision":
+        return is_other_call or not one.op
+    if choice == "trainer.accumulate_grad_batches" and one.name == "loss":
+        return True  # divided between the passes, by an op that is recorded at level op only
+    if choice.startswith("optimizer.") and one.phase in ("optimizer", "state"):
+        return is_other_call or not one.op
+    if choice.startswith("settings."):
+        return not one.is_origin
+    return one.phase == "other" and not found.starts_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,249 +214,133 @@ class Rule:
     """One way to a cause.
 
     Attributes:
-        name: by which the README lists it.
-        cause: that it leads to, or what finds it.
+        name: by which the README lists it, and ``report/sentences.py`` knows what to advise.
         applies: whether it does.
-        advice: a sentence that a person can act on, without its final stop; "" where there is nothing to add.
+        cause: that it leads to, or what finds it.
     """
 
     name: str
-    cause: Cause | Callable[[Facts], Cause]
     applies: Callable[[Facts], bool]
-    advice: Callable[[Facts], str] = lambda facts: ""
+    cause: Cause | Callable[[Facts], Cause]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the rules came to.
-
-    Attributes:
-        rule: its name.
-        cause: of the difference.
-        advice: what can be done, "" where there is nothing to add.
-    """
+    """What the rules came to: the name of the one that applied, and the cause."""
 
     rule: str
     cause: Cause
-    advice: str
 
 
 def judge(facts: Facts) -> Judgement:
     """Return the cause of a differing step, from the earliest evidence there is."""
     rule = next(rule for rule in RULES if rule.applies(facts))
-    cause = rule.cause(facts) if callable(rule.cause) else rule.cause
-    return Judgement(rule=rule.name, cause=cause, advice=rule.advice(facts))
+    return Judgement(rule=rule.name, cause=rule.cause(facts) if callable(rule.cause) else rule.cause)
+
+
+def _has_other_epochs(facts: Facts) -> bool:
+    """Return whether an epoch ended, on the way to the step, in one run only."""
+    return facts.has_other_data and any(
+        {"epoch end", "epoch start"} & {*change.only_reference, *change.only_current}
+        for change in facts.generators
+        if facts.is_before_step(change)
+    )
+
+
+def _is_consumed_before_data(facts: Facts) -> bool:
+    """Return whether a generator was drawn from before the batch was, or did not come back with a checkpoint."""
+    if not facts.has_other_data:
+        return False
+    if facts.consumed is not None and facts.is_before_step(facts.consumed):
+        return True
+    # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
+    is_same_data = facts.has_equal_samples or facts.batch_of is not None
+    return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
+
+
+def _is_drawn(facts: Facts) -> bool:
+    """Return whether a generator is what differs first, or what an op drew from that only one run has."""
+    first = facts.first.divergence
+    if "rng" in facts.source_phases:
+        return True
+    if facts.sources:
+        return False
+    # a generator that an object holds was another before an op that got other arguments
+    named = [one for one in facts.generators if not one.name.startswith(("python", "numpy", "torch."))]
+    if first.kind == "argument" and any(map(facts.is_before_step, named)):
+        return True
+    within = [one for one in facts.generators if one.equal_at == (first.step, "batch start")]
+    if first.kind == "extra" and facts.first.draws:
+        return True
+    # below level op no op is recorded, and so none is blamed
+    return not first.op and first.phase == "forward" and bool(within)
+
+
+def _cause_of_input(facts: Facts) -> Cause:
+    """Return the cause of a tensor from outside the trace that differs."""
+    source = facts.sources[0]
+    name = source.divergence.name or ""
+    if " of " in name:
+        return "unknown" if name.startswith("grad of ") else "optimizer"
+    if facts.is_first and name:
+        return "initial_weights"
+    return _PHASE_CAUSES.get(source.read_in, "unknown") if name else "unknown"
+
+
+def _cause_of(facts: Facts) -> Cause:
+    found = facts.origin or facts.first
+    if found.divergence.op.startswith(COLLECTIVES):
+        return "collective"
+    return "backward" if found.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="restored state",
-        cause="checkpoint",
         applies=lambda facts: facts.is_resumed and bool(facts.difference.restored or facts.unrestored),
+        cause="checkpoint",
     ),
     Rule(
-        name="another seed",
+        name="initial state",
+        applies=lambda facts: (
+            "state" in facts.source_phases
+            and not (facts.first.divergence.kind == "structure" and facts.explaining_choice is not None)
+        ),
         cause="initial_weights",
-        applies=is_seeded_otherwise,
-        advice=advise_other_seed,
     ),
+    Rule(name="another epoch", applies=_has_other_epochs, cause="data_order"),
+    Rule(name="generator before the data", applies=_is_consumed_before_data, cause="rng"),
+    Rule(name="batch size", applies=lambda facts: facts.has_other_data and bool(facts.batch_size), cause="settings"),
     Rule(
-        name="unseeded model",
-        cause="initial_weights",
-        applies=lambda facts: "state" in facts.source_phases and not is_few(facts),
-        advice=advise_unseeded,
+        name="batch",
+        applies=lambda facts: facts.has_other_data,
+        cause=lambda facts: _DATA_CAUSES[facts.data_change],
     ),
+    Rule(name="generator", applies=_is_drawn, cause="rng"),
+    Rule(name="input from outside", applies=lambda facts: bool(facts.sources), cause=_cause_of_input),
+    Rule(name="choice", applies=lambda facts: facts.explaining_choice is not None, cause="settings"),
     Rule(
-        name="few weights",
-        cause="initial_weights",
-        applies=lambda facts: "state" in facts.source_phases,
-        advice=advise_few_weights,
-    ),
-    Rule(
-        name="another epoch",
-        cause="data_order",
-        applies=lambda facts: has_other_data(facts) and has_other_epochs(facts),
-        advice=lambda facts: (
-            "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one "
-            f"run only{show_settings(facts)}"
-        ),
-    ),
-    Rule(
-        name="generator consumed before the data",
-        cause="rng",
-        applies=lambda facts: has_other_data(facts) and consumed_before_data(facts) is not None,
-        advice=advise_consumed,
-    ),
-    Rule(
-        name="generators not restored",
-        cause="rng",
-        # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-        applies=lambda facts: (
-            facts.is_resumed
-            and has_other_data(facts)
-            and "rng" in facts.source_phases
-            and not (has_equal_samples(facts) or facts.batch_of is not None)
-        ),
-    ),
-    Rule(
-        name="transformed after loading",
-        cause="data_content",
-        applies=lambda facts: has_other_data(facts) and facts.batch.is_loaded_alike is True,
-        advice=lambda facts: (
-            "Look at on_before_batch_transfer and on_after_batch_transfer: what left the loader agrees, and what they "
-            "made of it does not"
-        ),
-    ),
-    Rule(
-        name="samples in another order",
-        cause="data_order",
-        applies=lambda facts: (
-            has_other_data(facts) and (has_equal_samples(facts) or facts.batch.indices == "reordered")
-        ),
-        advice=lambda facts: (
-            f"Look at the sampler, the shuffle's seed and the sorting of files: the batch has the same samples in "
-            f"another order{show_settings(facts)}"
-        ),
-    ),
-    Rule(
-        name="another data set",
-        cause="data_content",
-        applies=lambda facts: has_other_data(facts) and has_other_data_set(facts),
-        advice=lambda facts: f"The data set is another one{show_settings(facts)}",
-    ),
-    Rule(
-        name="batch of another step",
-        cause="data_order",
-        # a few labels are soon the same: where the indices are known, they tell
-        applies=lambda facts: (
-            has_other_data(facts) and facts.batch_of is not None and facts.batch.indices in (None, "other")
-        ),
-    ),
-    Rule(
-        name="files listed in another order",
-        cause="data_order",
-        applies=lambda facts: (
-            has_other_data(facts) and facts.batch.indices == "same" and facts.batch.found_at is not None
-        ),
-        advice=lambda facts: (
-            f"Sort what the data set lists: the sampler drew the same indices, and the samples behind them are others, "
-            f"which the reference had at step {facts.batch.found_at}{show_settings(facts)}"
-        ),
-    ),
-    Rule(
-        name="samples made otherwise",
-        cause="data_content",
-        applies=lambda facts: has_other_data(facts) and facts.batch.indices == "same",
-        advice=lambda facts: (
-            "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same samples, and their "
-            f"content differs{show_settings(facts)}"
-        ),
-    ),
-    Rule(
-        name="sampler drew others",
-        cause="data_order",
-        applies=lambda facts: (
-            has_other_data(facts) and (facts.batch.indices == "other" or facts.batch.found_at is not None)
-        ),
-        advice=advise_sampler,
-    ),
-    Rule(
-        name="other data",
-        cause="data_content",
-        applies=has_other_data,
-        advice=lambda facts: (
-            (
-                "None of its samples is in what the reference recorded: they are others, or were made otherwise"
-                if facts.batch.was_searched
-                else ""
-            )
-            + show_settings(facts)
-        ),
-    ),
-    Rule(
-        name="generator consumed",
-        cause="rng",
-        applies=lambda facts: "rng" in facts.source_phases and generator_consumed(facts) is not None,
-        advice=advise_consumed,
-    ),
-    Rule(
-        name="generator state",
-        cause="rng",
-        applies=lambda facts: "rng" in facts.source_phases,
-        advice=advise_generator,
-    ),
-    Rule(
-        name="named generator",
-        cause="rng",
-        applies=lambda facts: not facts.sources and has_named_generator(facts),
-        advice=advise_generator,
-    ),
-    Rule(
-        name="generator drawn from in the forward pass",
-        cause="rng",
-        applies=lambda facts: not facts.sources and is_drawn_within(facts),
-        # one that was seeded anew was not consumed
-        advice=lambda facts: advise_consumed(facts) if generator_consumed(facts) else advise_generator(facts),
-    ),
-    Rule(
-        name="input from outside",
-        cause=cause_of_input,
-        applies=lambda facts: bool(facts.sources),
-        advice=advise_lost_value,
-    ),
-    Rule(
-        name="another compiled graph",
-        cause="structure",
+        name="compiled graph",
         applies=lambda facts: facts.origin is not None and facts.origin.role == "graph",
-        advice=lambda facts: (
-            "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled "
-            "before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one "
-            f"graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step "
-            f'{facts.difference.step} of both with compiled="eager" (only_steps=[{facts.difference.step}]) to see '
-            "which op is another"
-        ),
+        cause="structure",
     ),
     Rule(
         name="structure",
-        cause="structure",
         applies=lambda facts: not facts.difference.kinds & {"content", "argument"},
-        advice=advise_lost_value,
+        cause="structure",
     ),
+    Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of),
     Rule(
-        name="done by the loop",
-        cause="settings",
-        applies=is_outside_passes,
-    ),
-    Rule(
-        name="origin",
-        cause=cause_of_origin,
-        applies=lambda facts: facts.origin is not None,
-        advice=advise_lost_value,
-    ),
-    Rule(
-        name="determinism setting",
-        cause="settings",
-        applies=lambda facts: any(is_setting(entry) for entry in facts.environment),
-    ),
-    Rule(
-        name="delivered by a collective",
-        cause="unknown",  # the other ranks know more: see det_callbacks.compare.collectives
-        applies=lambda facts: facts.difference.findings[0].role == "delivered",
-    ),
-    Rule(
-        name="left by a captured graph",
-        cause="unknown",
-        applies=lambda facts: any(finding.role == "left" for finding in facts.difference.findings),
-        advice=lambda facts: (
-            "An op inside a CUDA graph runs where nobody sees it: record step "
-            f"{facts.difference.step} of both without CUDA graphs (call the function itself instead of its replay, or "
-            "compile without reduce-overhead) to see which op it is"
+        name="written elsewhere",
+        applies=lambda facts: (
+            facts.first.role == "delivered" or any(found.role == "left" for found in facts.difference.findings)
         ),
+        cause="unknown",  # of a collective the other ranks know more: see ``compare/collectives.py``
     ),
     Rule(
         name="state after the step",
-        cause="optimizer",  # everything recorded before it agrees, the gradients among it
-        applies=first_is_state,
+        applies=lambda facts: facts.first.role == "named" and facts.first.divergence.phase == "state",
+        cause="optimizer",
     ),
-    Rule(name="first difference", cause=cause_of_first, applies=lambda facts: True),
+    Rule(name="first difference", applies=lambda facts: True, cause=_cause_of),
 )

@@ -7,9 +7,9 @@ together can: the k-th call of a collective in a group is the same call on all o
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from det_callbacks.compare.align import Alignment
 from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
@@ -18,8 +18,6 @@ from det_callbacks.runs.values import itemsize
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["own", "outside", "open", "none"]
 CallKey = tuple[str, str, int]
-MAX_MOMENTS = 4
-"""Steps since which ranks differ that a sentence names; the others are counted."""
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 
@@ -73,21 +71,6 @@ class RankDifference:
     step: int
     begins: Begins
     calls: tuple[CollectiveCall, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """Return what ``to_dict`` gave, also after it went through JSON.
-
-        Raises:
-            KeyError: an entry is missing.
-            TypeError: there is an entry that is not one of ours.
-        """
-        calls = tuple(CollectiveCall(**{**call, "source": tuple(call["source"])}) for call in content["calls"])
-        return cls(**{**content, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,51 +166,6 @@ def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
         return "receiver"
     # nobody else can have started it, or several may have
     return "origin" if sum(other.begins == "open" for other in earliest) == 1 else "unknown"
-
-
-def explain(classification: Classification) -> str:
-    """Return a clause on where a difference started among the ranks, and since when which differ; "" for no ranks."""
-    texts = []
-    origins, receivers, unknown = classification.origins, classification.receivers, classification.unknown
-    if origins:
-        texts.append(f"it started on {_show(origins)}")
-    if classification.collective is not None:
-        texts.append(
-            f"what went into {show_call(classification.collective)} agrees on all ranks and what came out differs, so "
-            f"the collective itself is {'an origin too' if origins else 'the origin'}"
-        )
-    if receivers and classification.through is not None:
-        through = show_call(classification.through)
-        texts.append(f"{_show(receivers)} put in what the reference did and received the difference through {through}")
-    elif receivers and classification.collective is None:
-        texts.append(f"{_show(receivers)} received the difference")
-    if unknown:
-        texts.append(f"whether {_show(unknown)} started a difference or received it cannot be told")
-    if any(classification.since):
-        texts.append(_show_since(classification))
-    return "; ".join(texts)
-
-
-def _show_since(classification: Classification) -> str:
-    """Return how many ranks differ, and since which step."""
-    by_moment: dict[tuple[int, int], list[int]] = {}
-    for rank, moment in enumerate(classification.since):
-        if moment is not None:
-            by_moment.setdefault(moment, []).append(rank)
-    shown = [
-        f"{_show(ranks)} from step {step}{f' of fit {segment}' if segment else ''} on"
-        for (segment, step), ranks in sorted(by_moment.items())
-    ]
-    more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_MOMENTS else ""
-    num_differing = sum(map(len, by_moment.values()))
-    return f"{num_differing} of {len(classification.since)} ranks differ ({', '.join(shown[:MAX_MOMENTS])}{more})"
-
-
-def show_call(call: CollectiveCall) -> str:
-    """Return a call in words: op, number, group, size and line."""
-    number = f" (number {call.number + 1} there)" if call.number else ""
-    source = f" at {call.source[0]}" if call.source else ""
-    return f"{call.op}{number} in the group of ranks {call.group} ({call.num_bytes} bytes){source}"
 
 
 def call_key(op: str, group: str, number: int) -> CallKey:
@@ -340,8 +278,3 @@ def _num_bytes(view: StepView, position: int) -> int:
 
 def _is_next_of(site: Site, before: Site) -> bool:
     return site.role == "sent" and site.op == before.op and site.output == before.output + 1
-
-
-def _show(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

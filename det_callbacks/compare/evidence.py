@@ -19,7 +19,7 @@ SKETCHED = 4
 MIN_FOUND = 0.75
 """Share of them that is enough: one may have been left out of a sketch."""
 
-_BATCH = "batch"
+BATCH = "batch"
 _LOADER = "before the loader starts"
 
 
@@ -62,14 +62,19 @@ class GeneratorChange:
     only_current: tuple[str, ...] = ()
     seeds: tuple[int, int] | None = None
 
+    @property
+    def is_reseeded(self) -> bool:
+        """Whether the two runs seeded it otherwise."""
+        return self.seeds is not None and self.seeds[0] != self.seeds[1]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
     """How the batch of a step came to be another than the reference's.
 
     Attributes:
-        indices: what the samplers said: "same", "reordered" (the same samples in another order), "other", or None
-            where it cannot be told.
+        indices: what the samplers said: "same", "reordered" (the same samples in another order), "cut" (the same ones
+            in batches of another size), "other", or None where it cannot be told.
         is_loaded_alike: whether what left the loaders was the same, and only what was made of it differs; None where
             the training step got what left the loaders.
         found_at: step of the reference whose batch holds samples of this one; None where none does, or none was looked
@@ -127,7 +132,7 @@ class RunEvidence:
         first = 0 if since is None else since
 
         def is_wanted(batch: pa.RecordBatch) -> pa.Array:
-            lasts = pc.and_(pc.not_equal(batch.column("text"), ""), pc.not_equal(batch.column("point"), _BATCH))
+            lasts = pc.and_(pc.not_equal(batch.column("text"), ""), pc.not_equal(batch.column("point"), BATCH))
             is_near = pc.greater_equal(batch.column("step"), first)
             return pc.and_(pc.less_equal(batch.column("step"), step), pc.or_(is_near, lasts))
 
@@ -149,7 +154,7 @@ class RunEvidence:
             return pc.is_in(batch.column("value"), value_set=values)
 
         for row in self._rows(rank, segment, step, is_wanted):
-            if row.point == _BATCH and row.name.startswith("sample "):
+            if row.point == BATCH and row.name.startswith("sample "):
                 steps.setdefault(row.value, row.step)
         return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
 
@@ -158,50 +163,26 @@ class RunEvidence:
         return read_evidence(evidence_path(stream), run_id=self._run.run_id, keep=keep)
 
 
-class LiveEvidence:
-    """The evidence of a fit under way, from the last equal step on.
+def find_evidence(
+    reference: RunEvidence, current: RunEvidence, place: tuple[int, int, int], *, has_other_data: bool
+) -> Evidence | None:
+    """Return the evidence of both runs for a step that differs; None where one of them has none.
 
     Args:
-        rank: of this process.
+        reference: of the run that is compared with.
+        current: of the other one.
+        place: rank, fit and step.
+        has_other_data: whether the batch differs, so that its samples are looked for in the reference.
+
+    Raises:
+        ReferenceFormatError: it is damaged.
     """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._rows: list[Row] = []
-        self._lasting: dict[str, Row] = {}
-        self._found: tuple[int, int, Window] | None = None
-
-    def begin_segment(self) -> None:
-        """Start another fit."""
-        self._rows.clear()
-        self._lasting.clear()
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add what was gathered up to the end of a step."""
-        if self._found is None:
-            self._rows.extend(rows)
-
-    def end_step(self, segment: int, step: int, *, differs: bool) -> tuple[Row, ...]:
-        """Note how a step compared; return the rows that explain it where it is the first that differs."""
-        if self._found is not None:
-            return ()
-        if not differs:
-            # settings of loaders and hooks of callbacks hold until they are noted again
-            self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != _BATCH)
-            self._rows = [*_from_batch_start(row for row in self._rows if row.step == step)]
-            return ()
-        rows = (*self._lasting.values(), *self._rows)
-        window = gather_window(rows, since=None)
-        if window is None:
-            return ()
-        self._found = (segment, step, window)
-        return rows
-
-    def window(self, rank: int, segment: int, step: int) -> Window | None:
-        """Return the evidence up to a step that differs."""
-        if self._found is None or (rank, segment, step) != (self._rank, *self._found[:2]):
-            return None
-        return self._found[2]
+    ours, theirs = reference.window(*place), current.window(*place)
+    if ours is None or theirs is None:
+        return None
+    sketch = other_samples(ours, theirs, place[2]) if has_other_data else []
+    found_at = reference.find_samples(*place, sketch) if sketch else None
+    return compare_windows(ours, theirs, place[2], found_at=found_at)
 
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
@@ -228,7 +209,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             kept.append(row)
     if since is not None:
         last = [row for row in kept if row.step == since]
-        kept = [*_from_batch_start(last), *(row for row in kept if row.step > since)]
+        kept = [*from_batch_start(last), *(row for row in kept if row.step > since)]
     if not kept:
         return None
     return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant)
@@ -267,16 +248,17 @@ def other_samples(reference: Window, current: Window, step: int) -> list[int]:
     return [value for value in theirs if value not in ours][:SKETCHED]
 
 
-def _from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
+def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows since a step has begun, but those of its batch."""
     has_begun = False
     for row in rows:
         has_begun |= row.point == "batch start"
-        if has_begun and row.point != _BATCH:
+        if has_begun and row.point != BATCH:
             yield row
 
 
 def _is_generator(row: Row) -> bool:
-    return row.point != _BATCH and not row.text and not row.name.startswith(SEED)
+    return row.point != BATCH and not row.text and not row.name.startswith(SEED)
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
@@ -312,7 +294,7 @@ def _states(window: Window, step: int, name: str) -> list[tuple[int, str, int]]:
     return [
         (row.step, row.point, row.value)
         for row in window.rows
-        if row.name == name and row.point != _BATCH and row.step <= step
+        if row.name == name and row.point != BATCH and row.step <= step
     ]
 
 
@@ -338,7 +320,8 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
             _value(ours, f"sorted {name}") == _value(theirs, f"sorted {name}") is not None for name in names
         )
         is_alike = all(ours[name].value == theirs[name].value for name in names)
-        indices = "same" if is_alike else "reordered" if is_sorted_alike else "other"
+        is_cut = all(_is_cut(ours[name], theirs[name]) for name in names)
+        indices = "same" if is_alike else "reordered" if is_sorted_alike else "cut" if is_cut else "other"
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
     return BatchChange(
         indices=indices,
@@ -355,7 +338,7 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
 
 
 def _batch_rows(window: Window, step: int) -> dict[str, Row]:
-    return {row.name: row for row in window.rows if row.step == step and row.point == _BATCH}
+    return {row.name: row for row in window.rows if row.step == step and row.point == BATCH}
 
 
 def _value(rows: Mapping[str, Row], name: str) -> int | None:
@@ -367,3 +350,10 @@ def _first_index(ours: Row, theirs: Row) -> tuple[str, int, str, str] | None:
     pairs = enumerate(zip_longest(json.loads(ours.text), json.loads(theirs.text), fillvalue="none"))
     loader = ours.name.removeprefix("indices of ")
     return next(((loader, position, str(one), str(other)) for position, (one, other) in pairs if one != other), None)
+
+
+def _is_cut(ours: Row, theirs: Row) -> bool:
+    """Return whether one list of indices is the beginning of the other, as far as they are kept."""
+    one, other = json.loads(ours.text), json.loads(theirs.text)
+    length = min(len(one), len(other))
+    return length > 0 and len(one) != len(other) and one[:length] == other[:length]

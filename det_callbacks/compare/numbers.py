@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from det_callbacks.compare.first_difference import FirstDifference
+from det_callbacks.compare.ranks import FirstDifference
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns
-from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, StepPlace, tensor_path
@@ -51,15 +50,6 @@ class KeptRun:
         """Return what is needed of a run that is open for reading."""
         return cls(
             name=name, run_id=run.run_id, stream_of=lambda rank, segment, step: run.rank(rank).stream_of(segment, step)
-        )
-
-    @classmethod
-    def written(cls, folder: Path, run_id: str) -> "KeptRun":
-        """Return what is needed of a verification that is being written: it has one attempt."""
-        return cls(
-            name="the current run",
-            run_id=run_id,
-            stream_of=lambda rank, segment, _: stream_path(folder, rank, 0, segment),
         )
 
 

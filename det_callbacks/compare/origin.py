@@ -178,12 +178,15 @@ class OriginFinder:
         is_read = site.role == "named" and bool(site.inputs) and self._changes.kinds[row] == "content"
         return is_read and not self.has_differing_input(row)
 
-    def is_first_read_by_backward(self, row: int) -> bool:
-        """Return whether the first op that reads what a row wrote is one of a backward pass."""
+    def first_reader(self, row: int) -> str:
+        """Return the phase of the first op that reads what a row wrote; "" where none does."""
         left, right = self._places(row)
         place, sites = (right, self._views[1].program.sites) if right >= 0 else (left, self._views[0].program.sites)
-        reader = next((site for site in sites[place + 1 :] if place in site.inputs and site.op), None)
-        return reader is not None and reader.phase == "backward"
+        return next((site.phase for site in sites[place + 1 :] if place in site.inputs and site.op), "")
+
+    def draws(self, row: int) -> bool:
+        """Return whether the op at a row reads the state of a generator."""
+        return bool(self.site(row).op) and any(site.role == "generator" for site in self._sites_read(row))
 
     def has_differing_input(self, row: int) -> bool:
         """Return whether something that was read at a row differs, on either side.

@@ -19,8 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.compare.verdict_builder import VerdictBuilder
-from det_callbacks.compare.walk import RankWalk
+from det_callbacks.compare.ranks import RankFindings, RankWalk
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, WorkerError
 from det_callbacks.runs.store import Run
 
@@ -39,6 +38,8 @@ def choose_jobs(jobs: int | None, walk: RankWalk) -> int:
         walk: through the runs.
     """
     ranks = walk.reference.ranks
+    if walk.records:
+        return 1  # of a verification one step a rank is read
     if jobs is not None:
         return min(jobs, len(ranks))
     most = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MAX_JOBS)
@@ -46,14 +47,11 @@ def choose_jobs(jobs: int | None, walk: RankWalk) -> int:
     return most if most > 1 and sum(map(walk.estimate, ranks)) > WORTHWHILE_SECONDS else 1
 
 
-def compare_in_processes(
-    walk: RankWalk, empty: VerdictBuilder, num_jobs: int, report: Callable[[int], None]
-) -> Iterator[tuple[VerdictBuilder, int]]:
-    """Yield what each rank adds to the verdict, in the order in which they are done, with its number of common steps.
+def compare_in_processes(walk: RankWalk, num_jobs: int, report: Callable[[int], None]) -> Iterator[RankFindings]:
+    """Yield what each rank tells, in the order in which they are done.
 
     Args:
         walk: through the runs, which each process opens by itself.
-        empty: builder that each rank begins with.
         num_jobs: how many processes.
         report: called with numbers of steps that were looked at.
 
@@ -67,7 +65,7 @@ def compare_in_processes(
     try:
         for _ in range(num_jobs):
             here, there = context.Pipe()
-            process: BaseProcess = context.Process(target=_work, args=(there, _place(walk), empty), daemon=True)
+            process: BaseProcess = context.Process(target=_work, args=(there, _place(walk)), daemon=True)
             with _blocked_interrupts():
                 process.start()
             there.close()
@@ -138,7 +136,7 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
     return message
 
 
-def _work(connection: Connection, place: _Place, empty: VerdictBuilder) -> None:
+def _work(connection: Connection, place: _Place) -> None:
     """Compare the ranks that are asked for, until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     num_steps = 0
@@ -153,7 +151,7 @@ def _work(connection: Connection, place: _Place, empty: VerdictBuilder) -> None:
     try:
         walk = _walk(*place)
         while True:
-            done = walk.compare(connection.recv(), empty.part(), report)
+            done = walk.compare(connection.recv(), report)
             connection.send(num_steps)
             num_steps = 0
             connection.send(done)
@@ -174,4 +172,4 @@ def _walk(
                 "runs; compare them when nothing is recorded there.",
                 str(run.path),
             )
-    return RankWalk(reference=runs[0], current=runs[1], is_common=is_common, check_files=check_files)
+    return RankWalk(reference=runs[0], current=runs[1], is_common=is_common, check_files=check_files, records={})

@@ -1,6 +1,6 @@
 """Two recordings of one step: what differs in them, and where it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from det_callbacks.compare.collectives import (
     is_in_flight,
 )
 from det_callbacks.compare.origin import OriginFinder
-from det_callbacks.runs.program import Site, StepView, TensorLayout
+from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
 STARTS_BACKWARD = "aten.ones_like.default"
@@ -47,6 +47,8 @@ class Finding:
         is_inside_region: an op that was seen inside a compiled region.
         is_written_unseen: a named tensor whose recorded writers agree.
         starts_backward: the gradient that a backward pass starts with.
+        draws: the op draws from a generator.
+        read_in: phase of the first op that reads it; "" where none does.
     """
 
     divergence: Divergence
@@ -63,6 +65,8 @@ class Finding:
     is_inside_region: bool = False
     is_written_unseen: bool = False
     starts_backward: bool = False
+    draws: bool = False
+    read_in: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,33 @@ def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -
             kinds=frozenset(changes.kinds.values()),
         )
     return _Description(reference, current, alignment, changes).difference(limit)
+
+
+def reached_part(reference: StepView, current: StepView) -> StepView:
+    """Return the reference's step up to the last site that the step under way has too."""
+    num_sites = len(current.program)
+    if current.program.sites == reference.program.sites[:num_sites]:
+        return _beginning(reference, num_sites)
+    alignment = align(reference, current)
+    reached = alignment.reference[(alignment.reference >= 0) & (alignment.current >= 0)]
+    return _beginning(reference, int(reached.max()) + 1 if len(reached) else 0)
+
+
+def empty_step(view: StepView) -> StepView:
+    """Return a step with the same number and without sites, so that everything in the other one is extra."""
+    return _beginning(view, 0)
+
+
+def _beginning(view: StepView, num_sites: int) -> StepView:
+    program = Program(sites=view.program.sites[:num_sites])
+    layout = Layout(entries=view.layout.entries[:num_sites])
+    record = replace(
+        view.record,
+        program_id=program.id,
+        layout_id=layout.id,
+        digests=np.array(view.record.digests[:num_sites], dtype=np.uint64),
+    )
+    return replace(view, record=record, program=program, layout=layout)
 
 
 class _Description:
@@ -311,7 +342,9 @@ class _Description:
             has_equal_samples=kind == "content" and self._has_equal_samples(row),
             is_inside_region=self._finder.is_inside_region(row),
             is_written_unseen=self._finder.is_written_unseen(row),
-            starts_backward=site.op == STARTS_BACKWARD and self._finder.is_first_read_by_backward(row),
+            starts_backward=site.op == STARTS_BACKWARD and self._finder.first_reader(row) == "backward",
+            draws=self._finder.draws(row),
+            read_in=self._finder.first_reader(row) if site.role == "input" else "",
         )
 
     def _has_equal_samples(self, row: int) -> bool:

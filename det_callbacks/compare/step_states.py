@@ -12,9 +12,9 @@ import numpy as np
 
 from det_callbacks.compare.align import Alignment, align
 from det_callbacks.compare.changes import Changes, find_changes
-from det_callbacks.compare.compared import ComparedSteps
 from det_callbacks.compare.origin import OriginFinder
-from det_callbacks.compare.walk import num_equal_steps
+from det_callbacks.compare.ranks import num_equal_steps
+from det_callbacks.compare.record import FitRecord
 from det_callbacks.runs.program import Site, StepView
 from det_callbacks.runs.store import Run
 
@@ -104,7 +104,7 @@ class Edges:
 
 
 def walk_outcomes(
-    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, ComparedSteps]
+    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
 ) -> Iterator[StepOutcome]:
     """Yield what became of each step of a fit, in order.
 
@@ -151,7 +151,7 @@ def walk_outcomes(
 
 
 def first_difference(
-    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, ComparedSteps]
+    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
 ) -> int | None:
     """Return the first step of a fit that differs or that only one run has, from the chains; None where none does.
 
@@ -201,7 +201,7 @@ def differing_sites(reference: StepView, current: StepView, edges: Edges | None 
     )
 
 
-def _outcome_without_current(step: int, *, keeps: str, known: ComparedSteps | None) -> Outcome:
+def _outcome_without_current(step: int, *, keeps: str, known: FitRecord | None) -> Outcome:
     if keeps == "all":
         return "missing"
     if known is None:

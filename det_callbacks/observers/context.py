@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from det_callbacks.compare.live import Verification
 from det_callbacks.compare.opening import open_reference
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
@@ -27,6 +26,7 @@ from det_callbacks.tensors.replay import Replay, SavedStep
 from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter, check_budget
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verification import Verification
 
 MAX_NAME_BYTES = 255
 """What file systems allow for the name of a folder."""
@@ -128,8 +128,8 @@ class ObserverContext:
                 raise self._error  # it was raised in the block, and something there caught it
             return
         if kind is not None:
-            if self._verification is not None and self._verification.has_divergence:
-                self.verdict = self._verification.finish()
+            if self._verification is not None:
+                self.verdict = self._verification.stop(kind.__name__)
             self._leave(complete=False)
             return
         try:
@@ -146,7 +146,7 @@ class ObserverContext:
             self._require_open()
         found = self._mismatches
         if self._state == "open" and self._verification is not None and self._recorder.num_sites:
-            found += self._verification.so_far(self._recorder.trace_so_far(), segment=0, step=self._step)
+            found += self._verification.so_far(self._recorder.trace_so_far(), step=self._step)
         return found[:MAX_MISMATCHES]
 
     def enable_mode(self) -> None:
@@ -199,7 +199,7 @@ class ObserverContext:
                 str(self.reference),
             )
         self._verification = Verification(run, self.path, manifest=manifest)
-        self._verification.begin_segment(0)
+        self._verification.begin_fit(0)
 
     # steps
 
@@ -207,7 +207,7 @@ class ObserverContext:
         self._expected = None
         saved: SavedStep | None = None
         if self._verification is not None:
-            self._expected = self._verification.expectation(0, self._step)
+            self._expected = self._verification.expectation(self._step)
             if self._expected is not None:
                 saved = SavedStep.of(self._verification.reference, rank=0, segment=0, step=self._step)
         self._num_checked = 0
@@ -236,9 +236,9 @@ class ObserverContext:
         self._replay.counts.end_step()
         verification = self._verification
         assert verification is not None
-        differs = verification.add(trace, segment=0, step=self._step, epoch=0)
+        differs = verification.add(trace, step=self._step, epoch=0)
         if differs and len(self._mismatches) < MAX_MISMATCHES:
-            self._mismatches += verification.so_far(trace, segment=0, step=self._step, is_whole=True)
+            self._mismatches += verification.so_far(trace, step=self._step, is_whole=True)
 
     def _check(self) -> None:
         """Raise as soon as the step under way is known to differ.
@@ -252,11 +252,11 @@ class ObserverContext:
         first, end = self._num_checked, self._recorder.num_sites
         if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
             trace = self._recorder.trace_so_far()
-            found = verification.so_far(trace, segment=0, step=self._step)
+            found = verification.so_far(trace, step=self._step)
             if not found:
                 return
             self._mismatches += found
-            verification.add(trace, segment=0, step=self._step, epoch=0, is_whole=False)
+            verification.add(trace, step=self._step, epoch=0, is_whole=False)
             self._finish(is_early=True)
         self._num_checked = end
 
@@ -273,9 +273,9 @@ class ObserverContext:
             self._leave(complete=True)
             return
         if not is_early:
-            self._verification.end_segment(0, is_resumed=False)
+            self._verification.end_fit()
         self._verification.set_replayed(self._replay.counts.to_dict())
-        self.verdict = verdict = self._verification.finish()
+        self.verdict = verdict = self._verification.finish(is_early=is_early, is_within=is_early)
         self._leave(complete=True)
         if verdict.verdict == "match":
             return

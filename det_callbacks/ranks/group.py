@@ -17,6 +17,8 @@ from det_callbacks.errors import DetCallbacksError, RankError
 from det_callbacks.runs.peers import END_OF_FIT
 
 TIMEOUT_SECONDS = 30.0
+PATIENCE_SECONDS = 600.0
+"""For which the other ranks wait for what rank 0 does for all of them."""
 
 _HEAD_BYTES = 256
 """Of the first collective of an exchange; one of at most so many bytes needs no second."""
@@ -92,6 +94,20 @@ class RankGroup:
         if self.world_size == 1:
             return [action()]
         return [json.loads(row) for row in self.gather(lambda: json.dumps(action()).encode(), task=task)]
+
+    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank.
+
+        It may take longer than an exchange: the others wait for it in a group that is made for this.
+        """
+        if self.world_size == 1:
+            return action()
+        group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
+        try:
+            result: Value = group.agree(lambda: action() if self.rank == 0 else None, task=task)[0]
+            return result
+        finally:
+            group.close()
 
     def gather(self, action: Callable[[], bytes], *, task: str) -> list[bytes]:
         """Do something on every rank, and return the bytes that came out by rank, or raise on every rank.

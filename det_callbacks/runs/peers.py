@@ -30,6 +30,12 @@ class Peers(Protocol):
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank and return what came out on this one, or raise on every rank."""
 
+    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank.
+
+        However long it takes: the others wait for up to ten minutes.
+        """
+
 
 class _Alone:
     """A process without others."""
@@ -41,6 +47,9 @@ class _Alone:
         return [action()]
 
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
+        return action()
+
+    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
         return action()
 
 

@@ -19,8 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("digest", "code_state", "command_line", "environment", "settings"),
     ("trace",),
-    ("tensors", "observers", "equivalence", "compare", "doctor", "export", "check"),
-    ("report", "checkpoint", "ranks", "resume", "numerics"),
+    ("tensors", "equivalence", "compare", "doctor", "export", "check"),
+    ("report", "checkpoint", "ranks", "resume", "numerics", "observers", "judge", "detector", "verification"),
     ("callback", "hydra", "cli"),
     ("__init__", "__main__"),
 )

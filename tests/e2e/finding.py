@@ -1,13 +1,13 @@
 """Finding a planted fault: while it trains, in what the verification kept, and in a second recording."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults import Training
+from judged import require_one_verdict
 
-from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, cli, compare_runs
+from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, compare_runs
 from det_callbacks.runs.store import Run
 
 
@@ -21,7 +21,7 @@ def verify(reference: Path, training: Training, current: Path, **options: Any) -
     assert caught.value.verdict is verdict
     assert caught.value.exit_code == verdict.exit_code == 1
     assert verdict.explanation in str(caught.value)
-    assert json.loads((current / "verdict.json").read_text()) == verdict.to_dict()
+    require_one_verdict(verdict, reference, current)
     assert verdict.first_divergence is not None
     assert Run.open(current).rank(0).steps(0).tolist() == [verdict.first_divergence.step]
     return verdict
@@ -32,12 +32,7 @@ def find(
 ) -> Verdict:
     """Find a fault while it trains, in what the verification kept, and in a second recording: all say the same."""
     live = verify(reference, training, folder / "current", **options)
-    capsys.readouterr()
-    assert cli.main(["diff", str(reference), str(folder / "current"), "--json"]) == 1
-    kept = json.loads(capsys.readouterr().out)
-    assert (kept["first_divergence"], kept["origins"], kept["cause"]) == tuple(
-        live.to_dict()[name] for name in ("first_divergence", "origins", "cause")
-    )
+    require_one_verdict(live, reference, folder / "current", capsys)
     offline = compare_runs(reference, training.record(folder / "second", **options))
     assert (offline.verdict, offline.first_divergence, offline.origins, offline.cause) == (
         live.verdict,

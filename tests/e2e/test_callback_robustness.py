@@ -1,6 +1,5 @@
 """The callback when something goes wrong or ends early: nothing is left behind, nothing passes unsaid."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fits import Fit, Plain, RaiseAt, StopError, assert_nothing_left, raising_inside, record
+from judged import require_one_verdict
 from styles import Classifier, Skipping, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,7 +122,7 @@ def test_a_verification_that_found_something_and_was_stopped_has_a_verdict(refer
         fit.run()
     assert callback.verdict is not None
     assert callback.verdict.verdict == "diverged"
-    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
+    require_one_verdict(callback.verdict, reference, tmp_path / "current")
     assert not Run.open(tmp_path / "current").is_complete
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stored_runs import SELECTION, OneOf, append, join
 
-from det_callbacks.compare import compare_runs
+from det_callbacks.judge import compare_runs
 from det_callbacks.runs.writer import RunWriter
 
 pytestmark = [pytest.mark.soak, pytest.mark.ddp]

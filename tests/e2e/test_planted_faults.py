@@ -58,7 +58,7 @@ class Culprit:
 
 gave_other_bits = partial(Culprit, kind="content")
 optimizer_argument = partial(
-    Culprit, step=0, phase="optimizer", module="", kind="argument", cause="optimizer", num_origins=None
+    Culprit, step=0, phase="optimizer", module="", kind="argument", cause="settings", num_origins=None
 )
 forward_argument = partial(Culprit, step=0, phase="forward", kind="argument", cause="forward", num_origins=None)
 no_op = partial(Culprit, op="", kind="content", is_origin=False, num_origins=0)
@@ -215,8 +215,8 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
             module="net.0.up",
             op="aten._to_copy.default",
             kind="extra",
-            cause="forward",
-            says=("Choices differ: trainer.precision: 32-true in the reference, bf16-mixed now",),
+            cause="settings",
+            says=("trainer.precision: 32-true in the reference, bf16-mixed now, and that is what differs first",),
             num_origins=None,
         ),
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainers import quiet_trainer
 
 from det_callbacks import CheckpointNotFoundError, check_checkpoint, prove_resume
-from det_callbacks.compare import compare_runs
+from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp

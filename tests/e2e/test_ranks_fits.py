@@ -15,7 +15,7 @@ from trainers import quiet_trainer
 from det_callbacks import DeterminismCallback, DivergenceError
 from det_callbacks.callback import take_unfinished, together
 from det_callbacks.callback.fits import Waiting, wait
-from det_callbacks.compare import compare_runs
+from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp

@@ -1,6 +1,5 @@
 """A run of several fits: one reference, one verdict, and a process that may not end before the last of them."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fits import Fit, RaiseAt, StopError, record
+from judged import require_one_verdict
 
 from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning
 from det_callbacks.callback import take_unfinished
@@ -50,7 +50,7 @@ def test_two_fits_are_two_segments_and_verified_together(tmp_path: Path, capsys:
     assert callback.verdict is not None
     assert callback.verdict.verdict == "match"
     assert callback.verdict.counts.steps_compared == 8
-    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
+    require_one_verdict(callback.verdict, tmp_path / "run", tmp_path / "current")
 
 
 def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
@@ -61,6 +61,7 @@ def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match="only in the current run of fit 1"):
         fit.again(epochs=2)
     assert callback.verdict.verdict == "diverged"
+    require_one_verdict(callback.verdict, reference, tmp_path / "current")
 
 
 def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     assert error.exit_code == 1
     assert error.verdict is not None
     assert error.verdict.verdict == "diverged"
-    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == error.verdict.to_dict()
+    require_one_verdict(error.verdict, two_fits, tmp_path / "current")
     assert "holds 2 fits, and this process ended after 1" in str(error)
     assert "Steps 4 to 7 (4 of them) are only in the reference of fit 1" in str(error)
     assert take_unfinished() is None

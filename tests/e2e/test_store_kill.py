@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, next_step, write
 
-from det_callbacks.compare import compare_runs
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.judge import compare_runs
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 

@@ -1,12 +1,12 @@
 import io
 
 import pytest
+from pairs import record as record_steps
+from pairs import steps_of, write
 from rich.console import Console
-from step_builder import StepBuilder, reducing_step, training_step
-from stored_runs import OneOf, join
+from step_builder import StepBuilder, reducing_step
 
 from det_callbacks.compare.opening import open_reference
-from det_callbacks.compare.runs import compare_runs
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
     NotComparableError,
@@ -15,6 +15,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
+from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import render_verdict
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -23,41 +24,8 @@ from det_callbacks.runs.writer import RunWriter
 ENVIRONMENT = capture_environment().to_dict()
 
 
-def record(path, steps, *, complete=True, others=(), selection=None, environment=None, **options):
-    """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
-    manifest = {
-        "selection": (selection or Selection()).to_dict(),
-        "environment": environment or ENVIRONMENT,
-        "settings": {},
-    }
-    for rank, known in enumerate((steps, *others)):
-        if rank:
-            writer = join(path, rank)
-        else:
-            writer = RunWriter.create(path, peers=OneOf(0, 1 + len(others)), manifest=manifest, **options)
-        for number, fit in enumerate(known if isinstance(known, list) else [known]):
-            if number:
-                writer.start_segment()
-            write(writer, fit)
-        writer.close(complete=complete)
-    return path
-
-
-def write(writer, fit):
-    for step, builder in fit.items():
-        view = builder.view(step=step)
-        writer.put_program(view.program)
-        writer.put_layout(view.layout)
-        writer.append(step, 0, view.program.id, view.layout.id, view.record.digests)
-
-
-def steps_of(numbers, **changes):
-    """Return a run's steps; ``changes`` is {"s5": {...}} for what is planted in step 5."""
-    numbers = list(numbers)
-    return {
-        step: training_step(rows=(step, 2, 3, 4), is_first=step == numbers[0], **changes.get(f"s{step}", {}))
-        for step in numbers
-    }
+def record(path, steps, *, environment=ENVIRONMENT, **options):
+    return record_steps(path, steps, environment=environment, **options)
 
 
 @pytest.fixture
@@ -157,32 +125,11 @@ def test_incomplete_current_run_misses_steps(tmp_path, reference):
     assert compare_runs(reference, current, steps="common").verdict == "match"
 
 
-def test_folder_of_a_verification_is_compared_where_it_has_steps(tmp_path, reference):
-    changed = steps_of(range(10), s6={"noise_at": 2}, s8={"noise_at": 2})
-    kept = {step: builder for step, builder in changed.items() if step in (6, 8)}
-    current = record(tmp_path / "current", kept, purpose="verify", keeps="diverging")
-    verdict = compare_runs(reference, current)
-    assert (verdict.verdict, verdict.first_divergence.step, verdict.counts.steps_compared) == ("diverged", 6, 2)
-    assert "kept its diverging steps only" in verdict.explanation
-    with pytest.raises(ReferenceFormatError, match="is no reference"):
-        compare_runs(current, reference)
-
-
-def test_parameter_changed_before_a_later_step_is_no_initial_weight(tmp_path, reference):
-    changed = steps_of(range(10))[6]
-    changed.digests[next(index for index, site in enumerate(changed.sites) if site.role == "input")] ^= 1
-    current = record(tmp_path / "current", {6: changed}, purpose="verify", keeps="diverging")
-    assert compare_runs(reference, current).cause == "unknown"
-
-
 def test_nothing_in_common_is_no_match(tmp_path, reference):
     other = record(tmp_path / "other", steps_of(range(20, 25)))
-    nothing = record(tmp_path / "nothing", {}, purpose="verify", keeps="diverging")
     empty = record(tmp_path / "empty", {step: StepBuilder() for step in range(3)})
     with pytest.raises(NothingComparedError, match=r"steps 0 to 9.*steps 20 to 24"):
         compare_runs(reference, other)
-    with pytest.raises(NothingComparedError, match="keeps its diverging steps only"):
-        compare_runs(reference, nothing)
     with pytest.raises(NothingComparedError, match="held no site"):
         compare_runs(empty, record(tmp_path / "empty2", {step: StepBuilder() for step in range(3)}))
 

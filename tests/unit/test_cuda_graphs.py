@@ -14,11 +14,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import assert_same, position_of, site_of, step_of, traced, with_role
 
-from det_callbacks.compare.wording import describe
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import CoverageWarning
 from det_callbacks.observers.observations import Observations
 from det_callbacks.report.fits import level_words
+from det_callbacks.report.sentences import describe
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace import compiled_graphs

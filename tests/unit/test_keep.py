@@ -66,7 +66,9 @@ def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
 
 
 def run_of(folder: Path, name: str) -> KeptRun:
-    return replace(KeptRun.written(folder, folder.name), name=name)
+    return KeptRun(
+        name=name, run_id=folder.name, stream_of=lambda rank, segment, _: stream_path(folder, rank, 0, segment)
+    )
 
 
 def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0, output: int = 0) -> Divergence:

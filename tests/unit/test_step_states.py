@@ -7,10 +7,9 @@ import pytest
 from step_builder import reducing_step, training_step
 from stored_runs import append, create, record
 
-from det_callbacks.compare.compared import ComparedSteps, ranges_of, read_compared, write_compared
+from det_callbacks.compare.record import FitRecord, ranges_of
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.compare.step_states import differing_sites, first_difference, walk_outcomes
-from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 
@@ -86,8 +85,7 @@ def test_steps_that_a_verification_did_not_keep(tmp_path: Path) -> None:
     verified(current)
     unknown = [(step, "differs" if step == 2 else "unknown") for step in range(7)]
     assert outcomes(reference, current) == unknown
-    write_compared(current, 0, [ComparedSteps(segment=0, compared=((1, 5),), differing=((2, 2), (4, 4)))])
-    compared = read_compared(current, 0)
+    compared = {0: FitRecord(segment=0, compared=((1, 5),), differing=((2, 2), (4, 4)))}
     assert outcomes(reference, current, compared) == [
         (0, "unknown"),
         (1, "equal"),
@@ -105,13 +103,3 @@ def test_ranges_are_of_what_the_reference_has() -> None:
     assert ranges_of([10, 20, 40], known) == ((10, 40),)
     assert ranges_of([50, 0, 20, 10, 99], known) == ((0, 20), (50, 50))
     assert ranges_of([], known) == ()
-
-
-@pytest.mark.parametrize(
-    "content", ["[1]", '[{"segment": 0}]', '[{"segment": 0, "compared": [[1]], "differing": []}]', "{"]
-)
-def test_a_damaged_list_of_compared_steps_is_an_error(content: str, tmp_path: Path) -> None:
-    verified(tmp_path / "current")
-    (tmp_path / "current" / "rank-00000" / "compared.json").write_text(content)
-    with pytest.raises(ReferenceFormatError, match=r"compared\.json is damaged"):
-        read_compared(tmp_path / "current", 0)

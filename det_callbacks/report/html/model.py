@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from det_callbacks.compare.compared import read_compared
+from det_callbacks.compare.record import read_compared
 from det_callbacks.compare.step_states import Outcome, SiteDifferences, first_difference, walk_outcomes
 from det_callbacks.report.console import count
 from det_callbacks.report.run import describe_site, describe_tensor
@@ -153,7 +153,7 @@ class _Builder:
         self._verdict = verdict
         self._runs = reference, current
         ranks = [rank for rank in reference.ranks if rank in current.ranks]
-        self._compared = {rank: read_compared(current.path, rank) for rank in ranks}
+        self._compared = {rank: read_compared(current, rank) for rank in ranks}
         self._first_steps = {
             (rank, segment): first_difference(reference, current, rank, segment, self._compared[rank])
             for rank in ranks

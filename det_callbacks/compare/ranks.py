@@ -1,0 +1,318 @@
+"""What each rank of two runs tells: how much was compared, where it first differs, and which steps only one run has."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from det_callbacks.compare.collectives import CallKey, Classification, RankDifference
+from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
+from det_callbacks.compare.step import StepDifference, compare_steps, reached_part
+from det_callbacks.runs.files import damaged
+from det_callbacks.runs.program import StepView
+from det_callbacks.runs.store import Fit, Run
+from det_callbacks.verdict import Divergence
+
+MAX_ORIGINS = 100
+"""Origins of a rank that are described; all differing sites are counted."""
+
+_SECONDS_A_STEP = 2e-4
+"""Of two runs' step of 4,000 sites each, read and compared."""
+_SECONDS_AN_ALIGNED_SITE = 2e-5
+"""Of either step, where their programs differ."""
+_SECONDS_A_BYTE = 1e-9
+
+Report = Callable[[int], None]
+"""Called with a number of steps that were looked at."""
+
+Order = tuple[int, int, int, int]
+"""Segment, step, position in the step, rank: the least comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDifference:
+    """The first difference of a rank.
+
+    Attributes:
+        order: of it among those of all ranks.
+        first: divergence.
+        among_ranks: what tells, with that of the other ranks, who started it.
+        delivered: by collectives into which this rank put what the reference did.
+        origins: of the step, as this rank alone sees it.
+        is_first: it is in the first step of its fit.
+        is_resumed: it is in the first step after a checkpoint was restored.
+    """
+
+    order: Order
+    first: Divergence
+    among_ranks: RankDifference
+    delivered: tuple[tuple[CallKey, Divergence], ...] = ()
+    origins: tuple[Divergence, ...] = ()
+    is_first: bool = False
+    is_resumed: bool = False
+
+    def among(self, ranks: Classification | None) -> Divergence:
+        """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
+        if ranks is None:
+            return self.first
+        if ranks.is_collective and ranks.collective is not None:
+            by_it = [divergence for key, divergence in self.delivered if key == ranks.collective.key]
+            return replace(self.first, is_origin=replace(self.first, numbers=None) in by_it)
+        side = ranks.sides[self.order[-1]]
+        if side == "receiver":
+            return replace(self.first, is_origin=False)
+        return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSteps:
+    """Steps of one fit of one rank that only one run has.
+
+    Attributes:
+        rank: process.
+        segment: fit.
+        kind: "missing" or "extra".
+        first: step.
+        last: likewise.
+        count: of such steps.
+    """
+
+    rank: int
+    segment: int
+    kind: Literal["missing", "extra"]
+    first: int
+    last: int
+    count: int
+
+    @property
+    def order(self) -> Order:
+        """What the first of several is found by: before the sites of its step."""
+        return (self.segment, self.first, -1, self.rank)
+
+    def divergence(self) -> Divergence:
+        """Return the first of them as a divergence."""
+        return Divergence(
+            rank=self.rank,
+            step=self.first,
+            phase="other",
+            module="",
+            op="",
+            occurrence=0,
+            output=0,
+            name=None,
+            kind=self.kind,
+            source=(),
+            shape=None,
+            dtype=None,
+            reference_digest=None,
+            current_digest=None,
+            is_origin=None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFindings:
+    """What one rank tells.
+
+    Attributes:
+        rank: of the process.
+        tally: of what was compared; whole steps count as differing.
+        first: where it first differs; None where no site does.
+        whole: steps that only one run has.
+        num_common: steps that both runs have.
+    """
+
+    rank: int
+    tally: Tally
+    first: FirstDifference | None = None
+    whole: tuple[WholeSteps, ...] = ()
+    num_common: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWalk:
+    """Compares one rank of two runs at a time.
+
+    Two runs agree up to a step exactly when their chains at it agree, so the first step that differs is found by
+    bisection, and what lies before it is counted and not compared. What is proven by that, and what is trusted:
+
+    * The chains at the last equal step are compared with the digests there, on both sides. They hold what was written
+      to either file up to there: an equal pair cannot come from other steps, but by a collision of 64 bits.
+    * Every step from the first difference on is read and compared with its chain.
+    * With ``check_files`` every step of both files is. Without it, digests that were damaged after they were written,
+      before the last equal step, are not noticed; they cannot turn a difference into a match.
+    * Of a verification only the first step that differs is read; its record says what was found in the others.
+
+    Attributes:
+        reference: the run that is compared with.
+        current: the run that is compared.
+        is_common: only steps that both have are looked at.
+        check_files: whether every step is read.
+        records: of the ranks, where the current run is a verification.
+    """
+
+    reference: Run
+    current: Run
+    is_common: bool
+    check_files: bool
+    records: Mapping[int, RankRecord]
+
+    def compare(self, rank: int, report: Report) -> RankFindings:
+        """Return what a rank tells.
+
+        Raises:
+            ReferenceFormatError: a file is damaged.
+        """
+        if rank in self.records:
+            return self._verified(self.records[rank], report)
+        ours, theirs = self.reference.rank(rank), self.current.rank(rank)
+        if self.check_files:
+            for run in (ours, theirs):
+                run.check_steps()
+        tally, whole, first, num_common = Tally(), list[WholeSteps](), None, 0
+        for segment in sorted({*ours.segments, *theirs.segments}):
+            left, right = ours.fit(segment), theirs.fit(segment)
+            num_equal = num_equal_steps(left, right)
+            if num_equal:
+                self._count_equal(tally, rank, segment, right, num_equal)
+                report(num_equal)
+            in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())
+            num_common += num_equal + len(in_ours & in_theirs)
+            for step in sorted(in_ours & in_theirs):
+                views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
+                difference = compare_steps(*views, limit=0 if first else MAX_ORIGINS)
+                tally.count([step], views[1].program, difference.num_compared)
+                tally.num_differing += difference.num_differing
+                if first is None and difference.num_differing:
+                    first = self._first(difference, is_first=step == int(left.steps[0]))
+                report(1)
+            if not self.is_common:
+                whole += _whole("missing", rank, segment, in_ours - in_theirs)
+                whole += _whole("extra", rank, segment, in_theirs - in_ours)
+            if lacking := len(in_ours ^ in_theirs):
+                report(lacking)
+        tally.num_differing += sum(steps.count for steps in whole)
+        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), num_common=num_common)
+
+    def _verified(self, record: RankRecord, report: Report) -> RankFindings:
+        """Return what the record of a rank and the steps tell that its verification stored."""
+        rank, tally = record.rank, Tally()
+        tally.add(record.tally)
+        first: FirstDifference | None = None
+        whole: list[WholeSteps] = []
+        for fit in record.fits:
+            stored = self.current.rank(rank).steps(fit.segment).tolist()
+            if len(stored) != fit.num_stored:
+                raise damaged(
+                    record_path(self.current.path, rank),
+                    f"it tells of {fit.num_stored} stored steps of fit {fit.segment}, and {len(stored)} are there",
+                )
+            if fit.extra is not None:
+                start, end, number = fit.extra
+                whole.append(
+                    WholeSteps(rank=rank, segment=fit.segment, kind="extra", first=start, last=end, count=number)
+                )
+            step = next(filter(fit.differs, stored), None)
+            if first is None and step is not None:
+                difference = compare_steps(*self.views(rank, fit.segment, step), limit=MAX_ORIGINS)
+                if difference.num_differing:
+                    first = self._first(difference, is_first=step == fit.compared[0][0])
+            if first is None and fit.differing:
+                raise damaged(
+                    record_path(self.current.path, rank),
+                    f"it says that step {fit.differing[0][0]} of fit {fit.segment} differs, and no stored step does",
+                )
+        if record.steps == "all":
+            for segment in self.reference.rank(rank).segments:
+                missing = self._missing(record, segment)
+                whole += _whole("missing", rank, segment, missing)
+                tally.num_differing += len(missing)
+        report(self.num_steps(rank))
+        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), num_common=tally.num_steps)
+
+    def _missing(self, record: RankRecord, segment: int) -> list[int]:
+        """Return the steps of the reference that a verification ought to have had by its end."""
+        known = self.reference.rank(record.rank).steps(segment)
+        fit, stop = record.fit(segment) or FitRecord(segment=segment), record.stopped
+        is_missing = known >= fit.begins
+        for first, last in fit.compared:
+            is_missing[np.searchsorted(known, first) : np.searchsorted(known, last, side="right")] = False
+        if stop is not None and segment >= stop.segment:
+            is_missing &= (known < stop.step) & (segment == stop.segment)
+        missing: list[int] = known[is_missing].tolist()
+        return missing
+
+    def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
+        """Return a step of both runs; of one that a verification was stopped in, what it had reached."""
+        reference, current = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
+        stop = self.records[rank].stopped if rank in self.records else None
+        if stop is not None and stop.is_within and (stop.segment, stop.step) == (segment, step):
+            reference = reached_part(reference, current)
+        return reference, current
+
+    def _first(self, difference: StepDifference, *, is_first: bool) -> FirstDifference:
+        finding, place = difference.findings[0], (difference.segment, difference.step)
+        assert difference.among_ranks is not None, "a step that differs was described"
+        return FirstDifference(
+            order=(*place, finding.position, difference.rank),
+            first=finding.divergence,
+            among_ranks=difference.among_ranks,
+            delivered=difference.delivered,
+            origins=difference.origins,
+            is_first=is_first,
+            is_resumed=place in self.reference.resumed_steps | self.current.resumed_steps,
+        )
+
+    def num_steps(self, rank: int) -> int:
+        """Return how many steps are reported for a rank."""
+        runs = self.reference.rank(rank), self.current.rank(rank)
+        segments = {segment for run in runs for segment in run.segments}
+        return sum(len(np.union1d(*(run.steps(segment) for run in runs))) for segment in segments)
+
+    def has_equal_steps(self, rank: int) -> bool:
+        """Return whether steps of a rank are counted as equal by their chains."""
+        runs = self.reference.rank(rank), self.current.rank(rank)
+        return any(num_equal_steps(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
+
+    def estimate(self, rank: int) -> float:
+        """Return about how many seconds a rank will take, by what was measured on one core of an AMD EPYC."""
+        runs = self.reference.rank(rank), self.current.rank(rank)
+        seconds = sum(run.num_bytes for run in runs) * _SECONDS_A_BYTE if self.check_files else 0.0
+        for segment in {segment for run in runs for segment in run.segments} if not self.records else ():
+            ours, theirs = (run.fit(segment) for run in runs)
+            _, left, right = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
+            is_left = left >= num_equal_steps(ours, theirs)
+            left, right = left[is_left], right[is_left]
+            is_other = ours.program_ids[left] != theirs.program_ids[right]
+            num_sites = int(ours.num_digests[left][is_other].sum() + theirs.num_digests[right][is_other].sum())
+            seconds += len(left) * _SECONDS_A_STEP + num_sites * _SECONDS_AN_ALIGNED_SITE
+        return seconds
+
+    def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
+        """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
+        kinds = np.stack((fit.program_ids, fit.layout_ids, fit.num_digests.astype(np.uint64)), axis=1)[:num_equal]
+        _, firsts, kind_of = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        for run in (self.reference, self.current):
+            for index in {*firsts.tolist(), num_equal - 1}:
+                run.view(rank, segment, int(fit.steps[index]))
+        for kind, first in enumerate(firsts.tolist()):
+            steps = fit.steps[:num_equal][kind_of.ravel() == kind].tolist()
+            program = self.current.program(int(fit.program_ids[first]))
+            tally.count(steps, program, len(program) * len(steps))
+
+
+def num_equal_steps(ours: Fit, theirs: Fit) -> int:
+    """Return how many steps from the first on are equal, by their chains."""
+    num_common = min(len(ours.steps), len(theirs.steps))
+    if not num_common:
+        return 0
+    num_same = int(np.argmin(np.append(ours.steps[:num_common] == theirs.steps[:num_common], False)))
+    return bisect_left(range(num_same), True, key=lambda index: bool(ours.chains[index] != theirs.chains[index]))
+
+
+def _whole(kind: Literal["missing", "extra"], rank: int, segment: int, steps: Collection[int]) -> list[WholeSteps]:
+    if not steps:
+        return []
+    return [WholeSteps(rank=rank, segment=segment, kind=kind, first=min(steps), last=max(steps), count=len(steps))]

@@ -1,0 +1,249 @@
+"""What one rank of a verification compared: of the steps that agree, which are not stored, only this tells.
+
+    rank-00000/record.json    {"digest": "9f3c...", "record": {...}}
+
+A rank writes its record when a fit ends, after its streams are closed, and removes it when another fit begins. The
+judge takes from it what is not stored. One that is missing or damaged is an error, never a match.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.files import damaged, rank_folder, replace_atomically
+from det_callbacks.runs.program import Program
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import EnvironmentDifference
+
+RECORD_FILE = "record.json"
+VERDICT_FILE = "verdict.json"
+REPORT_FILE = "report.html"
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last steps, both included; what lies between two of them is all that the reference has there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """How much was compared; counted up while it is, and added up over ranks.
+
+    Attributes:
+        num_steps: that both runs have.
+        num_sites: of those steps.
+        num_differing: sites and metrics that differ, and steps that only one run has.
+        first_step: the least that was compared; None before the first.
+        last_step: the largest.
+        ops_seen: under the trace.
+        ops_digested: those whose outputs were digested.
+        ops_skipped: reason -> number.
+        opaque_regions: names.
+        replayed: op -> count, differing, mib_per_step.
+        num_metrics: values that the module logged.
+    """
+
+    num_steps: int = 0
+    num_sites: int = 0
+    num_differing: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    ops_seen: int = 0
+    ops_digested: int = 0
+    ops_skipped: dict[str, int] = field(default_factory=dict)
+    opaque_regions: set[str] = field(default_factory=set)
+    replayed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_metrics: int = 0
+
+    def count(self, steps: Sequence[int], program: Program, num_sites: int) -> None:
+        """Count steps of one program, in order, and the sites of all of them together."""
+        number = len(steps)
+        self.num_steps += number
+        self.num_sites += num_sites
+        self._include(steps[0])
+        self._include(steps[-1])
+        self.ops_seen += program.ops_seen * number
+        self.ops_digested += program.ops_digested * number
+        for reason, skipped in program.ops_skipped.items():
+            self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped * number
+        self.opaque_regions.update(program.opaque_regions)
+
+    def add(self, other: "Tally") -> None:
+        """Add what was counted of another rank."""
+        for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for step in (other.first_step, other.last_step):
+            if step is not None:
+                self._include(step)
+        for reason, skipped in other.ops_skipped.items():
+            self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped
+        self.opaque_regions |= other.opaque_regions
+        for name, entry in other.replayed.items():
+            known = self.replayed.setdefault(name, {})
+            for key, value in entry.items():
+                known[key] = known.get(key, 0) + value
+
+    def _include(self, step: int) -> None:
+        self.first_step = step if self.first_step is None else min(self.first_step, step)
+        self.last_step = step if self.last_step is None else max(self.last_step, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRecord:
+    """The steps of one fit that a verification compared.
+
+    Attributes:
+        segment: fit.
+        compared: steps that the reference has, too.
+        differing: those of them that differ.
+        extra: first, last and number of the steps that the reference has not; None where there are none.
+        num_stored: steps that differ, or that the reference has not, and that are stored.
+        begins: the first step that is demanded: of a resumed fit, the one that it went on with.
+        metrics_since: the step that a resumed fit logged nothing before; None of one that began at its start.
+        unrestored: state that a checkpoint did not bring back as the reference had it.
+    """
+
+    segment: int
+    compared: Ranges = ()
+    differing: Ranges = ()
+    extra: tuple[int, int, int] | None = None
+    num_stored: int = 0
+    begins: int = 0
+    metrics_since: int | None = None
+    unrestored: tuple[str, ...] = ()
+
+    def is_equal(self, step: int) -> bool:
+        """Return whether a step of the reference was compared and found equal."""
+        return _holds(self.compared, step) and not _holds(self.differing, step)
+
+    def differs(self, step: int) -> bool:
+        """Return whether a step of the reference was compared and found to differ."""
+        return _holds(self.differing, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Where a verification was stopped, so that what comes later is not missing.
+
+    Attributes:
+        segment: fit.
+        step: the last one that was compared; -1 before the first.
+        reason: "divergence", or the name of an exception.
+        is_within: the step had not ended: only what it had reached was compared.
+    """
+
+    segment: int
+    step: int
+    reason: str
+    is_within: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank of a verification compared.
+
+    Attributes:
+        run_id: of the verification.
+        reference_id: run id of the reference.
+        rank: process.
+        steps: "all" or "common".
+        fits: in order.
+        tally: of all that was compared, stored or not; metrics are not in it, which are stored.
+        environment: how that of this rank differs from the reference's.
+        stopped: None where all fits came to their end.
+        pending: fits and tests of the reference that had not run, by name.
+    """
+
+    run_id: str
+    reference_id: str
+    rank: int
+    steps: Literal["all", "common"]
+    fits: tuple[FitRecord, ...]
+    tally: Tally
+    environment: tuple[EnvironmentDifference, ...] = ()
+    stopped: Stop | None = None
+    pending: tuple[str, ...] = ()
+
+    def fit(self, segment: int) -> FitRecord | None:
+        """Return what it says of a fit; None where that was not begun."""
+        return next((fit for fit in self.fits if fit.segment == segment), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sealed:
+    digest: str
+    record: msgspec.Raw
+
+
+def ranges_of(steps: Iterable[int], known: Sequence[int]) -> Ranges:
+    """Return steps as ranges of what is known: two that follow each other there are one range.
+
+    Args:
+        steps: some of ``known``, in any order.
+        known: steps of the reference, ascending.
+    """
+    wanted = frozenset(steps)
+    found: list[tuple[int, int]] = []
+    is_open = False
+    for step in known:
+        if step not in wanted:
+            is_open = False
+        elif is_open:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+            is_open = True
+    return tuple(found)
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Return where the record of a rank lies."""
+    return folder / rank_folder(rank) / RECORD_FILE
+
+
+def write_record(folder: Path, record: RankRecord) -> None:
+    """Write a record into the folder of a verification, atomically."""
+    content = msgspec.json.encode(record)
+    sealed = _Sealed(digest=format_digest(digest_bytes(content)), record=msgspec.Raw(content))
+    replace_atomically(record_path(folder, record.rank), msgspec.json.encode(sealed))
+
+
+def read_record(current: Run, rank: int) -> RankRecord:
+    """Return the record of a rank of a verification.
+
+    Raises:
+        ReferenceFormatError: it is missing, damaged or of another verification.
+    """
+    path = record_path(current.path, rank)
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        if sealed.digest != format_digest(digest_bytes(bytes(sealed.record))):
+            raise damaged(path, "its content is not what its digest says")
+        record = msgspec.json.decode(sealed.record, type=RankRecord)
+    except FileNotFoundError as error:
+        raise ReferenceFormatError(
+            f"{path} is missing: the verification was killed, or is still running, so nobody can tell what it "
+            "compared. That is no match. Verify again.",
+            str(path),
+        ) from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise damaged(path, f"it is no record of what was compared ({error})") from error
+    if (record.run_id, record.rank) != (current.run_id, rank):
+        raise damaged(path, f"it is of rank {record.rank} of another verification ({record.run_id})")
+    return record
+
+
+def read_compared(current: Run, rank: int) -> Mapping[int, FitRecord]:
+    """Return what a rank compared, by fit; {} of a run that is no verification.
+
+    Raises:
+        ReferenceFormatError: as ``read_record`` does.
+    """
+    return {fit.segment: fit for fit in read_record(current, rank).fits} if current.keeps != "all" else {}
+
+
+def _holds(ranges: Ranges, step: int) -> bool:
+    return any(first <= step <= last for first, last in ranges)

@@ -1,0 +1,469 @@
+"""The judge: two run folders become one verdict, whether the current one was recorded, or written by a verification.
+
+Everything that a verdict says is read from the two folders, so a verification that ends, ``verdict.json`` and
+``det-callbacks diff`` cannot disagree.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from det_callbacks.compare.batches import find_batch
+from det_callbacks.compare.cause import Facts, judge
+from det_callbacks.compare.collectives import Classification, classify
+from det_callbacks.compare.evidence import Evidence, RunEvidence, find_evidence
+from det_callbacks.compare.metrics import MetricComparison, MetricDifference
+from det_callbacks.compare.next_recording import with_next_recording
+from det_callbacks.compare.numbers import KeptNumbers, KeptRun, measured
+from det_callbacks.compare.opening import (
+    check_completeness,
+    read_records,
+    require_same_selection,
+    shown_steps,
+)
+from det_callbacks.compare.processes import choose_jobs, compare_in_processes
+from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
+from det_callbacks.compare.record import Tally
+from det_callbacks.compare.step import StepDifference, compare_steps
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
+from det_callbacks.report.advice import advise, evidence_lines
+from det_callbacks.report.sentences import (
+    advise_metric,
+    capitalised,
+    count,
+    explain_match,
+    explain_metric,
+    explain_ranks,
+    explain_step,
+    explain_whole_steps,
+    metric_lines,
+    show_differences,
+    steps_agree,
+)
+from det_callbacks.runs.environment import compare_environments, digested_on
+from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.store import Run
+from det_callbacks.verdict import (
+    Cause,
+    Counts,
+    Coverage,
+    Divergence,
+    EnvironmentDifference,
+    Verdict,
+    VerdictName,
+)
+
+SMALL_BYTES = 256 * 2**20
+"""Two runs whose steps take less than this together are read whole: it takes a second or less."""
+
+MAX_ORIGINS = 100
+"""Origins that a verdict lists, those of the first ranks."""
+
+CHAINS_NOTE = (
+    "Steps before the first difference were compared by their chains, and their digests were not read again "
+    "(check_files=True, det-callbacks diff --check-files: reads all)"
+)
+
+
+def compare_runs(
+    reference: str | Path,
+    current: str | Path,
+    *,
+    steps: Literal["all", "common"] = "all",
+    check_files: bool | None = None,
+    jobs: int | None = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verdict:
+    """Compare a run with its reference, bit for bit.
+
+    Both runs are read as a stream, one step at a time; of each step some 60 bytes are kept. Up to the first difference
+    of a rank, which is found in the chains by bisection, steps are counted and not compared; from there on each is
+    read, checked against its chain and compared: 200 microseconds for a step of 4,000 sites of one program. What the
+    chains prove, and what is trusted with them, stands in ``compare/ranks.py``. Of a verification, one step a rank is
+    read, and its records tell of the others.
+
+    Args:
+        reference: folder of the reference.
+        current: folder of the run to compare, or of a verification.
+        steps: "all" demands exactly the reference's steps: another one, or one that is not there, is a divergence.
+            "common" compares the steps that both runs have. Of a verification, what it was asked for holds.
+        check_files: True reads every step of both runs and checks it against its chain, at memory speed, so that a
+            damaged file is an error wherever it is damaged; False only the last equal step and those after it, and
+            says so in the explanation. None does the first with runs of less than 256 MiB together.
+        jobs: processes that compare ranks, of some 400 MB and 5 s each to start. None takes one where that is faster,
+            else one a core. Above 1, a script that calls this needs ``if __name__ == "__main__":``, as with all of
+            multiprocessing.
+        progress: called with the number of steps looked at so far, and that of all.
+
+    Returns:
+        The verdict; the ``exit_code`` of the command line is its own. Runs of another number of processes are
+        ``not_comparable`` and are not looked into.
+
+    Raises:
+        ReferenceNotFoundError: there is no run at one of the paths.
+        ReferenceFormatError: a file of a run is damaged or missing, or the reference is incomplete and ``steps`` is
+            "all", or it is not the one that a verification was compared with.
+        SelectionError: the runs recorded other modules, phases or another level.
+        NothingComparedError: the runs have no step in common, or no site.
+        WorkerError: a process ended before it had compared its rank.
+        ValueError: ``steps`` is another word, or ``jobs`` is not at least 1.
+
+    Example:
+        >>> compare_runs("refs/run1", "runs/today").verdict  # doctest: +SKIP
+        'match'
+    """
+    if steps not in ("all", "common"):
+        raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, or None; got {jobs}.")
+    ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
+    names = str(reference), str(current)
+    return judge_runs(ours, theirs, names=names, steps=steps, check_files=check_files, jobs=jobs, progress=progress)
+
+
+def judge_runs(
+    ours: Run,
+    theirs: Run,
+    *,
+    names: tuple[str, str],
+    steps: Literal["all", "common"] = "all",
+    check_files: bool | None = None,
+    jobs: int | None = 1,
+    progress: Callable[[int, int], None] | None = None,
+    is_one_run: bool = False,
+) -> Verdict:
+    """Compare two runs that are open; see ``compare_runs``.
+
+    Args:
+        ours: the reference.
+        theirs: the current run.
+        names: of both, as the verdict shows them.
+        steps: likewise, as what follows.
+        check_files: see there.
+        jobs: see there.
+        progress: see there.
+        is_one_run: they are one run, which a resumed attempt disagrees with: that it has no end says nothing.
+    """
+    here = theirs.environment
+    environment = compare_environments(ours.environment, here)
+    if ours.world_size != theirs.world_size:
+        text = (
+            f"The reference ran on {ours.world_size} process{'es' * (ours.world_size != 1)} and this run on "
+            f"{theirs.world_size}: each sees other batches, so no step of one is a step of the other."
+        )
+        return Verdict.refused(*names, text, environment)
+    require_same_selection(ours, theirs)
+    records = {} if theirs.keeps == "all" else read_records(ours, theirs)
+    if records:
+        steps = next(iter(records.values())).steps
+        check_files = False
+    elif check_files is None:
+        check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
+    notes = [] if is_one_run else check_completeness(ours, theirs, steps)
+    walk = RankWalk(
+        reference=ours, current=theirs, is_common=steps == "common", check_files=check_files, records=records
+    )
+    if not check_files and not records and any(map(walk.has_equal_steps, ours.ranks)):
+        notes.append(CHAINS_NOTE)
+    found = _compare_ranks(walk, jobs, progress)
+    metric, num_metrics, num_other_metrics = _compare_metrics(walk)
+    # of steps alone, none in common is no comparison
+    if not records and not any(one.num_common for one in found) and not num_metrics:
+        raise NothingComparedError(
+            f"Nothing was compared: the reference {names[0]} ({shown_steps(ours)}) and {names[1]} "
+            f"({shown_steps(theirs)}) have no step in common. That is no match. Check that they are recordings of the "
+            "same training, and with the same every_n_steps."
+        )
+    known = {difference.name for difference in environment}
+    of_ranks = {one.name: one for record in records.values() for one in record.environment if one.name not in known}
+    findings = Findings(
+        walk=walk,
+        names=names,
+        ranks=tuple(found),
+        metric=metric,
+        num_metrics=num_metrics,
+        num_differing_metrics=num_other_metrics,
+        environment=tuple(sorted((*environment, *of_ranks.values()), key=lambda one: one.name)),
+        digested_on=digested_on(here),
+        notes=tuple(notes),
+    )
+    return with_next_recording(findings.verdict(), ours.selection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What is said of the first difference."""
+
+    first: Divergence | None
+    cause: Cause | None
+    text: str
+    advice: str = ""
+    evidence: tuple[str, ...] = ()
+    choice: str = ""
+    """Name of the choice that the text begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All that was found in two runs.
+
+    Attributes:
+        walk: the runs, opened.
+        names: of both, as the verdict shows them.
+        ranks: what each of them tells, by rank.
+        metric: the first metric that differs; None where none does.
+        num_metrics: that both runs have.
+        num_differing_metrics: that differ.
+        environment: how the environments differ.
+        digested_on: device besides the host -> how digests are computed there.
+        notes: what was left out of the comparison, and why.
+    """
+
+    walk: RankWalk
+    names: tuple[str, str]
+    ranks: tuple[RankFindings, ...]
+    metric: MetricDifference | None
+    num_metrics: int
+    num_differing_metrics: int
+    environment: tuple[EnvironmentDifference, ...]
+    digested_on: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def verdict(self) -> Verdict:
+        """Return the verdict.
+
+        Raises:
+            NothingComparedError: not a single site was compared.
+        """
+        tally = Tally(num_metrics=self.num_metrics, num_differing=self.num_differing_metrics)
+        for one in self.ranks:
+            tally.add(one.tally)
+        first = {one.rank: one.first for one in self.ranks if one.first is not None}
+        whole = [steps for one in self.ranks for steps in one.whole]
+        has_divergence = bool(first or whole or self.metric)
+        if not has_divergence and not tally.num_sites and not tally.num_metrics:
+            number = f"{count(tally.num_steps, 'step')} held no site at all" if tally.num_steps else "no step was"
+            raise NothingComparedError(
+                f"Nothing was compared between the reference {self.names[0]} and {self.names[1]}: {number}. That is no "
+                "match. Check that both runs recorded steps, and with the same selection."
+            )
+        if not has_divergence:
+            self._require_whole()
+        first |= measured(first, KeptNumbers.of(self.walk.reference, KeptRun.of(self.walk.current, "the current run")))
+        bits_differ = bool(first) or (self.metric is not None and self.metric.kind == "content")
+        verdict: VerdictName = "diverged" if has_divergence else "match"
+        if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):
+            verdict = "not_comparable"
+        ranks = self._classify(first)
+        answer = self._answer(first, whole, ranks, tally)
+        others = [entry for entry in self.environment if entry.name != answer.choice]
+        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
+        num_ranks = sum(bool(one.tally.num_steps) for one in self.ranks) or int(bool(tally.num_metrics))
+        return Verdict(
+            verdict=verdict,
+            reference=self.names[0],
+            current=self.names[1],
+            first_divergence=answer.first,
+            origins=_origins(first, ranks),
+            cause=answer.cause,
+            explanation=" ".join(f"{part.rstrip('.')}." for part in parts if part),
+            counts=Counts(
+                steps_compared=tally.num_steps,
+                sites_compared=tally.num_sites,
+                sites_differing=tally.num_differing,
+            ),
+            coverage=Coverage(
+                ranks=num_ranks,
+                steps=None
+                if tally.first_step is None or tally.last_step is None
+                else (tally.first_step, tally.last_step),
+                ops_seen=tally.ops_seen,
+                ops_digested=tally.ops_digested,
+                ops_skipped=dict(sorted(tally.ops_skipped.items())),
+                opaque_regions=tuple(sorted(tally.opaque_regions)),
+                replayed=tally.replayed,
+                metrics=tally.num_metrics,
+                digested_on=dict(self.digested_on),
+            ),
+            environment=self.environment,
+            evidence=answer.evidence,
+        )
+
+    def _require_whole(self) -> None:
+        """Raise where a verification was stopped before it had compared all, and agreed so far."""
+        for rank, record in self.walk.records.items():
+            if record.stopped is not None:
+                of_rank = f" of rank {rank}" if self._show_rank else ""
+                raise NothingComparedError(
+                    f"The verification{of_rank} in {self.names[1]} was stopped by {record.stopped.reason} after step "
+                    f"{record.stopped.step}. What it had compared up to there agrees, and nobody knows of the rest. "
+                    "That is no match. Verify again."
+                )
+
+    @property
+    def _show_rank(self) -> bool:
+        return self.walk.reference.world_size > 1
+
+    def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
+        """Return who started the difference; None where one process ran, or nothing differs."""
+        if not self._show_rank or not first:
+            return None
+        known = (first.get(rank) for rank in self.walk.reference.ranks)
+        return classify([None if one is None else one.among_ranks for one in known])
+
+    def _answer(
+        self,
+        first: Mapping[int, FirstDifference],
+        whole: Sequence[WholeSteps],
+        ranks: Classification | None,
+        tally: Tally,
+    ) -> _Answer:
+        """Return what is to be said of all that differs."""
+        earliest = min(first.values(), key=lambda one: one.order, default=None)
+        lacking = min(whole, key=lambda one: one.order, default=None)
+        order = min((one.order for one in (earliest, lacking, self.metric) if one is not None), default=None)
+        if self.metric is not None and self.metric.order == order:
+            return self._answer_metric(self.metric, steps_agree(tally.num_steps) if not first and not whole else "")
+        if lacking is not None and lacking.order == order:
+            text = capitalised(explain_whole_steps(whole, show_rank=self._show_rank))
+            text += "" if first else steps_agree(tally.num_steps)
+            return _Answer(first=lacking.divergence(), cause="structure", text=text)
+        if earliest is None:
+            num_ranks = sum(bool(one.tally.num_steps) for one in self.ranks)
+            return _Answer(first=None, cause=None, text=explain_match(tally, num_ranks=num_ranks))
+        shown = earliest.among(ranks)
+        if ranks is not None and ranks.is_collective:
+            text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
+            return _Answer(first=shown, cause="collective", text=text)
+        leader = earliest
+        if ranks is not None and ranks.origins:
+            leader = min((first[rank] for rank in ranks.origins), key=lambda one: one.order)
+        facts = self._facts(leader)
+        judgement = judge(facts)
+        text = explain_step(facts, judgement, show_rank=self._show_rank)
+        if ranks is not None:
+            text += f"; {explain_ranks(ranks)}"
+        if whole:
+            text += f"; besides, {explain_whole_steps(whole, show_rank=self._show_rank)}"
+        return _Answer(
+            first=shown,
+            cause=judgement.cause,
+            text=text,
+            advice=advise(facts, judgement),
+            evidence=evidence_lines(facts),
+            choice=choice.name if judgement.rule == "choice" and (choice := facts.explaining_choice) else "",
+        )
+
+    def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
+        text = explain_metric(metric)
+        if self.num_differing_metrics > 1:
+            text += f", and {count(self.num_differing_metrics - 1, 'more metric')}"
+        return _Answer(
+            first=metric.divergence(),
+            cause=metric.reason[0],
+            text=capitalised(text + agree),
+            advice=advise_metric(metric),
+            evidence=metric_lines(metric),
+        )
+
+    def _facts(self, known: FirstDifference) -> Facts:
+        """Return what is known of the step in which a rank first differs; it is compared once more."""
+        segment, step, _, rank = known.order
+        difference = compare_steps(*self.walk.views(rank, segment, step))
+        record = self.walk.records.get(rank)
+        fit = None if record is None else record.fit(segment)
+        evidence, unread = self._evidence(difference)
+        return Facts(
+            difference=difference,
+            environment=self.environment,
+            is_first=known.is_first,
+            is_resumed=known.is_resumed,
+            unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
+            batch_of=find_batch(self.walk.reference, difference),
+            evidence=evidence,
+            unread=unread,
+        )
+
+    def _evidence(self, difference: StepDifference) -> tuple[Evidence | None, str]:
+        place = difference.rank, difference.segment, difference.step
+        has_other_data = any(one.is_source and one.divergence.phase == "data" for one in difference.findings)
+        runs = RunEvidence(self.walk.reference), RunEvidence(self.walk.current)
+        try:
+            return find_evidence(*runs, place, has_other_data=has_other_data), ""
+        except ReferenceFormatError as error:
+            return None, str(error)
+
+
+def _compare_ranks(walk: RankWalk, jobs: int | None, progress: Callable[[int, int], None] | None) -> list[RankFindings]:
+    """Return what all ranks tell, by rank."""
+    ranks = walk.reference.ranks
+    total = sum(map(walk.num_steps, ranks)) if progress is not None else 0
+    num_done = 0
+
+    def report(number: int) -> None:
+        nonlocal num_done
+        num_done += number
+        if progress is not None:
+            progress(num_done, total)
+
+    num_jobs = choose_jobs(jobs, walk)
+    found = (
+        (walk.compare(rank, report) for rank in ranks)
+        if num_jobs == 1
+        else compare_in_processes(walk, num_jobs, report)
+    )
+    return sorted(found, key=lambda one: one.rank)
+
+
+def _compare_metrics(walk: RankWalk) -> tuple[MetricDifference | None, int, int]:
+    """Return the first metric that differs, how many both runs have, and how many differ."""
+    ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
+    stop = None if record is None else record.stopped
+    done: list[MetricComparison] = []
+    for segment in sorted({*ours.segments, *theirs.segments}):
+        if stop is not None and segment > stop.segment:
+            break
+        current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
+        comparison = MetricComparison(
+            read_metrics(ours, segment),
+            segment=segment,
+            counts_missing=not walk.is_common,
+            counts_extra=not walk.is_common,
+        )
+        for step in current.resumed:
+            comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
+        for reading in current.by_key.values():
+            comparison.add(reading)
+        if stop is None or segment < stop.segment:
+            comparison.end()
+        done.append(comparison)
+    first = min((one.first for one in done if one.first is not None), key=lambda one: one.order, default=None)
+    return first, sum(one.num_compared for one in done), sum(one.num_differing for one in done)
+
+
+def _origins(first: Mapping[int, FirstDifference], ranks: Classification | None) -> tuple[Divergence, ...]:
+    origins: list[Divergence] = []
+    collective = None if ranks is None or ranks.collective is None else ranks.collective.key
+    for known in sorted(first.values(), key=lambda one: one.order):
+        delivered = (divergence for key, divergence in known.delivered if key == collective)
+        origins.extend(replace(divergence, is_origin=True) for divergence in delivered)
+        # what looks like one to a rank alone is none where the others tell that it received the difference
+        if ranks is None or ranks.sides[known.order[-1]] == "origin":
+            origins.extend(known.origins)
+    return tuple(origins[:MAX_ORIGINS])
+
+
+def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
+    """Return what is to be said of environments that differ."""
+    changing = [entry for entry in environment if entry.changes_bits]
+    choices = sorted(
+        (entry for entry in changing if not entry.is_machine), key=lambda entry: not entry.name.startswith("settings.")
+    )
+    machine = show_differences([entry for entry in changing if entry.is_machine])
+    notes = [f"Choices differ: {show_differences(choices)}"] if choices and verdict != "match" else []
+    if machine and verdict == "not_comparable":
+        notes.append(f"The machine differs too, so nothing is proven either way: {machine}")
+    elif machine:
+        notes.append(f"The machine differs: {machine}")
+    return notes

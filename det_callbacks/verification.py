@@ -1,0 +1,243 @@
+"""A run that is verified while it trains: the detector stores what differs, and at the end the judge reads it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from det_callbacks.compare.metrics import MetricComparison
+from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE, Stop, record_path, write_record
+from det_callbacks.detector import JUDGING, StepDetector, write_step
+from det_callbacks.errors import RankError
+from det_callbacks.judge import compare_runs
+from det_callbacks.runs.environment import Environment, compare_environments
+from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.files import MANIFEST, PROGRAMS, replace_atomically
+from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.metrics import Reading, Readings, read_metrics
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.steps import StepTrace
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
+from det_callbacks.verdict import Verdict
+
+STORED_STEPS = 100
+"""Diverging steps of a rank that are stored; each is as large as in a recording."""
+
+
+class Verification(StepDetector):
+    """Compares a run with a reference while it trains, and lets the judge say what differs.
+
+    Args:
+        reference: the reference, already opened.
+        current: folder for the diverging steps and ``verdict.json``; one that an earlier verification made is replaced.
+        manifest: selection, settings and environment of the current run.
+        peers: the processes that verify together; each compares its own steps.
+        steps: "all" or "common".
+
+    Attributes:
+        keep_tensors: keeps the tensors of a step that differs, before the step.
+        differs_anywhere: whether any rank differed, at the last ``finish``.
+
+    Raises:
+        RunExistsError: ``current`` holds a recording, or something that is not ours.
+    """
+
+    def __init__(
+        self,
+        reference: Run,
+        current: Path,
+        *,
+        manifest: Mapping[str, Any],
+        peers: Peers = ALONE,
+        steps: Literal["all", "common"] = "all",
+    ) -> None:
+        super().__init__(reference, peers.rank, steps=steps)
+        self.current = current
+        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
+        self.differs_anywhere = False
+        self._peers = peers
+        self._environment = compare_environments(reference.environment, Environment.from_dict(manifest["environment"]))
+        is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
+        self._writer = RunWriter.create(
+            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
+        )
+        self._metrics = self._metrics_of(0)
+        self._num_stored = 0
+
+    @property
+    def run_id(self) -> str:
+        """Random identity of the current run."""
+        return self._writer.run_id
+
+    @property
+    def num_differing(self) -> int:
+        """Sites, metrics and whole steps that differ so far on this rank."""
+        return self.tally.num_differing + self._metrics.num_differing
+
+    @property
+    def num_segments(self) -> int:
+        """Fits that the reference holds."""
+        return sum(len(self._ranks.steps(segment)) > 0 for segment in self._ranks.segments)
+
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
+        """Keep the list of ops without a deterministic implementation that were called so far."""
+        self._writer.put_nondeterministic_ops(ops)
+
+    def set_replayed(self, replayed: Mapping[str, Any]) -> None:
+        """Set what was put back from the reference, as the coverage shows it."""
+        self.tally.replayed = {name: dict(entry) for name, entry in replayed.items()}
+
+    def withdraw_verdict(self) -> None:
+        """Take away what was written of a verdict that no longer holds: more is compared."""
+        record_path(self.current, self.rank).unlink(missing_ok=True)
+        if self._writer.is_leader:
+            for name in (VERDICT_FILE, REPORT_FILE):
+                (self.current / name).unlink(missing_ok=True)
+
+    def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
+        """Start a fit; the verdict on the fits before it no longer holds."""
+        self.withdraw_verdict()
+        super().begin_fit(segment, is_resumed=is_resumed, is_every_step=is_every_step)
+        if segment:
+            self._metrics.end()
+            self.has_divergence |= self._metrics.num_differing > 0
+            self._metrics = self._metrics_of(segment)
+            self._writer.start_segment()
+        else:
+            self._writer.reopen()
+
+    def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
+        """Compare a step; see ``StepDetector.add``."""
+        if self.is_resuming:
+            self._writer.note_resumed(step)
+        return super().add(trace, step=step, epoch=epoch, is_whole=is_whole)
+
+    def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
+        """Store a step in the current run, if it is one of the first."""
+        if self._num_stored >= STORED_STEPS and rows is None:
+            return False
+        self._num_stored += 1
+        if rows:
+            self._writer.put_evidence(rows)
+        self.keep_tensors(trace, step)
+        write_step(self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self._fit.segment))
+        return True
+
+    # what the module logs
+
+    def _metrics_of(self, segment: int) -> MetricComparison:
+        is_all = self._steps == "all"
+        readings = Readings() if self.rank else read_metrics(self.reference, segment)
+        return MetricComparison(readings, segment=segment, counts_missing=is_all, counts_extra=is_all)
+
+    def add_metrics(self, reading: Reading) -> bool:
+        """Compare what the module logged, on rank 0; return whether it differs."""
+        self._writer.put_reading(reading)
+        differs = self._metrics.add(reading)
+        self.has_divergence |= differs
+        return differs
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Leave out what a resumed fit may lack; ``is_first``: it begins after that, and had nothing before."""
+        self._writer.put_reading(reading)
+        self._metrics.resume(reading.step, is_first=is_first)
+        if is_first:
+            self._fit.metrics_since = reading.step
+
+    @property
+    def pending_calls(self) -> tuple[str, ...]:
+        """The tests and validations outside of a fit that are still to come, as rank 0 knows."""
+        return self._metrics.pending_calls
+
+    # the end
+
+    def end_fit(self) -> None:
+        """Note which steps and metrics the fit ought to have had."""
+        super().end_fit()
+        self._metrics.end(with_calls=False)
+        self.has_divergence |= self._metrics.num_differing > 0
+
+    def finish(self, *, pending: Sequence[str] = (), is_early: bool = False, is_within: bool = False) -> Verdict:
+        """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
+
+        Args:
+            pending: fits and tests of the reference that have not run yet. They are missing in the verdict, and as long
+                as nothing else differs it is not written.
+            is_early: the run was stopped because it differs, so that its later steps are not missing.
+            is_within: it was stopped within a step.
+
+        Raises:
+            NothingComparedError: no step was compared.
+            RankError: on the other ranks, when rank 0 could not judge.
+        """
+        stop = self._stop("divergence", is_within=is_within) if is_early else None
+
+        def seal() -> bool:
+            self._seal(stop, pending, complete=True)
+            return self.has_divergence
+
+        self.differs_anywhere = any(self._peers.agree(seal, task=END_OF_FIT))
+        try:
+            verdict = Verdict.from_dict(self._peers.broadcast(self._judge, task=JUDGING))
+        except RankError as error:
+            raise RankError(
+                f"No verdict: {error} All ranks have closed their files, so that it can be had later: "
+                f"det-callbacks diff {self.reference.path} {self.current}",
+                error.rank,
+                error.exit_code,
+            ) from error
+        if not pending or self.differs_anywhere:
+            self.write(verdict)
+        return verdict
+
+    def stop(self, reason: str) -> Verdict | None:
+        """Close the files: an exception ended the run, and the others may not be here.
+
+        Returns:
+            The verdict of one process that differs. Of several processes whoever asks later gets one.
+        """
+        self._seal(self._stop(reason), (), complete=False)
+        if not self.has_divergence or self._peers.world_size > 1:
+            return None
+        verdict = compare_runs(self.reference.path, self.current)
+        self.write(verdict)
+        return verdict
+
+    def _judge(self) -> dict[str, Any]:
+        return compare_runs(self.reference.path, self.current).to_dict()
+
+    def _seal(self, stop: Stop | None, pending: Sequence[str], *, complete: bool) -> None:
+        self._writer.close(complete=complete)
+        record = self._record(self.run_id, stop, pending)
+        write_record(self.current, replace(record, environment=self._environment))
+
+    def write(self, verdict: Verdict) -> None:
+        """Write a verdict into the current run's folder, once."""
+        if self._writer.is_leader:
+            write_verdict(self.current, verdict)
+
+    def close(self, *, complete: bool) -> None:
+        """Close the current run's files; may be called more than once."""
+        self._writer.close(complete=complete)
+
+
+def write_verdict(folder: Path, verdict: Verdict) -> None:
+    """Write a verdict's JSON into the folder of a verification, atomically."""
+    replace_atomically(folder / VERDICT_FILE, json.dumps(verdict.to_dict(), indent=1).encode())
+
+
+def free_folder(root: Path, *, kind: str = "verify") -> Path:
+    """Return a folder below this one in which no verification (or what ``kind`` says) was written yet."""
+    number = 0
+    while (root / "determinism" / f"{kind}-{number:03d}").exists():
+        number += 1
+    return root / "determinism" / f"{kind}-{number:03d}"
+
+
+def _is_of_verification(folder: Path) -> bool:
+    """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
+    if not (folder / MANIFEST).is_file():
+        return (folder / VERDICT_FILE).is_file() and not (folder / PROGRAMS).exists()
+    return read_manifest(folder).purpose == "verify"

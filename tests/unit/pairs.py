@@ -1,0 +1,171 @@
+"""Two runs of a few hand-made steps, recorded or verified, and the verdict on them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from step_builder import StepBuilder, reducing_step, training_step
+from stored_runs import OneOf, join
+
+from det_callbacks.judge import compare_runs
+from det_callbacks.runs.program import Layout, Program, StepView
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
+from det_callbacks.verdict import EnvironmentDifference, Verdict
+from det_callbacks.verification import Verification
+
+Steps = Mapping[int, StepBuilder]
+Pair = tuple[StepBuilder, StepBuilder]
+
+
+def manifest_of(environment: Mapping[str, Any] | None = None, selection: Selection | None = None) -> dict[str, Any]:
+    return {
+        "selection": (selection or Selection()).to_dict(),
+        "environment": dict(environment or {}),
+        "settings": {},
+    }
+
+
+def record(
+    path: Path,
+    steps: Steps | Sequence[Steps],
+    *,
+    complete: bool = True,
+    others: Sequence[Steps | Sequence[Steps]] = (),
+    selection: Selection | None = None,
+    environment: Mapping[str, Any] | None = None,
+    resumed: int | None = None,
+    **options: Any,
+) -> Path:
+    """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
+    manifest = manifest_of(environment, selection)
+    for rank, known in enumerate((steps, *others)):
+        if rank:
+            writer = join(path, rank)
+        else:
+            writer = RunWriter.create(path, peers=OneOf(0, 1 + len(others)), manifest=manifest, **options)
+            if resumed is not None:
+                writer.note_resumed(resumed)
+        for number, fit in enumerate(known if isinstance(known, list) else [known]):
+            if number:
+                writer.start_segment()
+            write(writer, fit, rank=rank)
+        writer.close(complete=complete)
+    return path
+
+
+def write(writer: RunWriter, fit: Steps, *, rank: int = 0) -> None:
+    for step, builder in fit.items():
+        view = builder.view(step=step, rank=rank, ops_seen=3)
+        writer.put_program(view.program)
+        if not writer.has_layout(view.layout.id):
+            writer.put_layout(view.layout)
+        writer.append(step, 0, view.program.id, view.layout.id, view.record.digests)
+
+
+def steps_of(numbers: Iterable[int], **changes: Any) -> dict[int, StepBuilder]:
+    """Return a run's steps; ``changes`` is {"s5": {...}} for what is planted in step 5."""
+    numbers = list(numbers)
+    return {
+        step: training_step(rows=(step, 2, 3, 4), is_first=step == numbers[0], **changes.get(f"s{step}", {}))
+        for step in numbers
+    }
+
+
+def environments(entries: Iterable[EnvironmentDifference]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two environments that differ so."""
+    sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for entry in entries:
+        row = {name: value for name, value in asdict(entry).items() if name in ("changes_bits", "is_machine")}
+        sides[0][entry.name] = {**row, "value": entry.reference}
+        sides[1][entry.name] = {**row, "value": entry.current}
+    return sides
+
+
+def judge(
+    folder: Path,
+    *pairs: Pair | None,
+    step: int = 7,
+    steps: Mapping[int, int] | None = None,
+    environment: Iterable[EnvironmentDifference] = (),
+    is_resumed: bool = False,
+    begins_before: bool = False,
+) -> Verdict:
+    """Return the verdict on ranks each of which ran one step in two ways.
+
+    Args:
+        folder: that the runs are written in.
+        pairs: of each rank, the step in the reference and in the current run; None is the same one.
+        step: its number.
+        steps: of some ranks, another one.
+        environment: in what the two runs differ besides.
+        is_resumed: the current run has gone on with the step.
+        begins_before: an equal step comes before it.
+    """
+    number = len(list(folder.iterdir()))
+    runs = []
+    for side, entries in enumerate(environments(environment)):
+        before = {0: training_step()} if begins_before else {}
+        ranks = [
+            {**before, (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side]}
+            for rank, pair in enumerate(pairs)
+        ]
+        runs.append(
+            record(
+                folder / f"{number}-{side}",
+                ranks[0],
+                others=ranks[1:],
+                environment=entries,
+                resumed=step if side and is_resumed else None,
+            )
+        )
+    return compare_runs(*runs)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A hand-made step, as the trace hands it over."""
+
+    builder: StepBuilder
+
+    @property
+    def _view(self) -> StepView:
+        return self.builder.view(ops_seen=3)
+
+    @property
+    def program(self) -> Program:
+        return self._view.program
+
+    @property
+    def layout(self) -> Layout:
+        return self._view.layout
+
+    @property
+    def layout_id(self) -> int:
+        return self.layout.id
+
+    @property
+    def digests(self) -> np.ndarray:
+        return self._view.record.digests
+
+    def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, segment: int = 0) -> StepView:
+        return self.builder.view(rank=rank, step=step, segment=segment, ops_seen=3)
+
+
+def detector(reference: Path, current: Path, *, environment: Any = None, **options: Any) -> Verification:
+    """Return a verification that has not begun."""
+    return Verification(Run.open(reference), current, manifest=manifest_of(environment), **options)
+
+
+def run_fits(verification: Verification, fits: Sequence[Steps], *, is_resumed: bool = False) -> None:
+    """Let a verification see the steps of some fits."""
+    for number, fit in enumerate(fits):
+        if number:
+            verification.close(complete=True)
+        verification.begin_fit(number, is_resumed=is_resumed and not number)
+        for step, builder in fit.items():
+            verification.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+        verification.end_fit()

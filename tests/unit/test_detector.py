@@ -1,0 +1,210 @@
+"""A verification stores what differs and seals a record of the rest; the judge says what it says of recordings."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judged import require_one_verdict
+from pairs import Trace, detector, record, run_fits, steps_of
+from step_builder import StepBuilder, training_step
+
+from det_callbacks import verification as verifying
+from det_callbacks.compare.record import RankRecord, record_path, write_record
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
+from det_callbacks.judge import compare_runs
+from det_callbacks.verdict import Verdict
+
+CHANGES: list[dict[str, Any]] = [{}, {}, {}, {"noise_at": 2}, {"lr": 0.2}, {"insert_at": 3}]
+FITS = st.lists(st.lists(st.sampled_from(range(len(CHANGES))), max_size=4), min_size=1, max_size=3)
+
+
+def made(fits: list[list[int]]) -> list[dict[int, StepBuilder]]:
+    return [{step: training_step(muls=4, **CHANGES[change]) for step, change in enumerate(fit)} for fit in fits]
+
+
+@settings(max_examples=30, deadline=None)
+@given(ours=FITS, theirs=FITS, is_common=st.booleans())
+def test_the_verdict_is_that_of_two_recordings(
+    tmp_path_factory: pytest.TempPathFactory, ours: Any, theirs: Any, is_common: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    steps: Any = "common" if is_common else "all"
+    reference = record(folder / "reference", made([[0] * len(fit) for fit in ours]))
+    current = made(theirs)
+    recorded = record(folder / "recorded", current)
+    live = detector(reference, folder / "verified", steps=steps)
+    run_fits(live, current)
+    try:
+        expected = compare_runs(reference, recorded, steps=steps).to_dict()
+    except NothingComparedError:
+        with contextlib.suppress(NothingComparedError):
+            assert live.finish().verdict == "diverged"  # by whole steps that only one of them has
+        return
+    found = live.finish()
+    require_one_verdict(found, reference, folder / "verified")
+    names = {"current": ""}
+    assert found.to_dict() | names == expected | names
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    return record(tmp_path / "reference", steps_of(range(10)))
+
+
+def verified(reference: Path, current: Path, **changes: Any) -> Verdict:
+    live = detector(reference, current)
+    run_fits(live, [steps_of(range(10), **changes)])
+    return live.finish()
+
+
+def test_a_match_stores_no_step_and_counts_all(reference: Path, tmp_path: Path) -> None:
+    verdict = verified(reference, tmp_path / "current")
+    assert (verdict.verdict, verdict.counts.steps_compared, verdict.coverage.steps) == ("match", 10, (0, 9))
+    assert verdict.coverage.ops_seen == 30
+    require_one_verdict(verdict, reference, tmp_path / "current")
+    assert not list((tmp_path / "current" / "programs").iterdir())
+
+
+def test_a_site_that_read_what_something_unseen_wrote_is_no_origin(reference: Path, tmp_path: Path) -> None:
+    verdict = verified(reference, tmp_path / "current", s4={"noise_at": 3, "unseen_at": 3})
+    assert verdict.first_divergence is not None
+    assert (verdict.first_divergence.step, verdict.first_divergence.is_origin) == (4, None)
+    assert "did not see wrote what it reads" in verdict.explanation
+    require_one_verdict(verdict, reference, tmp_path / "current")
+
+
+def test_steps_that_were_not_stored_are_counted(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {f"s{step}": {"noise_at": 2} for step in range(3, 10)}
+    stored = verified(reference, tmp_path / "all", **changes)
+    monkeypatch.setattr(verifying, "STORED_STEPS", 2)
+    some = verified(reference, tmp_path / "some", **changes)
+    assert some.counts == stored.counts
+    assert some.explanation == stored.explanation
+    require_one_verdict(some, reference, tmp_path / "some")
+
+
+def test_extra_steps_do_not_take_the_room_of_one_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "STORED_STEPS", 2)
+    reference = record(tmp_path / "reference", {5: training_step()})
+    live = detector(reference, tmp_path / "current")
+    run_fits(live, [{step: training_step(noise_at=1) for step in range(6)}])
+    verdict = live.finish()
+    assert "Steps 0 to 4 (5 of them) are only in the current run" in verdict.explanation
+    assert [origin.step for origin in verdict.origins] == [5]
+    require_one_verdict(verdict, reference, tmp_path / "current")
+
+
+# what may not become a match
+
+
+def test_a_verification_that_was_stopped_before_its_end_is_no_match(reference: Path, tmp_path: Path) -> None:
+    live = detector(reference, tmp_path / "current")
+    live.begin_fit(0)
+    for step, builder in steps_of(range(4)).items():
+        live.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+    assert live.stop("KeyboardInterrupt") is None
+    with pytest.raises(NothingComparedError, match=r"stopped by KeyboardInterrupt after step 3.*That is no match"):
+        compare_runs(reference, tmp_path / "current")
+
+
+@pytest.mark.parametrize("ends", ["stop", "early"])
+def test_steps_after_a_stop_are_not_missing(ends: str, reference: Path, tmp_path: Path) -> None:
+    live = detector(reference, tmp_path / "current")
+    live.begin_fit(0)
+    for step, builder in steps_of(range(4), s3={"noise_at": 1}).items():
+        live.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+    verdict = live.stop("StopError") if ends == "stop" else live.finish(is_early=True)
+    assert verdict is not None
+    assert (verdict.cause, verdict.counts.steps_compared) == ("forward", 4)
+    assert "only in the reference" not in verdict.explanation
+    require_one_verdict(verdict, reference, tmp_path / "current")
+
+
+def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
+    reference = record(tmp_path / "reference", [steps_of(range(3)), steps_of(range(2))])
+    live = detector(reference, tmp_path / "current")
+    run_fits(live, [steps_of(range(3))])
+    live.finish(pending=["fit"])
+    assert not live.differs_anywhere
+    assert not (tmp_path / "current" / "verdict.json").exists()
+    verdict = compare_runs(reference, tmp_path / "current")
+    assert verdict.verdict == "diverged"
+    assert "Steps 0 to 1 (2 of them) are only in the reference of fit 1" in verdict.explanation
+
+
+def test_while_a_fit_runs_there_is_no_verdict(reference: Path, tmp_path: Path) -> None:
+    live = detector(reference, tmp_path / "current")
+    run_fits(live, [steps_of(range(10))])
+    assert live.finish().verdict == "match"
+    live.begin_fit(1)
+    live.close(complete=False)
+    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*That is no match"):
+        compare_runs(reference, tmp_path / "current")
+
+
+def of_another_run(path: Path) -> None:
+    row = json.loads(path.read_bytes())
+    record = msgspec.convert({**row["record"], "run_id": "another"}, RankRecord, strict=False)
+    write_record(path.parent.parent, record)
+
+
+def stopped_elsewhere(path: Path) -> None:
+    row = json.loads(path.read_bytes())
+    row["record"]["fits"][0]["differing"] = []
+    path.write_text(json.dumps(row))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "removed": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5]),
+    "no record": lambda path: path.write_text('{"digest": "0", "record": {}}'),
+    "another content": stopped_elsewhere,
+    "another run's": of_another_run,
+    "no stored step": lambda path: (path.parent / "attempt-000.arrows").write_bytes(
+        (path.parent / "attempt-000.arrows").read_bytes()[:1000]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("fault", [{}, {"s3": {"noise_at": 1}}], ids=["match", "diverged"])
+def test_a_damaged_record_is_an_error(damage: str, fault: Any, reference: Path, tmp_path: Path) -> None:
+    if damage == "no stored step" and not fault:
+        return
+    verified(reference, tmp_path / "current", **fault)
+    DAMAGES[damage](record_path(tmp_path / "current", 0))
+    with pytest.raises(ReferenceFormatError) as caught:
+        compare_runs(reference, tmp_path / "current")
+    assert caught.value.exit_code == 2
+
+
+def test_each_flipped_bit_of_a_record_is_an_error(reference: Path, tmp_path: Path) -> None:
+    verified(reference, tmp_path / "current")
+    path = record_path(tmp_path / "current", 0)
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(ReferenceFormatError):
+            compare_runs(reference, tmp_path / "current")
+
+
+def test_a_reference_that_was_recorded_anew_is_another_one(reference: Path, tmp_path: Path) -> None:
+    verified(reference, tmp_path / "current")
+    record(reference, steps_of(range(10)), overwrite=True)
+    with pytest.raises(ReferenceFormatError, match="verified against another reference"):
+        compare_runs(reference, tmp_path / "current")
+
+
+def test_a_verification_is_no_reference(reference: Path, tmp_path: Path) -> None:
+    verified(reference, tmp_path / "current")
+    with pytest.raises(ReferenceFormatError, match="is no reference"):
+        compare_runs(tmp_path / "current", reference)
