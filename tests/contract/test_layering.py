@@ -60,7 +60,7 @@ INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     ): "needs Triton, which only CUDA builds of torch bring; imported for tensors on such a device",
     ("det_callbacks.cli.commands", "det_callbacks.checkpoint"): "loads torch, which other commands do without",
     ("det_callbacks.cli.commands", "det_callbacks.doctor"): "likewise",
-    ("det_callbacks.cli.commands", "det_callbacks.compare"): "takes longer to load than a run to show",
+    ("det_callbacks.cli.commands", "det_callbacks.judge"): "takes longer to load than a run to show",
     ("det_callbacks.cli.commands", "det_callbacks.report.html"): "loads jinja2, which takes long and only a page needs",
     ("det_callbacks.cli.commands", "rich.progress"): "takes long, and only a terminal needs it",
     ("det_callbacks.nondeterminism", "torch"): "read for the command ops; the facts themselves are plain data",
