@@ -35,9 +35,9 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.counts import KeptCounts
-from det_callbacks.tensors.files import KEPT, REPLAY
+from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.replay import OpReplay, Replay, SavedStep
+from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.verdict import Verdict
 
@@ -242,7 +242,7 @@ class Recording:
         return False
 
     def _has_saved_tensors(self) -> bool:
-        return self.replay is not None and self.replay.saved is not None and self.replay.saved.path.exists()
+        return self.replay is not None and self.replay.saved is not None and self.replay.saved.exists
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
         """Keep what explains the step that ends."""

@@ -28,9 +28,9 @@ from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, tensor_path
+from det_callbacks.tensors.files import KEPT, SavedStep
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.replay import OpReplay, Replay, SavedStep
+from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, write_verdict
@@ -192,8 +192,8 @@ class Verifying:
 
     def _has_kept(self, step: int) -> bool:
         """Return whether the reference kept tensors of a step that it has."""
-        reference = self._running().reference.rank(self.peers.rank)
-        return tensor_path(reference.stream_of(self._segment, step), KEPT, step).exists()
+        run = self._running().reference
+        return SavedStep.of(run, rank=self.peers.rank, segment=self._segment, step=step, kind=KEPT).exists
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether to stop because it differs."""

@@ -11,8 +11,8 @@ from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, StepPlace, tensor_path
-from det_callbacks.tensors.kept import KeptCall, KeptStep, KeptTensor
+from det_callbacks.tensors.files import KEPT, SavedStep, StepPlace, tensor_path
+from det_callbacks.tensors.kept import KeptStep, KeptTensor
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -97,7 +97,7 @@ class KeptNumbers:
         digests = divergence.reference_digest, divergence.current_digest
         if divergence.kind in ("missing", "extra") or divergence.shape is None:
             return None
-        calls: list[KeptCall] = []
+        calls: list[list[KeptTensor]] = []
         for side, digest in zip(self._sides, digests, strict=True):
             found = self._find(side, segment, divergence, str(digest))
             if isinstance(found, str):
@@ -105,7 +105,7 @@ class KeptNumbers:
             calls.append(found)
         return _compare(*calls)
 
-    def _find(self, side: KeptRun, segment: int, divergence: Divergence, digest: str) -> KeptCall | str:
+    def _find(self, side: KeptRun, segment: int, divergence: Divergence, digest: str) -> list[KeptTensor] | str:
         """Return what a run kept; a sentence where it did not, or where that cannot be read."""
         key = side.name, divergence.rank, segment, divergence.step
         if key not in self._steps:
@@ -159,20 +159,19 @@ def _measured(known: FirstDifference, measure: Measure) -> FirstDifference:
 def _open(side: KeptRun, rank: int, segment: int, step: int) -> KeptStep | str:
     try:
         path = tensor_path(side.stream_of(rank, segment, step), KEPT, step)
-        if not path.exists():
-            return f"{side.name} did not keep it"
-        return KeptStep(path, StepPlace(run_id=side.run_id, rank=rank, segment=segment, step=step))
+        return KeptStep(SavedStep(path, StepPlace(run_id=side.run_id, rank=rank, segment=segment, step=step)))
     except KeyError:
         return f"{side.name} has no such step"
     except ReferenceFormatError as error:
         return f"what {side.name} kept could not be read: {error}"
 
 
-def _compare(reference: KeptCall, current: KeptCall) -> Numbers:
-    output = _compare_tensors(reference.output, current.output)
+def _compare(reference: Sequence[KeptTensor], current: Sequence[KeptTensor]) -> Numbers:
+    output = _compare_tensors(reference[0], current[0])
+    first, second = ({one.label: one for one in kept[1:]} for kept in (reference, current))
     inputs: list[TensorNumbers] = []
-    for label in dict.fromkeys((*reference.inputs, *current.inputs)):
-        ours, theirs = reference.inputs.get(label), current.inputs.get(label)
+    for label in dict.fromkeys((*first, *second)):
+        ours, theirs = first.get(label), second.get(label)
         if ours is not None and theirs is not None:
             inputs.append(_compare_tensors(ours, theirs))
         else:

@@ -21,8 +21,8 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
-from det_callbacks.tensors.files import REPLAY
-from det_callbacks.tensors.replay import Replay, SavedStep
+from det_callbacks.tensors.files import REPLAY, SavedStep
+from det_callbacks.tensors.replay import Replay
 from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter, check_budget
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict

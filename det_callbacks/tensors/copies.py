@@ -10,9 +10,8 @@ memory, and have arrived when the step is settled.
 """
 
 from ctypes import memmove
-from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 2.13
@@ -24,30 +23,6 @@ from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.late_sites import LateSites
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostCopy:
-    """A copy of a tensor's bits on the host; from a device it may arrive as late as the step is settled.
-
-    Attributes:
-        dtype: "float32".
-        shape: sizes in elements.
-        bits: uint8, row-major, not shared with anything.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    bits: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of it."""
-        return self.bits.numel()
-
-    def saved(self, **options: Any) -> SavedTensor:
-        """Return it as a file holds it, once it has arrived."""
-        return SavedTensor(dtype=self.dtype, shape=self.shape, bits=self.bits.numpy(), options=options)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -90,15 +65,10 @@ def require_apart(tensor: Tensor) -> None:
         extent += max(length - 1, 0) * step
 
 
-def copy_bits(tensor: Tensor, late: LateSites | None = None) -> HostCopy:
-    """Return a copy of a tensor's bits as they are now; no dispatch mode and no autograd sees it.
+def copy_bits(tensor: Tensor, late: LateSites | None) -> SavedTensor:
+    """Return a copy of a plain tensor's bits as they are now; no dispatch mode and no autograd sees it.
 
-    Args:
-        tensor: a plain one.
-        late: of the step under way; None waits for the device.
-
-    Raises:
-        ReplayError, DetCallbacksError: as ``plain`` does.
+    From a device the bits arrive when the step that is under way in ``late`` is settled; None waits for it here.
     """
     with unobserved():
         inner = plain(tensor)
@@ -116,7 +86,8 @@ def copy_bits(tensor: Tensor, late: LateSites | None = None) -> HostCopy:
             bits = memory.clone(memory_format=torch.contiguous_format).cpu()
         flat = bits.reshape(-1)
         flat = flat.as_strided(flat.shape, (1,))  # a single element keeps any stride, and has to be seen as bytes
-        return HostCopy(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=flat.view(torch.uint8))
+        content = np.asarray(flat.view(torch.uint8))
+        return SavedTensor(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=content)
 
 
 def write_bits(saved: SavedTensor, live: Tensor, late: LateSites | None = None) -> None:
@@ -124,11 +95,6 @@ def write_bits(saved: SavedTensor, live: Tensor, late: LateSites | None = None) 
 
     Device, strides, aliases, ``requires_grad``, graph and version counter stay: whatever shares the memory sees the
     saved bits too, and so does what autograd saved for the backward pass. No dispatch mode sees it.
-
-    Args:
-        saved: the bits.
-        live: of the same dtype and shape.
-        late: of the step under way; None waits for the device.
     """
     with unobserved():
         inner = plain(live)

@@ -13,14 +13,17 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
+from det_callbacks.runs.store import Run
 
 TENSORS_FORMAT_VERSION = 1
 
@@ -31,26 +34,18 @@ _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
 _STREAM = re.compile(r"(attempt-\d{3,})(\.segment-\d{3,})?\.arrows")
 
-# What safetensors 0.8 has under torch, with the bytes of an element; everything else is written as bytes.
+# Dtypes that every reader of the format has; tensors of others are written as bytes.
 _SAFETENSORS = {
-    "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "int8": ("I8", 1),
-    "uint16": ("U16", 2),
-    "int16": ("I16", 2),
-    "uint32": ("U32", 4),
-    "int32": ("I32", 4),
-    "uint64": ("U64", 8),
-    "int64": ("I64", 8),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4),
-    "float64": ("F64", 8),
-    "complex64": ("C64", 8),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
 }
 
 
@@ -71,7 +66,7 @@ class SavedTensor:
     Attributes:
         dtype: "float32".
         shape: sizes in elements; of the local shard for a DTensor.
-        bits: its bytes, row-major: uint8.
+        bits: its bytes, row-major: uint8; of a device's tensor they arrive when its step is settled.
         options: what else the file says of it; JSON-able.
     """
 
@@ -99,48 +94,26 @@ def tensor_path(stream: Path, kind: str, step: int) -> Path:
     return tensor_folder(stream, kind) / f"step-{step:09d}.safetensors"
 
 
-def write_tensors(
-    path: Path, place: StepPlace, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any] | None = None
-) -> int:
-    """Write the saved tensors of a step, so that a reader sees all of it or nothing; return the file's bytes.
+def write_tensors(path: Path, place: StepPlace, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
+    """Write the saved tensors of a step, and plain values by key; return the file's bytes.
 
-    Not fsynced, like the stream: a kill loses nothing that was written, a power cut may.
-
-    Args:
-        path: of the file, see ``tensor_path``.
-        place: the step that they belong to.
-        tensors: by key.
-        values: plain values (None, bool, int, str, or what stands for another number) by key.
+    A reader sees all of it or nothing. Not fsynced, like the stream: a power cut may lose it, a kill not.
     """
-    sizes = {key: _SAFETENSORS.get(saved.dtype, ("U8", 1))[1] for key, saved in tensors.items()}
-    order = sorted(tensors, key=lambda key: -sizes[key])  # large elements first, as the format's own writer: aligned
+    # large elements first, as the format's own writer does, so that all of them are aligned
+    order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
     sections: dict[str, Any] = {}
     offset = 0
     for key in order:
-        saved = tensors[key]
-        known, shape = _SAFETENSORS.get(saved.dtype), list(saved.shape)
-        sections[key] = {
-            "dtype": known[0] if known else "U8",
-            "shape": shape if known else [saved.bits.nbytes],
-            "data_offsets": [offset, offset + saved.bits.nbytes],
-        }
-        offset += saved.bits.nbytes
-    entries = {
-        key: {
-            "dtype": saved.dtype,
-            "shape": list(saved.shape),
-            "digest": format_digest(saved.digest),
-            **saved.options,
-        }
-        for key, saved in tensors.items()
-    }
-    content = {
-        "format_version": TENSORS_FORMAT_VERSION,
-        **asdict(place),
-        "entries": entries,
-        "values": dict(values or {}),
-    }
-    text = json.dumps(content)
+        name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
+        shape = list(tensors[key].shape) if name else [size]
+        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    entries = {}
+    for key, saved in tensors.items():
+        known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
+        entries[key] = known | dict(saved.options)
+    content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
+    text = json.dumps(content | asdict(place))
     header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
     header += b" " * (-len(header) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,59 +130,50 @@ def write_tensors(
     return 8 + len(header) + offset
 
 
-class TensorFile:
-    """What a file holds. The header is read here, a tensor when it is asked for.
+class SavedStep:
+    """The saved tensors of one kind of one step. Nothing is read before the first is asked for.
 
     Args:
-        path: of the file.
+        path: of the file; a step that saved nothing has none.
         place: the step that it must belong to.
-
-    Attributes:
-        entries: key -> dtype, shape, digest and options of a tensor, in the order in which they were saved.
-        values: key -> plain value.
-
-    Raises:
-        ReferenceFormatError: it is missing, damaged, of another version, or of another step or run.
     """
 
     def __init__(self, path: Path, place: StepPlace) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                self._sections = json.loads(file.read(min(length, num_bytes)))
-            metadata = self._sections.pop("__metadata__")
-            text = metadata[_METADATA]
-            content = json.loads(text)
-            version = content["format_version"]
-        except FileNotFoundError as error:
-            raise damaged(path, "it is missing") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(path, f"it is no safetensors file of ours ({error!r})") from error
-        if version != TENSORS_FORMAT_VERSION:
-            raise ReferenceFormatError(
-                f"{path} has format version {version!r}, and this version of det_callbacks reads "
-                f"{TENSORS_FORMAT_VERSION}. Use the version that recorded it, or record the run again.",
-                str(path),
-            )
-        if metadata.get(_SEAL) != _seal(text, self._sections):
-            raise damaged(path, "its header is not what its digest says")
-        found = {name: content[name] for name in asdict(place)}
-        if found != asdict(place):
-            raise damaged(path, f"it belongs to another place: {found} instead of {asdict(place)}")
-        self._start = 8 + length
-        self.entries: dict[str, dict[str, Any]] = content["entries"]
-        self.values: dict[str, Any] = content["values"]
-        if num_bytes != self._start + sum(end - begin for begin, end in map(self._bounds, self.entries)):
-            raise damaged(path, "it is longer or shorter than what it lists")
+        self.path, self.place = path, place
+
+    @classmethod
+    def of(cls, run: Run, *, rank: int, segment: int, step: int, kind: str = REPLAY) -> Self:
+        """Return those of a recorded step, of the attempt that counts; raise KeyError where there is no such step."""
+        place = StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step)
+        return cls(tensor_path(run.rank(rank).stream_of(segment, step), kind, step), place)
+
+    @property
+    def exists(self) -> bool:
+        """Whether anything was saved."""
+        return self.path.exists()
+
+    @property
+    def entries(self) -> Mapping[str, Mapping[str, Any]]:
+        """Key -> dtype, shape, digest and options of a tensor, in the order in which they were saved.
+
+        Raises:
+            ReferenceFormatError: the file is damaged, of another version, or of another step or run.
+        """
+        entries: Mapping[str, Mapping[str, Any]] = self._content[0]["entries"]
+        return entries
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Key -> plain value; raises as ``entries`` does."""
+        values: Mapping[str, Any] = self._content[0]["values"]
+        return values
 
     def read(self, key: str) -> SavedTensor:
         """Return a tensor, checked against its digest; raise ReferenceFormatError where it is not what was saved."""
-        entry = dict(self.entries[key])
-        begin, end = self._bounds(key)
+        entry, (_, bounds) = dict(self.entries[key]), self._content
+        begin, end = bounds[key]
         try:
-            bits = np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=self._start + begin)
+            bits = np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=begin)
         except OSError as error:
             raise damaged(self.path, f"{key!r} cannot be read ({error})") from error
         saved = SavedTensor(dtype=entry.pop("dtype"), shape=tuple(entry.pop("shape")), bits=bits, options=entry)
@@ -217,9 +181,37 @@ class TensorFile:
             raise damaged(self.path, f"the bits of {key!r} are not those that were saved")
         return saved
 
-    def _bounds(self, key: str) -> tuple[int, int]:
-        begin, end = self._sections[key]["data_offsets"]
-        return begin, end
+    @cached_property
+    def _content(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+        """What the header says, and where each tensor lies."""
+        if not self.exists:
+            return {"entries": {}, "values": {}}, {}
+        try:
+            with self.path.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                sections = json.loads(file.read(min(length, num_bytes)))
+            metadata = sections.pop("__metadata__")
+            text = metadata[_METADATA]
+            content = json.loads(text)
+            version = content["format_version"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(self.path, f"it is no safetensors file of ours ({error!r})") from error
+        if version != TENSORS_FORMAT_VERSION:
+            raise ReferenceFormatError(
+                f"{self.path} has format version {version!r}, and this version of det_callbacks reads "
+                f"{TENSORS_FORMAT_VERSION}. Use the version that recorded it, or record the run again.",
+                str(self.path),
+            )
+        if metadata.get(_SEAL) != _seal(text, sections):
+            raise damaged(self.path, "its header is not what its digest says")
+        place = asdict(self.place)
+        if (found := {name: content[name] for name in place}) != place:
+            raise damaged(self.path, f"it belongs to another place: {found} instead of {place}")
+        offsets = {key: section["data_offsets"] for key, section in sections.items()}
+        if num_bytes != 8 + length + sum(end - begin for begin, end in offsets.values()):
+            raise damaged(self.path, "it is longer or shorter than what it lists")
+        return content, {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in offsets.items()}
 
 
 def _seal(text: str, sections: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.tensors.copies import HostCopy
 from det_callbacks.tensors.counts import KeptCounts
 from det_callbacks.tensors.files import SavedTensor
 from det_callbacks.tensors.kept import LEFT_OUT
@@ -24,20 +23,22 @@ from det_callbacks.trace.late_sites import LateSites
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call of an op: copies of what it read (argument, name) and wrote (index).
+    """One call of an op: copies of what it read, with argument and name, and of what it wrote, by index.
 
     Its first site comes at this position, or one later where it has one for its arguments.
     """
 
     op: str
     late: LateSites | None
-    reads: list[tuple[str, str | None, HostCopy]] = field(default_factory=list)
-    outputs: list[tuple[int, HostCopy]] = field(default_factory=list)
+    reads: list[tuple[dict[str, Any], SavedTensor]] = field(default_factory=list)
+    outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
     position: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.num_bytes for *_, copy in self.reads) + sum(copy.num_bytes for _, copy in self.outputs)
+        return sum(
+            copy.bits.nbytes for copy in (*(copy for *_, copy in self.reads), *(copy for _, copy in self.outputs))
+        )
 
 
 class Keeper(OpSelection):
@@ -92,21 +93,22 @@ class Keeper(OpSelection):
         copies = self._copy(call, [tensor for _, _, tensor in held])
         if copies is None:
             return None
-        call.reads = [(argument, name, copy) for (argument, name, _), copy in zip(held, copies, strict=True)]
+        options = [{"argument": argument, "name": name} for argument, name, _ in held]
+        call.reads = list(zip(options, copies, strict=True))
         return call
 
     def end_call(self, call: _Call, outputs: Sequence[Any], position: int) -> None:
         """Copy what a call wrote; see ``TensorKeeper``."""
-        held = [(index, out) for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
-        copies = self._copy(call, [output for _, output in held])
+        held = [index for index, out in enumerate(outputs) if isinstance(out, Tensor) and holds_data(out)]
+        copies = self._copy(call, [outputs[index] for index in held])
         if not copies:
             return
-        call.outputs = [(index, copy) for (index, _), copy in zip(held, copies, strict=True)]
+        call.outputs = list(zip(held, copies, strict=True))
         call.position = position
-        self._writer.take(call.num_bytes)
+        self._writer.num_bytes += call.num_bytes
         self._calls.append(call)
 
-    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[HostCopy] | None:
+    def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
         """Return copies, None where they do not fit or cannot be made."""
         try:
             return self._writer.copy(tensors, call.op, call.late, pending=call.num_bytes)
@@ -160,9 +162,9 @@ def _entries(call: _Call, trace: StepTrace) -> dict[str, SavedTensor]:
             return {}
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))
-        entries[_key(site)] = copy.saved(call=first, site_digest=digest, **place)
-    for argument, name, copy in call.reads:
-        entries[f"{_key(sites[first])} {argument}"] = copy.saved(call=first, argument=argument, name=name)
+        entries[_key(site)] = replace(copy, options={"call": first, "site_digest": digest, **place})
+    for options, copy in call.reads:
+        entries[f"{_key(sites[first])} {options['argument']}"] = replace(copy, options={"call": first, **options})
     return entries
 
 

@@ -1,12 +1,10 @@
 """Reading what was kept of ops, without torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.counts import KeptCounts
-from det_callbacks.tensors.files import KEPT, SavedTensor, StepPlace, TensorFile, tensor_path
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
 from det_callbacks.verdict import Divergence
 
 LEFT_OUT = "left_out"
@@ -28,26 +26,11 @@ class KeptTensor:
     saved: SavedTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeptCall:
-    """One output of an op, and what the op read.
-
-    Attributes:
-        output: the one.
-        inputs: argument -> what was read; where the op takes lists and changes each of their tensors, those that
-            belong to this output.
-    """
-
-    output: KeptTensor
-    inputs: Mapping[str, KeptTensor]
-
-
 class KeptStep:
     """The kept tensors of one step of a run. The header is read here, a tensor when it is asked for.
 
     Args:
-        path: of the file, which is there.
-        place: the step that it must belong to.
+        saved: of the kind ``KEPT``.
 
     Attributes:
         num_missing: calls of ops that were to be kept and were not.
@@ -57,15 +40,16 @@ class KeptStep:
         ReferenceFormatError: it is damaged, of another version, or of another step or run.
     """
 
-    def __init__(self, path: Path, place: StepPlace) -> None:
-        self._file = TensorFile(path, place)
-        self.num_missing, self.reason = self._file.values.get(LEFT_OUT, (0, ""))
-        entries = self._file.entries
+    def __init__(self, saved: SavedStep) -> None:
+        self._saved, entries = saved, saved.entries
+        self.num_missing, self.reason = saved.values.get(LEFT_OUT, (0, ""))
         self._outputs = {key: entry for key, entry in entries.items() if "argument" not in entry}
         self._inputs = {key: entry for key, entry in entries.items() if "argument" in entry}
 
-    def find(self, divergence: Divergence, digest: str) -> KeptCall | None:
-        """Return what was kept of a site; None where nothing was.
+    def find(self, divergence: Divergence, digest: str) -> list[KeptTensor]:
+        """Return what was kept of a site: the output, and what the op read; nothing where nothing was.
+
+        Where the op takes lists and changes each of their tensors, what it read is what belongs to this output.
 
         Args:
             divergence: place of the site; its occurrence decides only where several sites there have this digest.
@@ -81,18 +65,18 @@ class KeptStep:
             if entry["site_digest"] == digest and all(entry[name] == value for name, value in place.items())
         ]
         if not found:
-            return None
+            return []
         _, key = min(found)
         call = self._outputs[key]["call"]
         is_alone = sum(entry["call"] == call for entry in self._outputs.values()) == 1
-        return KeptCall(
-            output=KeptTensor(label=f"output {divergence.output}", name=None, saved=self._file.read(key)),
-            inputs={
-                entry["argument"]: KeptTensor(label=entry["argument"], name=entry["name"], saved=self._file.read(key))
+        return [
+            KeptTensor(label=f"output {divergence.output}", name=None, saved=self._saved.read(key)),
+            *(
+                KeptTensor(label=entry["argument"], name=entry["name"], saved=self._saved.read(key))
                 for key, entry in self._inputs.items()
                 if entry["call"] == call and (is_alone or _index_of(entry["argument"]) in (None, divergence.output))
-            },
-        )
+            ),
+        ]
 
 
 def _index_of(argument: str) -> int | None:
@@ -106,9 +90,7 @@ def not_kept(run: Run, rank: int) -> KeptCounts:
     counts, one = KeptCounts(), run.rank(rank)
     places = [(segment, int(step)) for segment in one.segments for step in one.steps(segment)]
     for segment, step in places:
-        path = tensor_path(one.stream_of(segment, step), KEPT, step)
-        if path.exists():
-            kept = KeptStep(path, StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step))
-            if kept.num_missing:
-                counts = counts.with_missing(step, kept.num_missing, kept.reason)
+        kept = KeptStep(SavedStep.of(run, rank=rank, segment=segment, step=step, kind=KEPT))
+        if kept.num_missing:
+            counts = counts.with_missing(step, kept.num_missing, kept.reason)
     return counts

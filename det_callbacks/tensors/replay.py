@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.patterns import OpPattern, as_patterns
-from det_callbacks.runs.store import Run
-from det_callbacks.tensors.copies import HostCopy, misfit, require_apart, write_bits
+from det_callbacks.tensors.copies import misfit, require_apart, write_bits
 from det_callbacks.tensors.counts import ReplayCounts
-from det_callbacks.tensors.files import REPLAY, SavedTensor, StepPlace, TensorFile, tensor_path
+from det_callbacks.tensors.files import SavedStep, SavedTensor
 from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.trace.components import unwrapped
 from det_callbacks.trace.late_sites import LateSites
@@ -45,83 +44,12 @@ def replay_patterns(replay: object) -> tuple[str, ...]:
     return as_patterns(f"replay (in {replay})", content)
 
 
-class SavedStep:
-    """The saved tensors of one step of a reference. Nothing is read before the first is asked for.
-
-    Args:
-        path: of the file; a step that saved nothing has none.
-        place: the step that it must belong to.
-    """
-
-    def __init__(self, path: Path, place: StepPlace) -> None:
-        self.path = path
-        self._place = place
-        self._file: TensorFile | None = None
-        self._taken: set[str] = set()
-
-    @classmethod
-    def of(cls, run: Run, *, rank: int, segment: int, step: int) -> Self:
-        """Return the saved tensors of a recorded step; those of the attempt that counts, where it was repeated."""
-        path = tensor_path(run.rank(rank).stream_of(segment, step), REPLAY, step)
-        return cls(path, StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step))
-
-    @property
-    def untaken(self) -> tuple[str, ...]:
-        """The keys that nobody has asked for so far, in the order in which they were saved."""
-        file = self._open()
-        return () if file is None else tuple(key for key in (*file.entries, *file.values) if key not in self._taken)
-
-    def take(self, key: str, *, like: Tensor) -> SavedTensor:
-        """Return a saved tensor.
-
-        Args:
-            key: it was saved under.
-            like: the live tensor that it is for.
-
-        Raises:
-            ReferenceFormatError: it is not there, has another dtype or shape, or its bits are not those that were
-                saved. The file and the key are named.
-        """
-        file = self._open()
-        if file is None or key not in file.entries:
-            raise self.error(f"it has no tensor {key!r}; it has {', '.join(map(repr, self.untaken[:4])) or 'none'}")
-        self._taken.add(key)
-        saved = file.read(key)
-        if problem := misfit(saved, like):
-            raise self.error(f"{key!r} does not fit: {problem}")
-        return saved
-
-    def take_value(self, key: str) -> Any:
-        """Return a saved plain value; raise ReferenceFormatError when there is none of that key."""
-        file = self._open()
-        if file is None or key not in file.values:
-            raise self.error(f"it has no plain value {key!r}")
-        self._taken.add(key)
-        value = file.values[key]
-        return complex(*value) if isinstance(value, list) else value
-
-    def error(self, what: str) -> ReferenceFormatError:
-        """Return the error of something that is not in the file as it should be."""
-        is_there = "" if self.path.exists() else "there is no such file, so "
-        return ReferenceFormatError(
-            f"{self.path}: {is_there}{what}. Without the saved bits of step {self._place.step} nothing after it could "
-            "be compared, so this is an error and not a difference. Record the reference again with the same code.",
-            str(self.path),
-        )
-
-    def _open(self) -> TensorFile | None:
-        if self._file is None and self.path.exists():
-            self._file = TensorFile(self.path, self._place)
-        return self._file
-
-
 class Replay:
     """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
 
     A key names a value within its step, as ``phase/module:op#occurrence.output`` or
-    ``observation:name#occurrence.leaf``. Copies are made at once, since a tensor may change later in its step; from a
-    device that computes digests they have arrived when the step is settled, and how many tensors differed from the
-    saved ones is known then.
+    ``observation:name#occurrence.leaf``. Copies are made at once, since a tensor may change later in its step; those of
+    a device, and whether it had other bits, are there when the step is settled.
 
     Args:
         writer: where the tensors of new steps go; None while verifying.
@@ -141,7 +69,8 @@ class Replay:
     def begin(self, saved: SavedStep | None) -> None:
         """Start a step with what was saved of it, and forget the one under way."""
         self.saved = saved
-        self._copies: dict[str, HostCopy] = {}
+        self._taken: set[str] = set()
+        self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
         self._ops: list[tuple[str, int]] = []
         if self._writer is not None:
@@ -154,8 +83,7 @@ class Replay:
             ReplayError, OSError: the disk is too full; nothing was written.
         """
         assert self._writer is not None, "it saves tensors"
-        tensors = {key: copy.saved() for key, copy in self._copies.items()}
-        self._writer.write(step, tensors, self._values)
+        self._writer.write(step, self._copies, self._values)
         for op, num_bytes in self._ops:
             self.counts.add(op, num_bytes=num_bytes)
         self.counts.end_step()
@@ -182,11 +110,15 @@ class Replay:
             require_apart(live)
             if self.saved is None:
                 self._save(key, live, op, late)
-            elif self._count_difference(saved := self.saved.take(key, like=live), live, op, late):
+            elif self._count_difference(saved := self._take(self.saved, key, live), live, op, late):
                 write_bits(saved, live, late)
             return live
         if self.saved is not None:
-            value = self.saved.take_value(key)
+            if key not in self.saved.values:
+                raise self.error(self.saved, f"it has no plain value {key!r}")
+            self._taken.add(key)
+            value = self.saved.values[key]
+            value = complex(*value) if isinstance(value, list) else value
             self._put_back.add(op, differs=repr(value) != repr(live))
             return value
         self._values[key] = [live.real, live.imag] if isinstance(live, complex) else live
@@ -211,7 +143,7 @@ class Replay:
         if self.saved is None:
             self._save(key, live, op, late)
             return None
-        saved = self.saved.take(key, like=live)
+        saved = self._take(self.saved, key, live)
         if not self._count_difference(saved, live, op, late):
             return None
         with _disable_current_modes(), torch.set_grad_enabled(has_history):  # the reference has no such op
@@ -230,15 +162,40 @@ class Replay:
         assert self._writer is not None, "it saves tensors"
         self._writer.delete()
 
+    @property
+    def untaken(self) -> list[str]:
+        """What was saved of the step under way and nobody has asked for so far, by key."""
+        saved = () if self.saved is None else (*self.saved.entries, *self.saved.values)
+        return [key for key in saved if key not in self._taken]
+
+    def error(self, saved: SavedStep, what: str) -> ReferenceFormatError:
+        """Return the error of something that was not saved as it should be."""
+        is_there = "" if saved.exists else "there is no such file, so "
+        return ReferenceFormatError(
+            f"{saved.path}: {is_there}{what}. Without the saved bits of step {saved.place.step} nothing after it could "
+            "be compared, so this is an error and not a difference. Record the reference again with the same code.",
+            str(saved.path),
+        )
+
+    def _take(self, saved: SavedStep, key: str, live: Tensor) -> SavedTensor:
+        if key not in saved.entries:
+            known = ", ".join(map(repr, self.untaken[:4])) or "none"
+            raise self.error(saved, f"it has no tensor {key!r}; it has {known}")
+        self._taken.add(key)
+        tensor = saved.read(key)
+        if problem := misfit(tensor, live):
+            raise self.error(saved, f"{key!r} does not fit: {problem}")
+        return tensor
+
     def _save(self, key: str, live: Tensor, op: str, late: LateSites | None) -> None:
         if self._writer is None:
             return
         if key in self._copies:
             raise ValueError(f"the step has saved {key!r} already")
         (copy,) = self._writer.copy([live], op, late)
-        self._writer.take(copy.num_bytes)
+        self._writer.num_bytes += copy.bits.nbytes
         self._copies[key] = copy
-        self._ops.append((op, copy.num_bytes))
+        self._ops.append((op, copy.bits.nbytes))
 
     def _count_difference(self, saved: SavedTensor, live: Tensor, op: str, late: LateSites | None) -> bool:
         """Count a tensor that is put back; return whether its bits have to be written."""
@@ -309,6 +266,6 @@ class OpReplay(OpSelection):
         keys = [f"{place}#{call}.{index}" for index in range(len(outputs))]
         values = [self._replay.exchange(key, out, op=op, late=late) for key, out in zip(keys, outputs, strict=True)]
         for key, value, output in zip(keys, values, outputs, strict=True):
-            if type(value) is not type(output) and self._replay.saved is not None:
-                raise self._replay.saved.error(f"{key!r} is {value!r} there, and the live value is {output!r}")
+            if type(value) is not type(output) and (saved := self._replay.saved) is not None:
+                raise self._replay.error(saved, f"{key!r} is {value!r} there, and the live value is {output!r}")
         return values

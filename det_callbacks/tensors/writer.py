@@ -11,7 +11,7 @@ from torch import Tensor
 
 from det_callbacks.digest import unobserved
 from det_callbacks.errors import ReplayError, SelectionError
-from det_callbacks.tensors.copies import HostCopy, copy_bits, plain
+from det_callbacks.tensors.copies import copy_bits, plain
 from det_callbacks.tensors.files import SavedTensor, StepPlace, tensor_folder, tensor_path, write_tensors
 from det_callbacks.trace.late_sites import LateSites
 
@@ -39,7 +39,7 @@ class StepWriter:
         budget_mib: what one step may save, in MiB.
 
     Attributes:
-        num_bytes: taken by the step under way, see ``take``.
+        num_bytes: that the step under way is going to write.
     """
 
     def __init__(
@@ -60,17 +60,19 @@ class StepWriter:
         """Go on with the steps of another fit."""
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
-    def copy(self, tensors: Sequence[Tensor], op: str, late: LateSites | None, *, pending: int = 0) -> list[HostCopy]:
-        """Return copies of tensors as they are now; ``take`` their bytes where they are going to be written.
+    def copy(
+        self, tensors: Sequence[Tensor], op: str, late: LateSites | None, *, pending: int = 0
+    ) -> list[SavedTensor]:
+        """Return copies of tensors as they are now; whoever writes them adds their bytes to ``num_bytes``.
 
         Args:
             tensors: plain ones.
             op: what they are of.
             late: of the step under way; None waits for devices.
-            pending: bytes that are going to be taken with them.
+            pending: bytes that are going to be written with them.
 
         Raises:
-            ReplayError: the budget of the step does not suffice; or as ``plain`` does.
+            ReplayError: the budget of the step does not suffice, or one is no plain tensor.
         """
         with unobserved():
             needed = self.num_bytes + pending + sum(plain(tensor).nbytes for tensor in tensors)
@@ -80,10 +82,6 @@ class StepWriter:
                 f"{self._budget_mib:g}. Save fewer tensors, or give a larger tensor_budget_mib."
             )
         return [copy_bits(tensor, late) for tensor in tensors]
-
-    def take(self, num_bytes: int) -> None:
-        """Count bytes of the step under way."""
-        self.num_bytes += num_bytes
 
     def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
         """Write the tensors of a step that is settled, and begin the next; return the file's bytes.
