@@ -94,16 +94,6 @@ def test_observations_are_sites_of_the_run_at_every_level(level: str, tmp_path: 
     assert callback.verdict.coverage.replayed["after noise"]["differing"] == 0
 
 
-def test_noise_that_ops_show_is_a_divergence_and_below_level_op_a_match(tmp_path: Path) -> None:
-    record(tmp_path / "ops", Noisy)
-    with pytest.raises(DivergenceError, match="argument"):
-        verify(tmp_path / "ops", tmp_path / "current", Noisy)
-    record(tmp_path / "state", Noisy, level="state")
-    callback, _ = verify(tmp_path / "state", tmp_path / "current2", Noisy)
-    assert callback.verdict.verdict == "match"
-    assert callback.verdict.coverage.replayed["after noise"]["differing"] == 4
-
-
 class Regions(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -124,14 +114,6 @@ def test_regions_add_ops_at_level_module(tmp_path: Path) -> None:
     assert len(outputs) == len(set(outputs))
     callback, _ = verify(tmp_path / "run", tmp_path / "current", Regions)
     assert callback.verdict.verdict == "match"
-
-
-def test_regions_change_nothing_at_level_op_and_say_so_at_level_state(tmp_path: Path) -> None:
-    record(tmp_path / "op", Regions)
-    plain = record(tmp_path / "plain", Classifier)
-    assert plain is not None
-    with pytest.warns(CoverageWarning, match='records nothing at level "state"'):
-        record(tmp_path / "state", Regions, level="state")
 
 
 class LeavesOpen(Classifier):
@@ -220,3 +202,24 @@ def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path: Path, monkeypatc
         record(tmp_path / "run", OpensAnother)
     with ObserverContext(tmp_path, "after"):
         observe("nothing is left active", 1)
+
+
+def test_noise_that_ops_show_is_a_divergence_and_below_level_op_a_match(tmp_path: Path) -> None:
+    record(tmp_path / "ops", Noisy)
+    with pytest.raises(DivergenceError, match="argument"):
+        verify(tmp_path / "ops", tmp_path / "current", Noisy)
+    record(tmp_path / "state", Noisy, level="state")
+    callback, _ = verify(tmp_path / "state", tmp_path / "current2", Noisy)
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed["after noise"]["differing"] == 4
+
+
+def test_what_is_marked_is_put_back(tmp_path: Path) -> None:
+    recorded = record(tmp_path / "run", NoisyGradient, level="state")
+    callback, verified = verify(tmp_path / "run", tmp_path / "current", NoisyGradient)
+    assert callback.verdict.verdict == "match"
+    assert callback.verdict.coverage.replayed == {
+        "grad of hidden": {"count": 4, "differing": 4, "mib_per_step": pytest.approx(8 * 16 * 4 / 2**20, abs=1e-6)}
+    }
+    for value, other in zip(recorded[0].state_dict().values(), verified[0].state_dict().values(), strict=True):
+        assert torch.equal(value, other)

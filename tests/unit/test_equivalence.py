@@ -2,12 +2,11 @@
 
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from attribution_models import MODELS
-from nondeterministic_ops import Planted, entropy, noisy, noisy_, steady
+from nondeterministic_ops import Planted, entropy, noisy
 from torch import Tensor, library, nn
 
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError
@@ -39,16 +38,6 @@ def test_planted_ops_are_found_and_no_other():
         assert found.num_differing == found.num_elements == math.prod(found.shape)
         assert found.max_ulps > 0
     assert mode.num_compared > 60
-
-
-def test_a_backward_op_has_the_source_of_its_forward_call():
-    layer = nn.Linear(4, 4)
-    with BitwiseEquivalenceMode() as mode:
-        steady(layer(torch.randn(2, 4))).sum().backward()
-    (found,) = mode.get_mismatches()
-    assert (found.phase, found.op) == ("backward", "planted.noisy_backward.default")
-    assert found.source[0].startswith("tests/unit/test_equivalence.py:")
-    assert found.source[0].endswith("in test_a_backward_op_has_the_source_of_its_forward_call")
 
 
 def test_without_a_model_modules_go_by_their_class():
@@ -106,22 +95,9 @@ def test_single_bits_count(bits, dtype, integers, max_ulps):
     assert out.view(integers).item() == bits[0]
 
 
-@library.custom_op("flip::growing", mutates_args=())
-def growing(x: Tensor) -> Tensor:
-    return x.new_ones(int(entropy()))
-
-
 @library.custom_op("flip::number", mutates_args=())
 def number(x: Tensor) -> float:
     return entropy()
-
-
-def test_another_shape_has_no_distance():
-    with BitwiseEquivalenceMode() as mode:
-        out = growing(torch.ones(1))
-    (found,) = mode.get_mismatches()
-    assert found.shape == tuple(out.shape)
-    assert (found.num_differing, found.max_ulps) == (out.numel(), None)
 
 
 def test_numbers_are_compared():
@@ -158,30 +134,6 @@ def test_it_raises_at_the_op():
     assert mode.get_mismatches() == [error.mismatch]
 
 
-def test_it_raises_out_of_a_backward_pass():
-    x = torch.ones(2, requires_grad=True)
-    with BitwiseEquivalenceMode(raise_on_mismatch=True), pytest.raises(EquivalenceError) as caught:
-        steady(x).sum().backward()
-    assert caught.value.mismatch.phase == "backward"
-
-
-class NoisyOptimizer(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                noisy_(parameter.data)
-
-
-def test_an_optimizer_is_its_own_phase():
-    layer = nn.Linear(2, 2)
-    optimizer = NoisyOptimizer(layer.parameters())
-    with BitwiseEquivalenceMode(model=layer) as mode:
-        optimizer.step()
-        noisy(torch.ones(1))
-    assert [found.phase for found in mode.get_mismatches()] == ["optimizer", "optimizer", "forward"]
-    assert mode.get_mismatches()[0].source[0].startswith("tests/unit/test_equivalence.py:")
-
-
 def test_it_is_not_reentrant():
     mode = BitwiseEquivalenceMode()
     with mode, pytest.raises(TraceError, match="already open"):
@@ -199,3 +151,20 @@ def test_what_is_kept_of_a_long_block_does_not_grow_with_its_ops():
         nodes = [event for kept in mode._places.backward._threads.values() for event in kept.first.values()]
     assert len(nodes) > 100
     assert len(set(map(id, nodes))) < 10
+
+
+class NoisyOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noisy_(parameter.data)
+
+
+def test_an_optimizer_is_its_own_phase():
+    layer = nn.Linear(2, 2)
+    optimizer = NoisyOptimizer(layer.parameters())
+    with BitwiseEquivalenceMode(model=layer) as mode:
+        optimizer.step()
+        noisy(torch.ones(1))
+    assert [found.phase for found in mode.get_mismatches()] == ["optimizer", "optimizer", "forward"]
+    assert mode.get_mismatches()[0].source[0].startswith("tests/unit/test_equivalence.py:")

@@ -46,19 +46,6 @@ def test_an_output_that_cannot_be_compared_is_an_error(value: object) -> None:
         compared(lambda w, x: [w * x, value], lambda w, x: w * x, torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
-def test_dtypes(dtype: torch.dtype) -> None:
-    x = torch.linspace(1, 2, 4).to(dtype)
-    assert compared(lambda w, x: w.to(dtype) * x, lambda w, x: w.to(dtype) * x, x).equal
-    report = compared(lambda w, x: w.to(dtype) * x, lambda w, x: w.to(dtype) * x * 1.5, x)
-    found = only(report, "output", "output")
-    assert not found.close
-    assert found.numbers.max_relative == pytest.approx(0.5, rel=0.02)
-    assert found.numbers.max_ulps
-
-
 def test_float8_and_integers_and_sparse_and_views() -> None:
     def outputs(weight: Tensor, x: Tensor) -> list[Tensor]:
         return [

@@ -84,21 +84,6 @@ def test_what_is_still_to_come_is_not_missing_in_the_middle(tmp_path: Path) -> N
         assert mismatches(tmp_path, reference, ("a", 1), ("c", 3)) == [("b", "missing")]
 
 
-def test_what_can_no_longer_come_is_missing_in_the_middle(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("a", 1), ("b", 2), ("c", 3))
-    found: list[Any] = []
-
-    def run() -> None:
-        with ObserverContext(tmp_path, "current", reference) as observer:
-            observe("a", 1)
-            observe("c", 3)
-            found.extend(observer.mismatches)
-
-    with pytest.warns(DivergenceWarning):
-        run()
-    assert [(one.name, one.kind) for one in found] == [("b", "missing")]
-
-
 def test_the_paths_of_nested_values(tmp_path: Path) -> None:
     point = namedtuple("point", "x y")
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import (
-    CoverageWarning,
     DivergenceError,
     DivergenceWarning,
     NothingComparedError,
@@ -247,6 +246,24 @@ def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path, mode: Any
     ]
 
 
+def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
+        y = x * 2
+        observe("seen", y)
+        y + 1
+        observe_non_deterministic("put back", y)
+        y / 2
+    inputs = {site.name or site.op: site.inputs for site in sites(observer.path)[1:]}
+    assert inputs == {
+        "aten.mul.Tensor": (0,),
+        "seen": (1,),
+        "aten.add.Tensor": (1,),
+        "put back": (1,),
+        "aten.div.Tensor": (4,),
+    }
+
+
 def test_a_mode_opened_before_a_region_and_closed_in_it(tmp_path: Path) -> None:
     x = torch.ones(2, 2)
     with ObserverContext(tmp_path, "run") as observer:
@@ -274,21 +291,3 @@ def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path
     found = sites(observer.path)
     assert [site.op or site.role for site in found] == ["input", "aten.mul.Tensor", "input", "aten.div.Tensor"]
     assert found[3].inputs == (2,)
-
-
-def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
-    x = torch.ones(2)
-    with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
-        y = x * 2
-        observe("seen", y)
-        y + 1
-        observe_non_deterministic("put back", y)
-        y / 2
-    inputs = {site.name or site.op: site.inputs for site in sites(observer.path)[1:]}
-    assert inputs == {
-        "aten.mul.Tensor": (0,),
-        "seen": (1,),
-        "aten.add.Tensor": (1,),
-        "put back": (1,),
-        "aten.div.Tensor": (4,),
-    }

@@ -1,6 +1,5 @@
 """Each setting by itself: wrong values, and that it is in force, put back, and in force in decorated calls only."""
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import fields
@@ -119,31 +118,6 @@ def test_it_is_set_found_in_force_and_restored_after_an_exception(
         assert process_state() == before
 
 
-@pytest.mark.parametrize(("name", "value", "in_force"), CASES)
-def test_a_decorated_function_has_it_in_its_calls_and_nothing_else_has(
-    name: str, value: Any, in_force: Callable[[], bool]
-) -> None:
-    with enforce_determinism(ELSEWHERE):
-        before = process_state()
-        function = enforce_determinism(only(name, value))(raise_when_in_force)
-        assert process_state() == before
-        assert not in_force()
-        for _ in range(2):
-            with pytest.raises(KeyError):
-                function(name, value, in_force)
-            assert process_state() == before
-            assert not in_force()
-
-
-@pytest.mark.parametrize(("name", "value", "in_force"), CASES)
-def test_left_out_it_stays_as_it_is(name: str, value: Any, in_force: Callable[[], bool]) -> None:
-    with enforce_determinism(ELSEWHERE), enforce_determinism(only(name, value)):
-        before = process_state()
-        with enforce_determinism(only(name, None)):
-            assert in_force()
-            assert process_state() == before
-
-
 # as a decorator
 
 
@@ -185,14 +159,6 @@ def test_what_goes_on_after_its_call_is_refused_as_decorated(function: Callable[
         decorate(function)
     assert "goes on running after its call has returned; use `with enforce_determinism" in str(refused.value)
     assert process_state() == before
-
-
-def test_within_a_coroutine_the_context_works() -> None:
-    async def train() -> int:
-        with enforce_determinism({"seed": 5}):
-            return torch.initial_seed()
-
-    assert asyncio.run(train()) == 5
 
 
 # wrong values
