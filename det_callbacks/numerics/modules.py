@@ -1,9 +1,10 @@
 """compare_modules and compare_compiled: two modules are trained side by side; by how much do they differ?"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +36,6 @@ Tolerances = tuple[float, float] | None
 """(rtol, atol); None for those of ``torch.testing``."""
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that is used where none is given: plain gradient descent, rate 0.01.
-
-    It carries a difference of the gradients on as it is. Adam divides by the gradient's size, and so makes a full step
-    out of the rounding errors of a gradient that is zero.
-    """
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
 def compare_modules(
     base: nn.Module,
     control: nn.Module,
@@ -73,8 +65,7 @@ def compare_modules(
     elsewhere (files, globals) stays written.
 
     Time: the iterations of both, and 0.1 microseconds for each element that differs. Memory: a copy of each side, its
-    optimizer state, and what both computed in one iteration (outputs, also of submodules, gradients, parameters,
-    buffers), however many iterations there are.
+    optimizer state, and what both computed in one iteration, however many there are.
 
     Args:
         base: what relative differences are relative to.
@@ -83,11 +74,12 @@ def compare_modules(
             these, one for each iteration; or a function from the iteration to one of these. Copied for each side.
         iterations: how many.
         optimizer: makes an optimizer from the parameters that need gradients, ``lambda p: torch.optim.AdamW(p)``; None:
-            gradient descent at rate 0.01. Its ``step`` is called without a closure.
+            gradient descent at rate 0.01, which carries a difference of the gradients on as it is, where Adam would
+            make a full step out of the rounding errors of a gradient that is zero.
         loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
-            leaves to random numbers from the seed. Nothing is differentiated where it needs no gradient.
-        base_context: makes a context manager for each iteration of the base: an autocast (switched off again for the
-            backward pass), an attention backend, ``lambda: enforce_determinism(...)``.
+            leaves to random numbers from the seed.
+        base_context: makes a context manager for each iteration of the base: an autocast, an attention backend,
+            ``lambda: enforce_determinism(...)``.
         control_context: the same for the control.
         control_inputs: inputs of the control, where it takes others (another dtype); None: the same.
         rtol: relative tolerance of floating-point and complex tensors; given together with ``atol``. None: that of
@@ -126,7 +118,7 @@ def compare_modules(
         has_compiled = is_compiled(base) or is_compiled(control)
         common: dict[str, Any] = {
             "loss": loss,
-            "make_optimizer": optimizer or sgd,
+            "make_optimizer": optimizer or partial(torch.optim.SGD, lr=0.01),
             "seed": seed,
             "patterns": () if has_compiled else as_names("modules", modules),
         }

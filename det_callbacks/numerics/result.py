@@ -24,8 +24,8 @@ class TensorComparison:
 
     Attributes:
         iteration: counted from 0.
-        phase: "initial" (parameters and buffers before the first iteration), "module" (output of a submodule),
-            "output", "loss", "gradient", "parameter" and "buffer" (both after the optimizer's step).
+        phase: "initial" is the state before the first iteration, "module" the output of a submodule, "parameter" and
+            "buffer" those after the optimizer's step.
         name: qualified name of the module, parameter or buffer; path in the inputs or outputs ("output['logits']").
         kind: "equal" (the same bits), "content" (other bits), "structure" (another shape, dtype, or kind of value),
             "missing" (not in the control), "extra" (only in the control).
@@ -35,8 +35,7 @@ class TensorComparison:
         rtol: relative tolerance.
         atol: absolute tolerance.
         excess: the largest difference as a multiple of what is tolerated there: above 1 is beyond the tolerance;
-            infinite for another structure, for what one side lacks, for a NaN or an infinity on one side alone, and for
-            integers that differ.
+            infinite where it is no finite number, or none is tolerated.
     """
 
     iteration: int
@@ -81,8 +80,7 @@ class NumericsReport:
         base: the class of the base, and whether it is compiled.
         control: likewise.
         num_iterations: how many iterations both ran.
-        comparisons: every tensor of every iteration, in the order in which an iteration computes them: gradients in
-            the reverse order of the parameters.
+        comparisons: every tensor of every iteration, in the order of the computation.
         notes: what else a reader has to know: what was not compared, how much was compiled.
     """
 
@@ -114,17 +112,13 @@ class NumericsReport:
 
     @property
     def first(self) -> TensorComparison | None:
-        """Where to look first: the first beyond its tolerance or, if all is close, the first with other bits.
-
-        First in the order of the computation, outputs of submodules included: what the others differ by may follow from
-        it. None when nothing differs.
-        """
+        """The first beyond its tolerance or, if all is close, the first with other bits; submodules included."""
         found = self.differing if self.close else self.beyond
         return found[0] if found else None
 
     @property
     def worst(self) -> TensorComparison | None:
-        """The largest difference, as a multiple of its tolerance; of equals the first. None when nothing differs."""
+        """The largest difference, as a multiple of its tolerance; None when nothing differs."""
         return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
 
     def assert_close(self) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule  # read in torch 2.13: what torch.compile makes of a module
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.parameter import is_lazy
 
 # torch 2.13 has no public name for its pytrees; read there
 from torch.utils import _pytree as pytree
@@ -82,7 +81,13 @@ class Side:
         except DetCallbacksError:
             raise
         except Exception as error:  # whatever a module raises: reported with its side, never swallowed
-            raise ModuleRunError(self._what_failed(iteration, error), self.label, iteration) from error
+            lines = [line for line in str(error).splitlines() if line.strip()][:_MAX_LINES]
+            raise ModuleRunError(
+                f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}: "
+                f"{' '.join(lines)}\nBoth modules are as they were. Run it alone on the inputs of that iteration.",
+                self.label,
+                iteration,
+            ) from error
         return found
 
     def _run(self, iteration: int, found: Values) -> None:
@@ -159,15 +164,6 @@ class Side:
             if handle is not None:
                 handle.remove()
 
-    def _what_failed(self, iteration: int, error: Exception) -> str:
-        lines = [line for line in str(error).splitlines() if line.strip()][:_MAX_LINES]
-        other = "; the base ran through it" if self.label == "control" else ""
-        return (
-            f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}{other}: "
-            f"{' '.join(lines)}\nBoth modules are as they were. Run the {self.label} alone on the inputs of that "
-            "iteration."
-        )
-
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile was applied to a module or to one in it."""
@@ -180,10 +176,6 @@ def copy_of(label: str, module: nn.Module) -> nn.Module:
     Raises:
         ValueError: there is none: ``copy.deepcopy`` fails, or gives something else.
     """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor) or tensor.is_meta:
-            kind = "a meta tensor" if tensor.is_meta else "not initialised yet"
-            raise ValueError(f"{name} of the {label} is {kind}; run the module once before it is compared")
     if any(part._compiled_call_impl is not None for part in module.modules()):
         raise ValueError(
             f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
@@ -207,8 +199,7 @@ def plain_name(name: str) -> str:
 def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
     """Return the mean squared distance of the floating-point and complex leaves to random numbers; None without any.
 
-    A sum would have no gradient behind a softmax, a mean of squares none behind a normalisation; and elements that are
-    exchanged would not change them. The numbers are drawn on the host from a seed.
+    A sum has no gradient behind a softmax, and a mean of squares none behind a normalisation.
     """
     distances: list[Tensor] = []
     for index, leaf in enumerate(leaves):
@@ -249,8 +240,8 @@ def _copied(name: str, value: Any) -> Any:
     with torch.no_grad(), _no_autocast():
         value = value.detach().dequantize() if value.is_quantized else value.detach()
         value = value.to_dense() if value.layout in _SPARSE else value
-        if value.is_nested or has_parts(value):
-            raise TypeError(f"{name} is a {type(value).__qualname__} that is not strided; compare what it is made of")
+        if value.is_meta or value.is_nested or has_parts(value):
+            raise TypeError(f"{name} is no ordinary strided tensor with elements; compare what it is made of")
         return value.resolve_conj().resolve_neg().clone()
 
 

@@ -2,11 +2,12 @@
 
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from attribution_models import MODELS
-from nondeterministic_ops import Planted, entropy, noisy
+from nondeterministic_ops import Planted, entropy, noisy, noisy_
 from torch import Tensor, library, nn
 
 from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, OpMismatch, TraceError

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 from torch.utils.flop_counter import FlopCounterMode
 
 from det_callbacks import (
+    CoverageWarning,
     DivergenceError,
     DivergenceWarning,
     NothingComparedError,
