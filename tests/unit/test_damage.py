@@ -1,0 +1,235 @@
+"""A run of two ranks that was damaged in any way: an error that names a file, or a verdict that skips nothing."""
+
+import gc
+import json
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stored_runs import (
+    OneOf,
+    append,
+    create,
+    digests_of,
+    everything_in,
+    join,
+    record,
+    resume,
+    small_layout,
+    small_program,
+)
+
+from det_callbacks.cli import main
+from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.files import stream_path, write_layout, write_program
+from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
+from det_callbacks.runs.metrics import Metric, Reading
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
+
+OP = NondeterministicOp(op="aten.kthvalue", phase="forward", module="", source=(), message="-", is_allowed=True)
+
+
+def write_rank(writer: RunWriter, seeds: dict[int, int]) -> None:
+    for fit in range(2):
+        if fit:
+            writer.start_segment()
+        for step in range(4):
+            append(writer, [step], seed=seeds.get(step, 0) if fit else 0)
+            writer.put_evidence([Row(step, "batch start", "torch.cpu", step), Row(step, "batch", "paths", 7, "a.png")])
+    writer.put_nondeterministic_ops([OP])
+    writer.close(complete=True)
+
+
+def write(path: Path, seeds: dict[int, int]) -> Path:
+    """Write a run of two ranks and two fits, with all that may lie beside the steps."""
+    writers = [create(path, peers=OneOf(0, 2)), join(path, 1)]
+    loss = Metric(dtype="float32", shape=(), digest=f"{1:016x}", value="0.5")
+    writers[0].put_reading(Reading(where="epoch", number=3, step=3, epoch=0, metrics={"val_loss": loss}))
+    for writer in reversed(writers):  # rank 0 says in run.json how many fits there are
+        write_rank(writer, seeds)
+    return path
+
+
+def truncate(files: list[Path], chance: random.Random) -> None:
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[: chance.randrange(len(content))])
+
+
+def flip(files: list[Path], chance: random.Random) -> None:
+    content = bytearray(files[0].read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    files[0].write_bytes(bytes(content))
+
+
+def empty(files: list[Path], chance: random.Random) -> None:
+    files[0].write_bytes(b"")
+
+
+def remove(files: list[Path], chance: random.Random) -> None:
+    files[0].unlink()
+
+
+def swap(files: list[Path], chance: random.Random) -> None:
+    first, second = (file.read_bytes() for file in files[:2])
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+
+
+DAMAGES: tuple[Callable[[list[Path], random.Random], None], ...] = (truncate, flip, empty, remove, swap)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write(folder / "reference", {})
+    write(folder / "current", {})
+    write(folder / "other", {2: 1})
+    return folder
+
+
+def diff(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[int, str, str]:
+    status = main(["diff", *map(str, folders), "--json"])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def everyday_and_slow() -> list[object]:
+    slow = [pytest.param(first, 50, marks=pytest.mark.slow) for first in range(150, 1000, 50)]
+    return [(first, 50) for first in range(0, 150, 50)] + slow
+
+
+@pytest.mark.parametrize(("first", "num"), everyday_and_slow())
+def test_no_damage_ends_in_a_match_that_skipped_something(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, num: int
+) -> None:
+    outcomes: Counter[int] = Counter()
+    known: dict[str, tuple[int, str, str]] = {}
+    for seed in range(first, first + num):
+        chance = random.Random(seed)
+        current = chance.choice(("current", "other"))
+        folders = [tmp_path / "reference", tmp_path / current]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(runs / folder.name, folder)
+        known[current] = known.get(current) or diff(capsys, *folders)
+        damaged = chance.choice(folders)
+        files = sorted(file for file in damaged.rglob("*") if file.is_file())
+        damage = chance.choice(DAMAGES)
+        damage(chance.sample(files, 2), chance)
+        status, out, err = diff(capsys, *folders)
+        outcomes[status] += 1
+        case = f"seed {seed}: {damage.__name__} in {damaged.name}: {err or out}"
+        if status == 0:
+            assert (status, out) == known[current][:2], case
+        elif status == 2:
+            assert str(damaged) in err, case
+            assert "Traceback" not in err, case
+        else:
+            assert json.loads(out)["verdict"] != "match", case
+    assert outcomes[2] > num // 3, outcomes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two fits, the second of which was resumed."""
+    path = record(tmp_path / "run", range(3), range(2), complete=False)
+    writer = resume(path)
+    append(writer, [1, 2], seed=1)
+    writer.close(complete=True)
+    return path
+
+
+def test_damage_is_found_when_the_run_is_opened_not_when_it_is_read(run):
+    file = stream_path(run, 0, 0, 0)
+    content = file.read_bytes()
+    place = content.index(digests_of(1).tobytes())
+    file.write_bytes(content[:place] + bytes(8) + content[place + 8 :])
+    with pytest.raises(ReferenceFormatError, match=re.escape(f"{file} is damaged: step 1 is not what its chain says")):
+        Run.open(run)
+
+
+def test_the_files_of_another_run_do_not_fit(tmp_path, run):
+    other = record(tmp_path / "other", range(3))
+    shutil.copy(stream_path(other, 0, 0, 0), stream_path(run, 0, 0, 0))
+    with pytest.raises(ReferenceFormatError, match="belongs to another place"):
+        Run.open(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"world_size": 2}, "is missing, although run.json tells of it"),
+        ({"world_size": 10**15}, "is missing, although run.json tells of it"),
+        ({"run_id": "another"}, "belongs to another place"),
+        ({"attempts": (Attempt(segments=10**15),)}, "is missing, although run.json tells of it"),
+        ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "is missing, although run.json tells of it"),
+        ({"attempts": (Attempt(), Attempt())}, "belongs to another place"),
+    ],
+)
+def test_a_manifest_that_is_not_that_of_the_files_is_refused(run, changes, says):
+    write_manifest(run, replace(read_manifest(run), **changes))
+    with pytest.raises(ReferenceFormatError, match=says) as caught:
+        Run.open(run)
+    assert str(run) in str(caught.value)
+
+
+def test_a_step_whose_program_has_another_length_is_refused(tmp_path):
+    path = tmp_path / "run"
+    writer = create(path)
+    program, layout = small_program(), small_layout(4)
+    writer.put_program(program)
+    writer.put_layout(layout)
+    writer._layouts[layout.id] = 3
+    writer.append(0, 0, program.id, layout.id, digests_of(0))
+    writer.close(complete=True)
+    with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout .* has 4, and step 0 has 3 digests"):
+        Run.open(path).view(0, 0, 0)
+
+
+def resident_kib() -> int:
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
+    path = tmp_path / "run"
+    num_sites, num_steps = 4_000, 1_500
+    record(tmp_path / "small", range(3))
+    everything_in(tmp_path / "small")
+    writer = create(path)
+    program, layout = small_program(num_sites), small_layout(num_sites)
+    writer.put_program(program)
+    writer.put_layout(layout)
+    digests = digests_of(0, num_sites)
+    before = resident_kib()
+    for step in range(num_steps):
+        writer.append(step, 0, program.id, layout.id, digests)
+    writer.close(complete=True)
+    assert writer.bytes_written > 45e6
+    run = Run.open(path)
+    assert sum(1 for _ in run.rank(0).iterate()) == num_steps
+    assert resident_kib() - before < 10_000
+
+
+def test_few_programs_and_layouts_are_kept_in_memory(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    create(path).close(complete=True)
+    many = [small_program(op=f"aten.op{index}.default") for index in range(70)]
+    layouts = [small_layout(index) for index in range(70)]
+    for program, layout in zip(many, layouts, strict=True):
+        write_program(path, program)
+        write_layout(path, layout)
+    run = Run.open(path)
+    for program, layout in zip(many, layouts, strict=True):
+        assert run.program(program.id) == program
+        assert run.layout(layout.id) == layout
+    assert run.program(many[-1].id) is run.program(many[-1].id)
+    assert run._program.cache_info().currsize == run._layout.cache_info().currsize == 64
