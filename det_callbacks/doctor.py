@@ -135,13 +135,13 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
 
 def _settings_of(run: Run) -> DeterminismSettings:
     known = DeterminismSettings.__dataclass_fields__
-    if not run.settings:
+    if not run.manifest.settings:
         raise ReferenceFormatError(
             f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
             "Name a run that DeterminismCallback or ObserverContext recorded.",
             str(run.path),
         )
-    values = {name: value for name, value in run.settings.items() if name in known and value is not None}
+    values = {name: value for name, value in run.manifest.settings.items() if name in known and value is not None}
     if values.get("float32_matmul_precision") == "mixed":
         del values["float32_matmul_precision"]
     if values.get("inductor_deterministic") == (values.get("deterministic_algorithms") in ("error", "warn")):

@@ -12,7 +12,8 @@ from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_pa
 from det_callbacks.compare.step import StepDifference, compare_steps, reached_part
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
-from det_callbacks.runs.store import Fit, Run
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.stream import Fit
 from det_callbacks.verdict import Divergence
 
 MAX_ORIGINS = 100

@@ -14,8 +14,7 @@ A step is one ``write`` of 480 bytes and 8 bytes a site, without fsync, so that 
 torn tail. The end-of-stream marker is written when a fit ends as it should; without it the run is incomplete.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -40,52 +39,10 @@ from det_callbacks.runs.files import (
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 from det_callbacks.runs.selection import Selection
-from det_callbacks.runs.stream import ROW, StreamFile
+from det_callbacks.runs.stream import Fit, StreamFile, make_fit
 
 _CACHED = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fit:
-    """The steps of one fit of one process, as far as they are known without reading digests.
-
-    Attributes:
-        rows: of type ``stream.ROW``, steps ascending; ``file`` is that of the last attempt which has the step.
-    """
-
-    rows: np.ndarray
-
-    @property
-    def steps(self) -> np.ndarray:
-        """Training batches, int64."""
-        return self.rows["step"]
-
-    @property
-    def chains(self) -> np.ndarray:
-        """The chain at each step, uint64."""
-        return self.rows["chain"]
-
-    @property
-    def program_ids(self) -> np.ndarray:
-        """The program of each step, uint64."""
-        return self.rows["program_id"]
-
-    @property
-    def layout_ids(self) -> np.ndarray:
-        """The layout of each step, uint64."""
-        return self.rows["layout_id"]
-
-    @property
-    def num_digests(self) -> np.ndarray:
-        """Sites of each step, int64."""
-        return self.rows["num_digests"]
-
-    def find(self, step: int) -> int:
-        """Return the index of a step; KeyError when there is none."""
-        index = int(np.searchsorted(self.steps, step))
-        if index == len(self.rows) or self.steps[index] != step:
-            raise KeyError(step)
-        return index
+_EMPTY = make_fit()
 
 
 class RankRun:
@@ -96,15 +53,15 @@ class RankRun:
         self._files = files
         self._fits: dict[int, Fit] = {}
         for number, file in enumerate(files):
-            rows = file.rows.copy()
-            rows["file"] = number
-            if len(rows):
-                file.continue_from(self.chain_before(file.segment, int(rows["step"][0])) if file.attempt else 0)
-            earlier = self.fit(file.segment).rows
+            fit = file.rows.copy()
+            fit.files = number
+            if len(fit):
+                file.continue_from(self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0)
+            earlier = self.fit(file.segment)
             if len(earlier):
-                rows = np.concatenate((earlier[~np.isin(earlier["step"], rows["step"])], rows))
-                rows = rows[np.argsort(rows["step"])]
-            self._fits[file.segment] = Fit(rows)
+                joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
+                fit = joined[np.argsort(joined["steps"])].view(np.recarray)
+            self._fits[file.segment] = fit
 
     @property
     def segments(self) -> list[int]:
@@ -114,7 +71,7 @@ class RankRun:
     @property
     def num_steps(self) -> int:
         """Steps of all fits together."""
-        return sum(len(fit.rows) for fit in self._fits.values())
+        return sum(len(fit) for fit in self._fits.values())
 
     @property
     def num_bytes(self) -> int:
@@ -123,16 +80,16 @@ class RankRun:
 
     def fit(self, segment: int) -> Fit:
         """Return what is known of the steps of a fit; empty when there is no such one."""
-        return self._fits.get(segment) or Fit(np.empty(0, dtype=ROW))
+        return self._fits.get(segment, _EMPTY)
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        return self.fit(segment).steps.copy()
+        steps: np.ndarray = self.fit(segment).steps.copy()
+        return steps
 
     def chain(self, segment: int, step: int) -> int:
-        """Return the chain at a step."""
-        fit = self.fit(segment)
-        return int(fit.chains[fit.find(step)])
+        """Return the chain at a step; KeyError when there is none."""
+        return int(self._row(segment, step).chains)
 
     def chain_before(self, segment: int, step: int) -> int:
         """Return the chain that a step continues: that of the last step before it, 0 if there is none."""
@@ -142,8 +99,7 @@ class RankRun:
 
     def file_of(self, segment: int, step: int) -> StreamFile:
         """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
-        fit = self.fit(segment)
-        return self._files[int(fit.rows["file"][fit.find(step)])]
+        return self._files[int(self._row(segment, step).files)]
 
     def stream_of(self, segment: int, step: int) -> Path:
         """Return the path of the file that a step is in; KeyError when there is no such step."""
@@ -161,7 +117,14 @@ class RankRun:
             ReferenceFormatError: its bytes are not those that were written.
         """
         file = self.file_of(segment, step)
-        return file.read(int(np.searchsorted(file.rows["step"], step)))
+        return file.read(int(np.searchsorted(file.rows.steps, step)))
+
+    def _row(self, segment: int, step: int) -> Any:
+        fit = self.fit(segment)
+        index = int(np.searchsorted(fit.steps, step))
+        if index == len(fit) or fit.steps[index] != step:
+            raise KeyError(step)
+        return fit[index]
 
     def check_steps(self) -> None:
         """Read every step, also those that a later attempt recorded again, and check it against the chains.
@@ -239,11 +202,6 @@ class Run:
     def environment(self) -> Environment:
         """Where and how it ran."""
         return Environment(entries=self.manifest.environment)
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The determinism settings that were in force, and the ops that were allowed to be nondeterministic."""
-        return self.manifest.settings
 
     @property
     def keeps(self) -> str:

@@ -6,11 +6,11 @@ and taken apart here without Arrow, which takes ten times as long; what is not l
 
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -33,11 +33,15 @@ STREAM_SCHEMA = pa.schema(
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-_WORDS = ("program_id", "layout_id", "chain")
-ROW = np.dtype(
-    [("step", "<i8"), *((name, "<u8") for name in _WORDS), ("num_digests", "<i8"), ("start", "<i8"), ("file", "<i4")]
+_ROW = np.dtype(
+    [(name, "<i8") for name in ("steps", "num_digests", "starts", "files")]
+    + [(name, "<u8") for name in ("program_ids", "layout_ids", "chains")]
 )
-"""What is known of a step without its digests; ``start`` is its first byte in the file, ``file`` the file's number."""
+
+Fit: TypeAlias = np.recarray[Any, Any]
+"""What is known of the steps of a fit without their digests: records with the fields ``steps`` (ascending),
+``num_digests``, ``program_ids``, ``layout_ids``, ``chains``, ``files`` (the number of the file that holds a step: that
+of the last attempt which has it) and ``starts`` (its first byte in there)."""
 
 # A message is its length, a FlatBuffer (Arrow columnar format, Message.fbs) and the body. The FlatBuffer holds the
 # length of the body; where in it the 14 buffers of the columns lie, of which the bitmaps are empty; and the number of
@@ -73,8 +77,13 @@ def _head_of_step(num_digests: int) -> bytes:
     return b"".join((_START, struct.pack("<q", _VALUES.size + 8 * num_digests), _TABLES, struct.pack("<43q", *words)))
 
 
+def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
+    """Return a fit of some steps."""
+    return np.array(list(rows), dtype=_ROW).view(np.recarray)
+
+
 class StreamFile:
-    """The steps in one file, by position; what stands before their digests is kept in memory, 52 bytes a step.
+    """The steps in one file, by position; what stands before their digests is kept in memory, 56 bytes a step.
 
     Opening it reads what stands before the digests of each step: 5 microseconds a step. Digests are read, and checked
     against the chains, when asked for: by ``read``, and for all steps by ``check_steps``. The file is opened for each
@@ -90,7 +99,7 @@ class StreamFile:
 
     Attributes:
         segment: which fit it holds.
-        rows: of type ``ROW``, steps ascending.
+        rows: one a step.
         num_bytes: size of the file when it was opened.
         unfinished: None, or why the file does not end as it should.
 
@@ -141,15 +150,15 @@ class StreamFile:
 
     def _read(self, file: BinaryIO, position: int) -> StepRecord:
         row = self.rows[position]
-        start, num_digests = int(row["start"]), int(row["num_digests"])
+        start, num_digests = int(row.starts), int(row.num_digests)
         file.seek(start)
         message = file.read(_PREFIX_BYTES + 8 * num_digests)
         values = self._values(message, start)
-        if values is None or (values[0], values[4], values[6]) != (row["step"], row["chain"], num_digests):
+        if values is None or (values[0], values[4], values[6]) != (row.steps, row.chains, num_digests):
             raise damaged(self.path, f"the step at byte {start} is another one than when the run was opened")
         step, epoch, program_id, layout_id, chain, *_ = values
         digests = np.frombuffer(message, dtype="<u8", offset=_PREFIX_BYTES)
-        previous = int(self.rows["chain"][position - 1]) if position else self._chain_start
+        previous = int(self.rows.chains[position - 1]) if position else self._chain_start
         if chain != chain_digest(
             previous, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
         ):
@@ -194,7 +203,7 @@ class StreamFile:
         if not schema.equals(STREAM_SCHEMA):
             raise damaged(self.path, "its columns are others than a run's")
 
-    def _read_rows(self, file: BinaryIO) -> np.ndarray:
+    def _read_rows(self, file: BinaryIO) -> Fit:
         """Return the rows of the whole steps; the file is then where they end."""
         rows: list[tuple[int, ...]] = []
         start = file.tell()
@@ -202,11 +211,11 @@ class StreamFile:
             step, _, program_id, layout_id, chain, _, num_digests = values
             if rows and step <= rows[-1][0]:
                 raise damaged(self.path, f"step {step} follows step {rows[-1][0]}")
-            rows.append((step, program_id, layout_id, chain, num_digests, start, 0))
+            rows.append((step, num_digests, start, 0, program_id, layout_id, chain))
             start += _PREFIX_BYTES + 8 * num_digests
             file.seek(start)
         file.seek(start)
-        return np.array(rows, dtype=ROW)
+        return make_fit(rows)
 
     def _values(self, message: bytes, start: int) -> tuple[int, ...] | None:
         """Return what stands before the digests of a message; None where it is not one that ends in the file."""
@@ -230,7 +239,7 @@ class StreamFile:
         is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest)
         if not is_beginning or rest.endswith(END_OF_STREAM):
             raise damaged(self.path, f"the step at byte {start} cannot be read")
-        steps = self.rows["step"]
+        steps = self.rows.steps
         where = f"{steps[-1]} is the last whole step" if len(steps) else "it holds no whole step"
         torn = "its tail is torn" if rest else "its end-of-stream marker is missing"
         return f"{self.path}: {torn}, the process did not end as it should; {where}."

@@ -60,7 +60,7 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
         late = Counted()
         fit(tmp_path / "run", late)
         assert late.num_calls > 0
-        assert Run.open(tmp_path / "run").settings["seed"] == 0
+        assert Run.open(tmp_path / "run").manifest.settings["seed"] == 0
 
 
 def test_one_early_parameter_is_enough(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_step_is_read_as_it_was_written(tmp_path_factory, epoch, step, identit
     assert (record.step, record.epoch, record.program_id, record.layout_id) == (step, epoch, *identities)
     assert (record.chain, record.segment, record.digests.tolist()) == (chain, 2, digests)
     assert record.digests.dtype == np.uint64
-    assert (file.rows["step"].tolist(), file.rows["chain"].tolist(), file.unfinished) == ([step], [chain], None)
+    assert (file.rows.steps.tolist(), file.rows.chains.tolist(), file.unfinished) == ([step], [chain], None)
 
 
 def test_digests_that_do_not_lie_in_order_are_written_as_they_read():
