@@ -1,6 +1,7 @@
 """Keeping what chosen ops read and wrote, so that a verdict can say by how much they differ."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,8 @@ class Keeper(OpSelection):
         except (DetCallbacksError, OSError) as error:  # the run does not depend on it
             self._left_out += [str(error)] * len(self._calls)
             tensors, size = {}, 0
-            try:
+            with suppress(OSError):  # then the closing line alone says it
                 self._writer.write(step, {}, self._missing())
-            except OSError:
-                self._left_out[0] += ", which could not be recorded either"
         if tensors:
             self.counts = replace(
                 self.counts,

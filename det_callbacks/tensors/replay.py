@@ -69,7 +69,6 @@ class Replay:
     def begin(self, saved: SavedStep | None) -> None:
         """Start a step with what was saved of it, and forget the one under way."""
         self.saved = saved
-        self._taken: set[str] = set()
         self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
         self._ops: list[tuple[str, int]] = []
@@ -116,7 +115,6 @@ class Replay:
         if self.saved is not None:
             if key not in self.saved.values:
                 raise self.error(self.saved, f"it has no plain value {key!r}")
-            self._taken.add(key)
             value = self.saved.values[key]
             value = complex(*value) if isinstance(value, list) else value
             self._put_back.add(op, differs=repr(value) != repr(live))
@@ -162,12 +160,6 @@ class Replay:
         assert self._writer is not None, "it saves tensors"
         self._writer.delete()
 
-    @property
-    def untaken(self) -> list[str]:
-        """What was saved of the step under way and nobody has asked for so far, by key."""
-        saved = () if self.saved is None else (*self.saved.entries, *self.saved.values)
-        return [key for key in saved if key not in self._taken]
-
     def error(self, saved: SavedStep, what: str) -> ReferenceFormatError:
         """Return the error of something that was not saved as it should be."""
         is_there = "" if saved.exists else "there is no such file, so "
@@ -179,9 +171,8 @@ class Replay:
 
     def _take(self, saved: SavedStep, key: str, live: Tensor) -> SavedTensor:
         if key not in saved.entries:
-            known = ", ".join(map(repr, self.untaken[:4])) or "none"
+            known = ", ".join(map(repr, list(saved.entries)[:4])) or "none"
             raise self.error(saved, f"it has no tensor {key!r}; it has {known}")
-        self._taken.add(key)
         tensor = saved.read(key)
         if problem := misfit(tensor, live):
             raise self.error(saved, f"{key!r} does not fit: {problem}")

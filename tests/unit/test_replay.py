@@ -289,7 +289,7 @@ def test_what_was_not_saved_is_an_error(tmp_path: Path) -> None:
     replaying = reader(tmp_path)
     replaying.exchange("one", torch.ones(3), op="op", late=None)
     for key, value, complaint in (
-        ("four", torch.ones(3), "no tensor 'four'; it has 'two', 'three'"),
+        ("four", torch.ones(3), "no tensor 'four'; it has 'one', 'two'"),
         ("three", torch.ones(3), "no tensor 'three'"),
         ("two", 0.1, "no plain value 'two'"),
     ):
@@ -297,9 +297,6 @@ def test_what_was_not_saved_is_an_error(tmp_path: Path) -> None:
             replaying.exchange(key, value, op="op", late=None)
     with pytest.raises(ReferenceFormatError, match="there is no such file"):
         reader(tmp_path, step=13).exchange("one", torch.ones(3), op="op", late=None)
-    replaying = reader(tmp_path)
-    replaying.exchange("one", torch.ones(3), op="op", late=None)
-    assert replaying.untaken == ["two", "three"]
 
 
 @pytest.mark.parametrize("value", [None, True, 3, -(2**70), 0.1, float("nan"), -0.0, float("inf"), 1 - 2j, "tëxt"])

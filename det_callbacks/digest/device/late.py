@@ -113,22 +113,9 @@ class Transfers:
 
 
 class LateDigests:
-    """A queue for each device that computes digests; devices are waited for in ``finish`` alone.
-
-    Attributes:
-        is_used: whether a device's memory was taken since it was made; nothing else has anything to do until then.
-
-    Example:
-        >>> import torch
-        >>> late = LateDigests()
-        >>> late.add(torch.ones(2).untyped_storage(), 0, 8) is None  # memory of the host is digested at once
-        True
-        >>> late.finish()
-        {}
-    """
+    """A queue for each device that computes digests; devices are waited for in ``finish`` alone."""
 
     def __init__(self) -> None:
-        self.is_used = False
         self._queues: dict[torch.device, DigestQueue[Any] | None] = {}
         self._transfers = Transfers()
 
@@ -175,15 +162,13 @@ class LateDigests:
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
         """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
-        for queue in self._queues.values():
-            if queue is not None:
-                queue.before_write(storage)
+        for queue in self._used():
+            queue.before_write(storage)
 
     def before_any_write(self) -> None:
         """Launch what waits, and have what the devices' current streams are given next come after all reading."""
-        for queue in self._queues.values():
-            if queue is not None:
-                queue.before_any_write()
+        for queue in self._used():
+            queue.before_any_write()
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
         """Do not tell the allocator that a storage is read, until the step has ended."""
@@ -192,9 +177,8 @@ class LateDigests:
 
     def flush(self) -> None:
         """Launch what waits."""
-        for queue in self._queues.values():
-            if queue is not None:
-                queue.flush()
+        for queue in self._used():
+            queue.flush()
 
     def finish(self) -> Known:
         """Wait for the devices and return what ``value_of`` needs; begin anew.
@@ -209,9 +193,11 @@ class LateDigests:
     def discard(self) -> None:
         """Begin anew without the digests."""
         self._transfers.discard()
-        for queue in self._queues.values():
-            if queue is not None:
-                queue.discard()
+        for queue in self._used():
+            queue.discard()
+
+    def _used(self) -> list[DigestQueue[Any]]:
+        return [queue for queue in self._queues.values() if queue is not None]
 
     def _queue_of(self, device: torch.device) -> DigestQueue[Any] | None:
         if device in self._queues:
@@ -219,5 +205,4 @@ class LateDigests:
         with unobserved():  # what is tried there is none of the program's ops
             method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
-        self.is_used |= queue is not None
         return queue

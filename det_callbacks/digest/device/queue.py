@@ -81,20 +81,6 @@ class DigestQueue(Generic[_Launched]):
         method: of the device.
         max_tensors: spans that wait at most.
         max_bytes: that they hold at most; one that is larger by itself is launched at once.
-
-    Example:
-        >>> import torch
-        >>> from det_callbacks.digest import digest_tensor
-        >>> from det_callbacks.digest.device.copied import CopiedDigest
-        >>> queue = DigestQueue(CopiedDigest())
-        >>> value = torch.arange(4.0)
-        >>> queue.add(value.untyped_storage(), 0, value.nbytes)
-        0
-        >>> queue.before_write(value[:2].untyped_storage())
-        >>> value.zero_().sum().item()
-        0.0
-        >>> queue.finish() == [digest_tensor(torch.arange(4.0))]
-        True
     """
 
     def __init__(
