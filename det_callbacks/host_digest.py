@@ -14,8 +14,9 @@ device has to give these bits. How many bytes there were is not part of the dige
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -132,42 +133,20 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
         for first in range(0, len(hashes), _PIECE_LEAVES)
     ]
     todo = iter(pieces)  # next() on a list's iterator is atomic, so each piece is taken once
-    second = _Worker(spans, leaves, todo)
-    try:
-        second.start()
-    except RuntimeError:
-        # No thread to be had: the process is at its limit, or the interpreter is ending. This one does all of it.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
+        # where no thread is to be had (the process is at its limit, or the interpreter is ending) this one does all
+        second: Future[None] | None = None
+        with suppress(RuntimeError):
+            second = pool.submit(_hash_pieces, spans, leaves, todo)
         _hash_pieces(spans, leaves, todo)
-    else:
-        try:
-            _hash_pieces(spans, leaves, todo)
-        finally:
-            second.join()
-        if second.error is not None:
-            raise second.error
+        if second is not None:
+            second.result()
     return [_join_leaves(hashes) for hashes in leaves]
 
 
 def format_digest(value: int) -> str:
     """Return a digest as it is shown everywhere: 16 lowercase hexadecimal digits."""
     return f"{value:016x}"
-
-
-class _Worker(threading.Thread):
-    """Hashes pieces beside the thread that called, and keeps what went wrong for it."""
-
-    def __init__(
-        self, spans: Sequence[tuple[int, int]], leaves: list[list[int]], todo: Iterator[tuple[int, int, int]]
-    ) -> None:
-        super().__init__(name="det_callbacks-digest", daemon=True)
-        self._work = (spans, leaves, todo)
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            _hash_pieces(*self._work)
-        except BaseException as error:  # raised by the thread that waits for this one
-            self.error = error
 
 
 def _hash_pieces(

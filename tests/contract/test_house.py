@@ -25,10 +25,6 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
         "report_divergence",
     ): "a page that cannot be made must not hide the divergence that is raised next; a line says so",
     (
-        "det_callbacks/host_digest.py",
-        "run",
-    ): "the thread that waits for this one raises the error it keeps",
-    (
         "det_callbacks/equivalence/mode.py",
         "_copied_twice",
     ): "a check that cannot be made must not stop the program; it is counted as not made",

@@ -201,13 +201,6 @@ def test_the_pattern_of_a_module_outside_the_selection(tmp_path: Path) -> None:
     assert callback.verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 20
 
 
-def test_two_fits_and_a_replaced_run(tmp_path: Path) -> None:
-    record(tmp_path / "run", replay=ALL, epochs=2)
-    record(tmp_path / "run", replay=ALL[:1], epochs=1, overwrite=True)
-    assert len(list((tmp_path / "run").rglob("*.safetensors"))) == 4
-    assert Run.open(tmp_path / "run").manifest.replay == ALL[:1]
-
-
 # what is wrong is said
 
 

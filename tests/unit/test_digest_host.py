@@ -7,11 +7,9 @@ import threading
 import digest_reference
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from det_callbacks import host_digest as host
-from det_callbacks.digest import digest_bytes, digest_memory, format_digest
+from det_callbacks.digest import digest_bytes, digest_memory
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -48,28 +46,6 @@ def test_a_third_level_is_equal_to_the_slow_implementation(monkeypatch: pytest.M
     assert host._join_leaves(hashes) == digest_reference.digest(packed)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=5000))
-@example(b"")
-@example(bytes(1024))
-@example(bytes(1025))
-def test_any_bytes_are_equal_to_the_slow_implementation(data: bytes) -> None:
-    assert digest_bytes(data) == digest_address(data) == digest_reference.digest(data)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_any_changed_bit_is_seen(data: st.DataObject) -> None:
-    num_bytes = data.draw(st.one_of(st.integers(1, 3000), st.sampled_from([256 * KIB, 256 * KIB + 1, 600_000])))
-    content = bytearray(random_bytes(num_bytes, seed=num_bytes))
-    before = digest_bytes(content)
-    bit = data.draw(st.integers(0, 8 * num_bytes - 1))
-    content[bit // 8] ^= 1 << bit % 8
-    assert digest_bytes(content) != before
-    content[bit // 8] ^= 1 << bit % 8
-    assert digest_bytes(content) == before
-
-
 @pytest.mark.parametrize("num_bytes", [1, 1023, 1024, 1025, 5000, 256 * KIB + 3])
 def test_memory_beyond_the_end_plays_no_part(num_bytes: int) -> None:
     content = bytearray(random_bytes(num_bytes + 2048))
@@ -77,13 +53,6 @@ def test_memory_beyond_the_end_plays_no_part(num_bytes: int) -> None:
     before = digest_memory(start, num_bytes)
     content[num_bytes:] = bytes(2048)
     assert digest_memory(start, num_bytes) == before == digest_bytes(bytes(content[:num_bytes]))
-
-
-def test_zero_padding_is_not_seen_within_a_block_and_is_seen_beyond() -> None:
-    """How many bytes there are stands beside a digest, in the site; this pins what the digest alone can tell."""
-    assert digest_bytes(b"\1") == digest_bytes(b"\1" + bytes(1023))
-    assert digest_bytes(b"\1") != digest_bytes(b"\1" + bytes(1024))
-    assert digest_bytes(b"") != digest_bytes(bytes(1))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +70,6 @@ def test_every_contiguous_buffer_is_taken(buffer: object) -> None:
     assert digest_bytes(buffer) == digest_bytes(b"\1\2\3\4")
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (40, 30), (2, 3, 400)])
-def test_arrays_of_any_shape_are_their_bytes(shape: tuple[int, ...]) -> None:
-    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    assert digest_bytes(array) == digest_bytes(array.tobytes())
-
-
 def test_a_buffer_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match="C-contiguous"):
         digest_bytes(np.arange(10)[::2])
@@ -118,13 +81,6 @@ def test_a_buffer_with_gaps_is_refused() -> None:
 def test_what_is_no_buffer_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="bytes-like"):
         digest_bytes(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0000000000000000"), (0xAB, "00000000000000ab"), (2**64 - 1, "ffffffffffffffff")]
-)
-def test_format_digest(value: int, text: str) -> None:
-    assert format_digest(value) == text
 
 
 @pytest.fixture

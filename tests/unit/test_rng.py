@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from device_stand_ins import StandInDevices, StandInGenerator
-from torch import Tensor, nn
+from torch import nn
 
 from det_callbacks import HashMode, enforce_determinism
 from det_callbacks.callback.proof import _undrawn
@@ -60,12 +60,6 @@ def test_without_a_word_on_contexts_all_are_taken(cuda: StandInDevices, monkeypa
     assert names() == ["torch.cuda:0", "torch.cuda", "torch.cuda:2", "torch.cuda:3"]
 
 
-def test_ranks_with_a_gpu_each_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in range(3):
-        StandInDevices(3, contexts=(rank,), current=rank).install(monkeypatch)
-        assert names() == ["torch.cuda"]
-
-
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
     cuda.is_initialized = False
     ledger = Ledger()
@@ -88,14 +82,6 @@ def test_an_op_reads_the_generator_that_its_device_has(cuda: StandInDevices) -> 
     cuda.current = 3  # a thread of the backward pass
     assert generator_of((), {"device": torch.device("cuda:3")}, homes)[0] == "torch.cuda:3"
     assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", cuda.generators[3])
-
-
-def test_the_result_of_an_op_tells_its_device(cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnDevice(Tensor):
-        device = torch.device("cuda", 3)
-
-    out = torch.zeros(2).as_subclass(OnDevice)
-    assert generator_of(([2],), {"out": out}, home_devices())[0] == "torch.cuda:3"
 
 
 def test_a_default_generator_that_is_passed_goes_by_its_device(cuda: StandInDevices) -> None:
@@ -205,28 +191,7 @@ def test_in_a_capture_nothing_is_read(cuda: StandInDevices) -> None:
     assert states.restore(ledger.held) == unread
 
 
-def test_the_evidence_has_states_and_seeds_by_the_names_of_the_trace(cuda: StandInDevices) -> None:
-    ledger = Ledger()
-    cuda.generators[3].manual_seed(5)
-    ledger.mark("fit start", with_seeds=True)
-    rows = {row.name: row.value for row in ledger.take(0)}
-    assert rows["seed of torch.cuda:3"] == 5
-    assert {"torch.cuda", "seed of torch.cuda", "torch.cuda:3"} < set(rows)
-    assert rows["torch.cuda"] != rows["torch.cuda:3"]
-
-
 # checkpoints
-
-
-def test_devices_go_on_from_where_they_were_saved(cuda: StandInDevices) -> None:
-    for index, generator in enumerate(cuda.generators):
-        generator.offset = 4 * index
-    states = stored(GeneratorStates.capture())
-    assert [name for name in states.states if "cuda" in name] == ["torch.cuda", "torch.cuda:3"]
-    for generator in cuda.generators:
-        generator.manual_seed(1)
-    assert states.restore() == []
-    assert positions(cuda) == [0, 4, 0, 12]
 
 
 def test_the_current_device_goes_on_though_it_has_another_index(
