@@ -41,14 +41,10 @@ _BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One process of a check.
+    """One process of a check: "recording", "plain" (the verification with nothing changed) or the factor.
 
-    Attributes:
-        name: "recording", "plain" (the verification with nothing changed) or the factor.
-        change: what it has different from the recording, "2 instead of 0"; "" for nothing.
-        outcome: "diverged" also where the changed number of threads is all that could excuse other bits.
-        reason: why it failed, "" where it did not.
-        verdict: None without one.
+    ``change`` is what it has different ("2 instead of 0"), ``reason`` why it failed. Its outcome is "diverged" also
+    where the changed number of threads is all that could excuse other bits.
     """
 
     name: str
@@ -93,8 +89,8 @@ def check_script(
 ) -> CheckReport:
     """Run a Hydra application twice in fresh processes, the second verified against the first, bit for bit.
 
-    The script takes the presets of ``pkg://det_callbacks.conf``: it is started as given, with ``+determinism=record``
-    and then ``+determinism=verify`` added. That takes the time of so many trainings, less where one differs.
+    It is started as given, with ``+determinism=record`` and then ``+determinism=verify`` of our presets added. That
+    takes the time of so many trainings, less where one differs.
 
     Args:
         words: program and arguments, such as ``["python", "train.py", "model.lr=0.1"]``; no shell reads them.
@@ -161,8 +157,7 @@ class _Check:
 
     def vary(self, factor: Factor) -> CheckedRun:
         try:
-            run = Run.open(self.reference)
-            change = {"workers": _workers, "threads": _threads, "hash-seed": self._hash_seed}[factor](run)
+            change = _CHANGES[factor](self, Run.open(self.reference))
         except (CheckError, ReferenceFormatError) as error:
             return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
         return self.verify(factor, change)
@@ -179,15 +174,15 @@ class _Check:
             return replace(done, reason=reason or "the script ended well, and no DeterminismCallback verified anything")
         except ValueError as error:  # no JSON, no text, or no verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
-        done = replace(done, verdict=verdict)
-        if verdict.verdict == "match" and reason:
+        done, outcome = replace(done, verdict=verdict), verdict.verdict
+        if outcome == "match" and reason:
             return replace(done, reason=f"{reason}. What was compared before agrees")
-        if verdict.verdict == "match" and change.entry and change.entry not in {it.name for it in verdict.environment}:
+        if outcome == "match" and change.entry and change.entry not in {it.name for it in verdict.environment}:
             return replace(done, reason=f"it could not be varied: the script sets {change.entry} by itself")
         excuses = {it.name for it in verdict.environment if it.is_machine and it.changes_bits}
-        if verdict.verdict == "not_comparable" and verdict.first_divergence and excuses == {change.entry}:
-            return replace(done, outcome="diverged", reason="")  # changed on purpose, it excuses nothing
-        return replace(done, outcome=verdict.verdict, reason="")
+        if outcome == "not_comparable" and verdict.first_divergence and excuses == {change.entry}:
+            outcome = "diverged"  # changed on purpose, it excuses nothing
+        return replace(done, outcome=outcome, reason="")
 
     def _start(self, title: str, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """Run a process to its end; return what was wrong with that, "" for nothing."""
@@ -200,16 +195,17 @@ class _Check:
             return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
         return f"the script failed with status {status}: see what it printed" if status else ""
 
-    def _hash_seed(self, run: Run) -> _Change:
-        if any(map(_IGNORES_VARIABLES.fullmatch, self.words)):
-            raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
-        before = self.variables[_HASH_SEED]
-        after = str((int(before) + 1) % 2**32)
-        text = f"{_HASH_SEED} {after} instead of {before}"
-        return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
+
+def _hash_seed(check: _Check, run: Run) -> _Change:
+    if any(map(_IGNORES_VARIABLES.fullmatch, check.words)):
+        raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
+    before = check.variables[_HASH_SEED]
+    after = str((int(before) + 1) % 2**32)
+    text = f"{_HASH_SEED} {after} instead of {before}"
+    return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
 
 
-def _workers(run: Run) -> _Change:
+def _workers(check: _Check, run: Run) -> _Change:
     steps = run.rank(0).steps(0)
     window = RunEvidence(run).window(0, 0, int(steps[0])) if len(steps) else None
     settings = {} if window is None else window.settings
@@ -221,17 +217,18 @@ def _workers(run: Run) -> _Change:
     return _Change(text=text, variables={NUM_WORKERS_VARIABLE: str(number)})
 
 
-def _threads(run: Run) -> _Change:
+def _threads(check: _Check, run: Run) -> _Change:
     entry = run.environment.entries.get(_THREADS_ENTRY)
     if entry is None or not isinstance(entry.value, int):
         raise CheckError("the reference does not say how many threads computed it")
     number = 2 if entry.value == 1 else 1
-    return _Change(
-        text=f"{number} instead of {entry.value}",
-        variables={"OMP_NUM_THREADS": str(number)},  # what NumPy's libraries ask
-        overrides=(override("determinism.settings.num_threads", number),),
-        entry=_THREADS_ENTRY,
-    )
+    variables = {"OMP_NUM_THREADS": str(number)}  # what NumPy's libraries ask
+    overrides = (override("determinism.settings.num_threads", number),)
+    text = f"{number} instead of {entry.value}"
+    return _Change(text=text, variables=variables, overrides=overrides, entry=_THREADS_ENTRY)
+
+
+_CHANGES = {"workers": _workers, "threads": _threads, "hash-seed": _hash_seed}
 
 
 def override(name: str, value: str | int | Path) -> str:

@@ -15,15 +15,15 @@ EXPECTED = (
     "check expects a Hydra application with pkg://det_callbacks.conf in hydra.searchpath, which builds cfg.callbacks "
     "and passes them to the Trainer; it adds +determinism=record determinism.reference=... to its arguments."
 )
-_OUTCOMES = {0: ("match", "bold green"), 1: ("diverged", "bold red"), 2: ("failed", "bold red")}
-_OUTCOMES[3] = ("not_comparable", "bold yellow")
-_PLAIN_OUTCOMES = {
+_WORDS = {0: "match", 1: "diverged", 2: "failed", 3: "not_comparable"}
+_STYLES = {0: "bold green", 1: "bold red", 2: "bold red", 3: "bold yellow"}
+_OF_SCRIPT = {
     "match": "the script repeats itself, bit for bit",
     "diverged": "the script does not repeat itself",
     "not_comparable": "the two runs differ, and so does what they ran on",
     "failed": "it could not be checked whether the script repeats itself",
 }
-_FACTOR_OUTCOMES = {
+_OF_FACTORS = {
     "diverged": "bits depend on",
     "match": "bits do not depend on",
     "failed": "could not be varied or checked",
@@ -50,14 +50,14 @@ def render_check(report: CheckReport, console: Console) -> None:
             print_line(console, f"{run.name}: {run.reason}.")
             if run.name == RECORDING:
                 print_line(console, EXPECTED)
-    parts = [_PLAIN_OUTCOMES[{run.name: run.outcome for run in report.runs}.get(PLAIN, "failed")]]
-    for outcome, text in _FACTOR_OUTCOMES.items():
+    parts = [_OF_SCRIPT[{run.name: run.outcome for run in report.runs}.get(PLAIN, "failed")]]
+    for outcome, text in _OF_FACTORS.items():
         if names := [run.name for run in varied if run.outcome == outcome]:
             parts.append(f"{text}: {', '.join(names)}")
     if report.not_run:
         parts.append(f"not run: {', '.join(report.not_run)}")
-    word, style = _OUTCOMES[report.exit_code]
-    print_line(console, f"det-callbacks check: {word}: {'; '.join(parts)}; kept in {report.folder}", style)
+    line = f"det-callbacks check: {_WORDS[report.exit_code]}: {'; '.join(parts)}; kept in {report.folder}"
+    print_line(console, line, _STYLES[report.exit_code])
 
 
 def check(options: argparse.Namespace) -> int:
