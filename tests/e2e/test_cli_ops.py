@@ -80,11 +80,7 @@ def test_ops_json_is_whole_and_the_same_every_time(command: Command) -> None:
     assert (status, err) == (0, "")
     assert command("--json")[1] == out
     content = json.loads(out)
-    assert {key: content[key] for key in ("schema", "torch", "run")} == {
-        "schema": 1,
-        "torch": torch.__version__,
-        "run": None,
-    }
+    assert (content["schema"], content["torch"], content["run"]) == (1, torch.__version__, None)
     assert content["counts"] == Counter(entry["behaviour"] for entry in content["entries"])
     assert entries(out)["torch.nn.ReflectionPad1d"] == {
         "name": "torch.nn.ReflectionPad1d",
@@ -110,17 +106,7 @@ def test_ops_used_by_a_run_have_their_modules_and_counts(run: Path, command: Com
         "torch.nn.ReflectionPad1d": {"middle.pad": 1},
         "aten.bernoulli_": {"middle.drop": 1} | {f"net.{block}.drop": 1 for block in range(BLOCKS)},
     }
-    sites = Run.open(run).view(0, 0, 1).program.sites
-    for entry in used.values():
-        for row in entry["modules"]:
-            here = [site for site in sites if site.op in entry["used"] and site.module == row["module"]]
-            assert len(here) == row["sites"], (entry["name"], row)
-
-
-def test_ops_used_by_a_run_as_a_table(run: Path, command: Command) -> None:
-    status, out, err = command("--used-by", run)
-    assert (status, err) == (0, "")
-    lines = out.splitlines()
+    lines = command("--used-by", run)[1].splitlines()
     opened = Run.open(run)
     assert lines[0] == f"run {opened.run_id} in {run}: complete"
     assert lines[1].startswith("recorded: level op, modules ['*']")
@@ -128,14 +114,7 @@ def test_ops_used_by_a_run_as_a_table(run: Path, command: Command) -> None:
     assert lines[2].startswith(f"{len(ops)} ops in 2 programs; torch {torch.__version__}: ")
     assert lines[2].endswith("; 4 may be about this run")
     (row,) = [line for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
-    assert row.split()[:6] == [
-        "torch.nn.ReflectionPad1d",
-        "error",
-        "cuda",
-        "middle.pad",
-        "1",
-        "aten.reflection_pad1d_backward.default",
-    ]
+    assert row.split()[1:6] == ["error", "cuda", "middle.pad", "1", "aten.reflection_pad1d_backward.default"]
     assert sum(line.startswith("aten.bernoulli_ ") for line in lines) == 1 + BLOCKS
     assert lines[-1].startswith("sites: in one step.")
 

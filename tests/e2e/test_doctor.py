@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,19 +113,3 @@ def test_a_run_that_does_not_say_its_settings_is_an_error(tmp_path: Path, capsys
     assert "does not say which settings were in force" in capsys.readouterr().err
     assert main(["doctor", "--against", str(tmp_path / "gone")]) == 2
     assert str(tmp_path / "gone") in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_in_a_new_process_and_piped():
-    done = subprocess.run(
-        [sys.executable, "-m", "det_callbacks", "doctor"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONHASHSEED": "4"},
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
-    assert "python_hash_seed 4" in done.stdout
