@@ -28,9 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
-from det_callbacks.callback.arguments import refuse_unknown
 from det_callbacks.command_line import command_choice
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, SettingsError
+from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
@@ -118,7 +117,9 @@ class DeterminismJobCallback(Callback):
                 _fail(job_return, unfinished)
 
     def _open(self, config: DictConfig) -> None:
-        refuse_unknown(str(name) for name in config.determinism if name not in _ARGUMENTS)
+        for name in config.determinism:
+            if name not in _ARGUMENTS:
+                raise SelectionError(f"DeterminismCallback has no argument {name}.")
         if OmegaConf.is_missing(config.determinism, "reference"):
             raise SettingsError(
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "

@@ -1,132 +1,153 @@
-"""The callback's arguments: what is allowed, and the message for everything else."""
+"""The arguments of the callbacks: what is allowed, and the message for everything else."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import lightning.pytorch as pl
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
+from det_callbacks.settings import DeterminismSettings
+from det_callbacks.tensors.replay import replay_patterns
+from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, check_budget
 
-MODES = ("record", "verify", "audit", "disabled")
-STEPS = ("all", "common")
-ON_DIVERGENCE = ("raise", "collect", "warn")
-RESUMES = ("exact", "warn", "plain")
-
-_IN_PLACE_OF = {
-    "audit": "an audit runs ops again, never whole steps",
-    "audit_runs": "an op that differs is run a third time",
-    "audit_steps": "only_steps chooses the steps of an audit",
-    "generators": "those of loaders, samplers and data sets are found",
-    "keep_batch_values": "the indices that samplers drew are kept without being asked for",
-    "keep_budget_mib": "tensor_budget_mib is what one step may keep",
-    "replay_budget_mib": "tensor_budget_mib is what one step may save",
-    "replay_total_mib": "tensor_budget_mib is what one step may save",
-    "require_digests": "a checkpoint without digests beside it is loaded, with a line",
-    "sync_every_n_steps": "processes ask each other every 10 steps",
-    **dict.fromkeys(
-        ("validation_batches", "sanity_batches", "test_batches", "predict_batches"),
-        "what the module logs in validation and test is compared without being asked for",
-    ),
-    "watch_callbacks": "a verdict names the hooks that ran while a generator was drawn from",
-}
-"""What there is instead of an argument that is gone."""
+Mode = Literal["record", "verify", "audit", "disabled"]
+Level = Literal["op", "module", "state"]
+OnDivergence = Literal["raise", "collect", "warn"]
+Resume = Literal["exact", "warn", "plain"]
 
 
-def refuse_unknown(names: Iterable[str]) -> None:
-    """Raise ``SelectionError`` that names the first argument, if there is one, and what there is in its place."""
-    for name in names:
-        instead = f" any more: {_IN_PLACE_OF[name]}. Leave it out" if name in _IN_PLACE_OF else ""
-        raise SelectionError(f"DeterminismCallback has no argument {name}{instead}.")
+class CallbackArguments(pl.Callback):
+    """The arguments of ``DeterminismCallback``, which documents them, checked and as attributes; nothing is open.
+
+    Attributes:
+        selection: what is traced; of a verification, what its reference was recorded with, once that is open.
+        asked: the fields of the selection, ``replay`` and ``keep_tensors``, as far as they were given.
+    """
+
+    def __init__(
+        self,
+        reference: str | Path | None,
+        *,
+        mode: Mode = "verify",
+        current: str | Path | None = None,
+        level: Level | None = None,
+        modules: Sequence[str] | None = None,
+        phases: Sequence[str] | None = None,
+        every_n_steps: int | None = None,
+        only_steps: Sequence[int] | None = None,
+        compiled: Literal["run", "eager"] | None = None,
+        steps: Literal["all", "common"] = "all",
+        on_divergence: OnDivergence = "raise",
+        settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        replay: Sequence[str] | str | Path | None = None,
+        keep_tensors: Sequence[str] | None = None,
+        tensor_budget_mib: float = TENSOR_BUDGET_MIB,
+        resume: Resume = "exact",
+        audit_replicas_every_n_steps: int = 0,
+        overwrite: bool = False,
+        log_metrics: bool = True,
+    ) -> None:
+        super().__init__()
+        _require_one_of("mode", mode, ("record", "verify", "audit", "disabled"))
+        _require_one_of("steps", steps, ("all", "common"))
+        check_on_divergence(on_divergence)
+        _require_one_of("resume", resume, ("exact", "warn", "plain"))
+        if mode in ("record", "verify") and not _is_path(reference):
+            raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
+        if current is not None and not _is_path(current):
+            raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
+        check_whole("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
+        for name, flag in (("overwrite", overwrite), ("log_metrics", log_metrics)):
+            if not isinstance(flag, bool):
+                raise SelectionError(f"{name} must be True or False; got {flag!r}.")
+        self.reference = None if reference is None else Path(reference)
+        self.mode = mode
+        self.current = None if current is None else Path(current)
+        given: dict[str, Any] = {"level": level, "modules": modules, "phases": phases, "every_n_steps": every_n_steps}
+        given |= {"only_steps": only_steps, "compiled": compiled}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.selection = Selection(**given)
+        self.asked = {name: getattr(self.selection, name) for name in given}
+        self.steps = steps
+        self.on_divergence = on_divergence
+        if settings is not None and not isinstance(settings, DeterminismSettings):
+            settings = DeterminismSettings.from_mapping(settings)
+        self.settings = settings
+        self.replay: tuple[str, ...] = ()
+        if replay is not None:
+            self.replay = self.asked["replay"] = replay_patterns(replay)
+        self.keep_tensors: tuple[str, ...] = ()
+        if keep_tensors is not None:
+            self.keep_tensors = self.asked["keep_tensors"] = as_patterns("keep_tensors", keep_tensors)
+        self.tensor_budget_mib = check_budget(tensor_budget_mib)
+        self.resume = resume
+        self.audit_replicas_every_n_steps = audit_replicas_every_n_steps
+        self.overwrite = overwrite
+        self.log_metrics = log_metrics
+        if mode == "record":
+            self._check_recording()
+        if mode == "audit":
+            self._check_audit()
+        self._begin_closed()
+
+    def _begin_closed(self) -> None:
+        """Set what a callback has besides its arguments."""
+
+    def _check_recording(self) -> None:
+        """Refuse to record steps or ops without what has to be saved of them."""
+        selection = self.selection
+        if self.replay and (selection.level != "op" or not selection.is_every_step):
+            raise SelectionError(
+                'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
+                f"level={selection.level!r} and {selection.shown_steps}."
+            )
+        if self.keep_tensors and selection.level != "op":
+            raise SelectionError(
+                f'keep_tensors needs level="op", at which ops are seen; got level={selection.level!r}. Record the '
+                "steps that matter at level op: only_steps=[812]."
+            )
+
+    def _check_audit(self) -> None:
+        """Refuse to audit less than everything: what it missed would look clean."""
+        if replace(self.selection, only_steps=None) != Selection() or self.replay or self.keep_tensors:
+            raise SelectionError(
+                "An audit looks at every op of the steps in only_steps, and keeps nothing; leave level, modules, "
+                "phases, every_n_steps, replay and keep_tensors at their defaults. Got "
+                f"{self.selection.to_dict()}, replay={list(self.replay)} and keep_tensors={list(self.keep_tensors)}."
+            )
+
+    def check_trainer(self, trainer: pl.Trainer) -> None:
+        """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""
+        callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, CallbackArguments)]
+        if sum(callback.mode != "disabled" for callback in callbacks) > 1:
+            raise SelectionError(
+                "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
+                "Give it one; to record and verify, train twice."
+            )
+        if self.mode == "audit" and trainer.world_size > 1:
+            raise SelectionError(
+                f"An audit runs ops again in one process, and this Trainer starts {trainer.world_size}: the others "
+                "would wait in their collectives. Audit with devices=1."
+            )
 
 
-def check_arguments(
-    *,
-    reference: object,
-    mode: object,
-    current: object,
-    steps: object,
-    on_divergence: object,
-    audit_replicas_every_n_steps: object,
-    overwrite: object,
-    resume: object,
-    log_metrics: object,
-) -> None:
-    """Raise ``SelectionError`` that names the first argument that is not allowed, and what is."""
-    _require_one_of("mode", mode, MODES)
-    _require_one_of("steps", steps, STEPS)
-    _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-    _require_one_of("resume", resume, RESUMES)
-    if mode in ("record", "verify") and (not isinstance(reference, str | Path) or not str(reference)):
-        raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
-    if current is not None and (not isinstance(current, str | Path) or not str(current)):
-        raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
-    if not _is_int(audit_replicas_every_n_steps) or audit_replicas_every_n_steps < 0:  # type: ignore[operator]  # an int
-        raise SelectionError(
-            "audit_replicas_every_n_steps must be a whole number, 0 for no audit of the replicas; got "
-            f"{audit_replicas_every_n_steps!r}."
-        )
-    if not isinstance(overwrite, bool):
-        raise SelectionError(f"overwrite must be True or False; got {overwrite!r}.")
-    if not isinstance(log_metrics, bool):
-        raise SelectionError(f"log_metrics must be True or False; got {log_metrics!r}.")
+def check_on_divergence(value: object) -> None:
+    """Raise ``SelectionError`` for what ``on_divergence`` cannot be."""
+    _require_one_of("on_divergence", value, ("raise", "collect", "warn"))
 
 
-def check_replica_audit(*, every_n_steps: object, on_divergence: object) -> None:
-    """Raise ``SelectionError`` that names the first argument of a ReplicaAuditCallback that is not allowed."""
-    _require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-    if not _is_int(every_n_steps) or every_n_steps < 1:  # type: ignore[operator]  # an int
-        raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {every_n_steps!r}.")
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise ``SelectionError`` for what is no whole number, or too small."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SelectionError(f"{name} must be a whole number from {least} on; got {value!r}.")
 
 
-def check_replay(selection: Selection) -> None:
-    """Raise ``SelectionError`` when steps or ops would run without what has to be saved."""
-    if selection.level != "op" or not selection.is_every_step:
-        raise SelectionError(
-            f'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made; got '
-            f"level={selection.level!r} and {selection.shown_steps}."
-        )
-
-
-def check_keep(selection: Selection) -> None:
-    """Raise ``SelectionError`` when no op would be seen whose tensors are to be kept."""
-    if selection.level != "op":
-        raise SelectionError(
-            f'keep_tensors needs level="op", at which ops are seen; got level={selection.level!r}. Record the '
-            "steps that matter at level op: only_steps=[812]."
-        )
-
-
-def check_audit(selection: Selection, replay: Sequence[str], keep: Sequence[str]) -> None:
-    """Raise ``SelectionError`` when an audit is to look at less than everything: what it missed would look clean."""
-    if replace(selection, only_steps=None) != Selection() or replay or keep:
-        raise SelectionError(
-            "An audit looks at every op of the steps in only_steps, and keeps nothing; leave level, modules, phases, "
-            f"every_n_steps, replay and keep_tensors at their defaults. Got {selection.to_dict()}, "
-            f"replay={list(replay)} and keep_tensors={list(keep)}."
-        )
-
-
-def check_processes(mode: str, world_size: int) -> None:
-    """Raise ``SelectionError`` when several processes are to do what one alone can do."""
-    if mode == "audit" and world_size > 1:
-        raise SelectionError(
-            f"An audit runs ops again in one process, and this Trainer starts {world_size}: the others would "
-            "wait in their collectives. Audit with devices=1."
-        )
-
-
-def check_alone(callbacks: Sequence[Any]) -> None:
-    """Raise ``SelectionError`` when more than one DeterminismCallback of a Trainer does something."""
-    if sum(callback.mode != "disabled" for callback in callbacks) > 1:
-        raise SelectionError(
-            "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
-            "Give it one; to record and verify, train twice."
-        )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path) and bool(str(value))
 
 
 def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -1,17 +1,21 @@
 """A fit in which the ops of some steps are run again: ``mode="audit"``."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
 from det_callbacks.callback.loops import mark_training_step
+from det_callbacks.callback.session import FitTracer, Session
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
-from det_callbacks.report.fits import audit_line, audit_lines, print_closing_line
+from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
+from det_callbacks.runs.selection import Selection
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -20,7 +24,7 @@ NUM_STEPS = 3
 """Steps that are audited where none are chosen: the first ones that come."""
 
 
-class Auditing:
+class Auditing(Session):
     """The fits of one callback, audited.
 
     Args:
@@ -32,70 +36,41 @@ class Auditing:
         outcome: what was found so far; None before the end of a fit.
     """
 
+    takes_metrics = False
+
     def __init__(self, folder: Path | None, *, steps: Sequence[int] | None, on_divergence: str) -> None:
-        self.outcome: AuditReport | None = None
+        super().__init__()
         self._folder = folder
         self._chosen = steps
         self._on_divergence = on_divergence
-        self._mode: BitwiseEquivalenceMode | None = None
-        self._steps: list[int] = []
-        self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
-        self._restore: Callable[[], object] | None = None
-        self.say: Callable[[str], None] = print_closing_line
-        """Prints a line; whoever trains may know what else is on the terminal."""
+        self._tracer = AuditTracer(steps)
+        self.tracer = self._tracer
 
-    def begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make ready for the steps of a fit."""
+    @override
+    def begin_fit(
+        self,
+        manifest: Mapping[str, Any],
+        selection: Selection,
+        *,
+        root: Path,
+        is_resumed: bool = False,
+        call: str | None = None,
+    ) -> None:
+        self.outcome = None
         if self._folder is None:
-            self._folder = free_folder(Path(trainer.log_dir or trainer.default_root_dir), kind="audit")
+            self._folder = free_folder(root, kind="audit")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
-        self._mode = self._mode or BitwiseEquivalenceMode(model=pl_module, base_phase="other")
 
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Mark the training step of a fit that is about to train."""
-        self.detach()
-        self._restore = mark_training_step(trainer, self._running.marks_forward)
-
-    def begin_step(self, step: int) -> None:
-        """Start a step."""
-        if step in self._chosen if self._chosen is not None else len(self._steps) < NUM_STEPS:
-            self._running.begin()
-
-    def before_optimizer(self) -> None:
-        """Note that unscaling and clipping come next."""
-        self._running.phase = "gradient"
-
-    def end_step(self, step: int) -> None:
-        """End a step; nothing is done when none is under way."""
-        if not self._running.is_open:
-            return
-        self._steps.append(step)
-        for mismatch in self._running.finish():
-            place = (mismatch.phase, mismatch.module, mismatch.op)
-            self._found.setdefault(place, []).append((step, mismatch))
-
-    def detach(self) -> None:
-        """Leave no mode open and nothing of ours in the loops; may be called more than once."""
-        if self._mode is not None:
-            self._mode.abandon()
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()
-
-    def end_fit(self) -> None:
+    @override
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         """Write what was found, print the closing line, and raise when there was anything.
 
         Raises:
             AuditError: something differed, unless ``on_divergence`` is "warn", which warns.
             NothingComparedError: no step was audited.
         """
-        report = self.outcome = AuditReport(
-            steps=tuple(self._steps),
-            num_compared=self._running.num_compared,
-            skipped=dict(self._running.skipped),
-            findings=tuple(map(AuditFinding.of, self._found.values())),
-        )
+        report = self.outcome = self._tracer.report()
         if not report.num_compared:
             wanted = "" if self._chosen is None else f" that only_steps asks for ({', '.join(map(str, self._chosen))})"
             raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
@@ -118,10 +93,72 @@ class Auditing:
             return
         raise AuditError(text, report)
 
+    @override
     def stop(self, reason: str) -> None:
-        """Say that an exception ended the fit."""
         self.outcome = None
         self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
+
+
+class AuditTracer(FitTracer):
+    """Runs the ops of chosen steps again.
+
+    Args:
+        steps: by number; None is the first three.
+    """
+
+    def __init__(self, steps: Sequence[int] | None) -> None:
+        self._chosen = steps
+        self._mode: BitwiseEquivalenceMode | None = None
+        self._step = -1
+        self._steps: list[int] = []
+        self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
+        self._undo: Callable[[], object] = lambda: None
+
+    @override
+    def attach(self, trainer: pl.Trainer) -> None:
+        self.close()
+        self._mode = self._mode or BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
+        self._undo = mark_training_step(trainer, self._mode.marks_forward)
+
+    @override
+    def begin_step(self, step: int, batch: Any) -> None:
+        if step in self._chosen if self._chosen is not None else len(self._steps) < NUM_STEPS:
+            self._step = step
+            self._running.begin()
+
+    @override
+    def begin_gradients(self) -> None:
+        self._running.phase = "gradient"
+
+    @override
+    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+        if self._running.is_open:
+            self._steps.append(step)
+            for mismatch in self._running.finish():
+                place = (mismatch.phase, mismatch.module, mismatch.op)
+                self._found.setdefault(place, []).append((step, mismatch))
+        return False
+
+    @override
+    def drop_step(self) -> None:
+        if self._mode is not None:
+            self.end_step(self._step, 0, None)  # ended by the module: what ran was audited
+
+    @override
+    def close(self) -> None:
+        if self._mode is not None:
+            self._mode.abandon()
+        self._undo()
+        self._undo = lambda: None
+
+    def report(self) -> AuditReport:
+        """Return what was found so far."""
+        return AuditReport(
+            steps=tuple(self._steps),
+            num_compared=0 if self._mode is None else self._mode.num_compared,
+            skipped={} if self._mode is None else dict(self._mode.skipped),
+            findings=tuple(map(AuditFinding.of, self._found.values())),
+        )
 
     @property
     def _running(self) -> BitwiseEquivalenceMode:

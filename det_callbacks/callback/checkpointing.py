@@ -7,10 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.choices import trainer_choices
-from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.verifying import Verifying
+from det_callbacks.callback.manifest import trainer_choices
+from det_callbacks.callback.session import Session
 from det_callbacks.checkpoint import SaveContext, Sidecar
 from det_callbacks.checkpoint.io import CheckpointWatch
 from det_callbacks.environment import capture_environment
@@ -28,7 +26,7 @@ class Checkpointing:
         self.resuming = Resuming(resume)
         self._watch = CheckpointWatch(self)
         self._trainer: pl.Trainer | None = None
-        self._run: Recording | Verifying | Auditing | None = None
+        self._run: Session | None = None
         self._identity: Mapping[str, Any] | None = None
         self._environment: Mapping[str, Any] | None = None
 
@@ -42,17 +40,17 @@ class Checkpointing:
 
     def begin_fit(
         self,
-        run: Recording | Verifying | Auditing,
+        run: Session,
         *,
         mode: str,
         reference: Path | None,
-        environment: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any],
     ) -> None:
-        """Know the run of a fit, and the environment where it was captured already."""
+        """Know the run of a fit, and its environment."""
         self._run = run
         self._environment = environment
         self._identity = {
-            "id": None if isinstance(run, Auditing) else run.run_id,
+            "id": run.run_id,
             "mode": mode,
             "reference": None if reference is None else str(reference),
         }
@@ -74,8 +72,8 @@ class Checkpointing:
             run=self._identity,
             step=num_batches - 1 if self._is_fit and num_batches else None,
             epoch=trainer.current_epoch if self._is_fit else None,
-            chain=run.chain if isinstance(run, Recording | Verifying) else None,
-            program=run.program if isinstance(run, Recording | Verifying) else None,
+            chain=None if run is None else run.chain,
+            program=None if run is None else run.program,
             environment=self._environment,
         )
 

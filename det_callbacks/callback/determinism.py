@@ -10,29 +10,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import check_alone, check_processes
+from det_callbacks.audit import AuditReport
+from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.bars import say_beside
 from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.logged import CALLS
+from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.loops import after_loading, root_folder
 from det_callbacks.callback.manifest import manifest_of
-from det_callbacks.callback.metrics import timed
-from det_callbacks.callback.options import CallbackOptions
+from det_callbacks.callback.progress import ProgressReporter, say_beside, timed
 from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.run_kinds import new_run
-from det_callbacks.callback.tracing import Tracing
+from det_callbacks.callback.replica_audit import Replicas
+from det_callbacks.callback.session import FitTracer, Session
+from det_callbacks.callback.together import Together
+from det_callbacks.callback.tracing import OpWatch, Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
+from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
 from det_callbacks.tensors.writer import require_room
 from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
+from det_callbacks.verdict import Verdict
 
 
-class DeterminismCallback(CallbackOptions):
+class DeterminismCallback(CallbackArguments):
     """Record a training run, or verify it against a recorded one, bit for bit.
 
     It changes no bit of the training: weights, losses and generator states are those of a run without it. At level op
@@ -63,8 +66,9 @@ class DeterminismCallback(CallbackOptions):
         steps: verify: "all" demands exactly the reference's steps, "common" compares those that both runs have.
         on_divergence: verify: "raise" stops at the first diverging step, "collect" goes on and raises at the end,
             "warn" goes on and ends with a warning.
-        settings: checked to be in force before training; None checks nothing. Recorded in either case. Enforce them
-            with ``enforce_determinism`` before the model is built (the Hydra preset does).
+        settings: set before training, as far as that can still be done, and put back after it; what comes too late (a
+            seed, once the model is there) is refused by name, with how to set it earlier. None sets nothing. Recorded
+            in either case.
         replay: ops whose outputs are saved while recording and put back while verifying: ``[phase/][module:]op``
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
         keep_tensors: ops whose outputs, and what they read, are kept with each step (verify: that differs), so that a
@@ -105,6 +109,30 @@ class DeterminismCallback(CallbackOptions):
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
     """
 
+    @override
+    def _begin_closed(self) -> None:
+        self.verdict: Verdict | None = None
+        self.audit_report: AuditReport | None = None
+        self.choices: dict[str, Any] = {}
+        self._together = Together()
+        self._session: Session | None = None
+        self._tracer: FitTracer = FitTracer()
+        self._ops = OpWatch()
+        self._logged = LoggedMetrics()
+        self._progress = ProgressReporter()
+        self._replicas = Replicas(self.audit_replicas_every_n_steps, on_divergence=self.on_divergence)
+        self._checkpointing: Checkpointing | None = None
+        self._enforced: EnforcedDeterminism | None = None
+        self._is_fitting = False
+        self._call: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes along: the arguments and the verdict, never the files of a fit under way."""
+        # Lightning hangs methods of the module, and so the whole model, on each callback as `log` and `log_dict`.
+        options: dict[str, Any] = {"mode": "disabled", "on_divergence": self.on_divergence}
+        fresh = vars(type(self)(None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps))
+        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
+
     @property
     def replica_report(self) -> ReplicaReport | None:
         """The report of the last audit of the replicas; None before the first."""
@@ -116,75 +144,52 @@ class DeterminismCallback(CallbackOptions):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
-        if self._checkpointing is None:
-            self._checkpointing = Checkpointing(resume=self.resume)
+        self._checkpointing = self._checkpointing or Checkpointing(resume=self.resume)
         self._checkpointing.begin_stage(trainer)
-        self._call = None
         COMPILED_GRAPHS.follow(self)  # now: a validation may compile the model before a step is traced
-        if stage != TrainerFn.FITTING:
-            if self.mode != "audit":
-                self._set_up_call(trainer, pl_module, CALLS.get(TrainerFn(stage)))
-            self._begin_alerts(self.settings, pl_module)
-            return
-        self._together.begin(trainer)
-        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
-        self._begin_alerts(self.settings, pl_module)
-        run = self._run = self._run or new_run(self, self._together)
-        if isinstance(run, Verifying):
-            self.selection = run.check_reference(root=lambda: root_folder(trainer))
+        self._call = None
+        call = CALLS.get(TrainerFn(stage))
+        if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
+            self._together.begin(trainer)
+            self._together.do(partial(self._prepare, trainer, pl_module), task="checking the settings")
+            self._session = self._session or self._new_session()
+            self.selection = self._session.prepare(self.selection, lambda: root_folder(trainer))
+            self._call = call
+        elif self._session is None and self.mode != "audit" and trainer.is_global_zero:
+            say_beside(trainer, no_prediction_line(self.reference))
+        self._ops.begin(self.settings, pl_module)
 
-    def _set_up_call(self, trainer: pl.Trainer, pl_module: pl.LightningModule, call: str | None) -> None:
-        """Make ready for the metrics of a test or a validation outside of a fit; a prediction has none."""
-        if call is None:
-            if self._run is None and trainer.is_global_zero:
-                say_beside(trainer, no_prediction_line(self.reference))
-            return
-        self._together.begin(trainer)
-        self._together.do(lambda: self._check_fit(trainer, pl_module), task="checking the settings")
-        run = self._run = self._run or new_run(self, self._together)
-        if isinstance(run, Verifying):
-            self.selection = run.check_reference(root=lambda: root_folder(trainer))
-        self._call = call
-
-    @override
-    def _begin_call(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._call is not None and not self._is_fitting:
-            self._begin_part(trainer, pl_module, is_resumed=False, call=self._call)
-
-    def _begin_part(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_resumed: bool, call: str | None = None
-    ) -> Mapping[str, Any]:
-        """Open the run for a fit, or for what ``call`` says; return what run.json says of it."""
-        run = self._run
-        assert isinstance(run, Recording | Verifying), "an audit has no parts"
-        run.say = partial(say_beside, trainer)
-        manifest = manifest_of(
-            trainer,
-            pl_module,
-            selection=self.selection,
-            allow=() if self.settings is None else self.settings.allow,
-            choices=self.choices,
-            replay=self.replay,
-            keep=self.keep_tensors,
-        )
-        self._together.check_start(trainer, pl_module, manifest, with_weights=call is None)
-        self.verdict = None
-        if isinstance(run, Recording):
-            run.begin_fit(manifest, self.selection, is_resumed=is_resumed, call=call)
-        else:
-            run.begin_fit(manifest, self.selection, root=root_folder(trainer), is_resumed=is_resumed, call=call)
-        self._is_fitting = True
-        self._begin_logged(is_resumed=is_resumed)
-        return manifest
-
-    def _check_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_alone([other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)])
-        check_processes(self.mode, trainer.world_size)
+    def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check what all ranks check alike, and put the settings in force."""
+        self.check_trainer(trainer)
         if self.settings is not None:
-            self._inherited.require(self.settings, pl_module)
+            self._enforced = enforce_around_training(self.settings, pl_module)
         if self.mode == "record" and self.replay:
             assert self.reference is not None, "checked"
             require_room(self.reference, self.tensor_budget_mib)
+
+    def _new_session(self) -> Session:
+        if self.mode == "audit":
+            return Auditing(self.current, steps=self.selection.only_steps, on_divergence=self.on_divergence)
+        assert self.reference is not None, "checked"
+        if self.mode == "record":
+            return Recording(
+                self.reference,
+                peers=self._together,
+                overwrite=self.overwrite,
+                replay=self.replay,
+                keep=self.keep_tensors,
+                budget_mib=self.tensor_budget_mib,
+            )
+        return Verifying(
+            self.reference,
+            self.current,
+            peers=self._together,
+            steps=self.steps,
+            on_divergence=self.on_divergence,
+            asked=self.asked,
+            budget_mib=self.tensor_budget_mib,
+        )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,50 +197,82 @@ class DeterminismCallback(CallbackOptions):
 
     @timed
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        run = self._run
-        if run is None:
+        session = self._session
+        if session is None:
             return
-        run.say = partial(say_beside, trainer)
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
-        assert self._checkpointing is not None, "setup was called"
-        begin_checkpoints = partial(self._checkpointing.begin_fit, run, mode=self.mode, reference=self.reference)
-        if isinstance(run, Auditing):
-            self.audit_report = None
-            run.begin_fit(trainer, pl_module)
-            begin_checkpoints()
-            self._is_fitting = True
-            return
         is_resumed = trainer.ckpt_path is not None
-        manifest = self._begin_part(trainer, pl_module, is_resumed=is_resumed)
-        begin_checkpoints(environment=manifest["environment"])
+        manifest = self._begin(trainer, pl_module, session, is_resumed=is_resumed)
+        assert self._checkpointing is not None, "setup was called"
+        self._checkpointing.begin_fit(
+            session, mode=self.mode, reference=self.reference, environment=manifest["environment"]
+        )
+        if session.tracer is not None:
+            self._tracer = session.tracer
+            return
         evidence = Evidence()
-        self._trace = Tracing(
-            pl_module, run, selection=self.selection, alerts=self._alerts, evidence=evidence, is_resumed=is_resumed
+        self._tracer = Tracing(
+            pl_module,
+            session,
+            name=f"the DeterminismCallback of {self.reference}",
+            selection=self.selection,
+            ops=self._ops.found,
+            evidence=evidence,
+            is_resumed=is_resumed,
         )
         evidence.attach(trainer, own=self)
         if self.log_metrics:
-            self._metrics.begin_fit(trainer, is_recording=isinstance(run, Recording))
+            self._progress.begin_fit(trainer, is_recording=self.mode == "record")
+
+    def _begin(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        session: Session,
+        *,
+        is_resumed: bool = False,
+        call: str | None = None,
+    ) -> Mapping[str, Any]:
+        """Begin a fit, or what ``call`` says; return what run.json says of it."""
+        session.say = partial(say_beside, trainer)
+        manifest = manifest_of(trainer, pl_module, self, self.choices)
+        self._together.check_start(trainer, pl_module, manifest, with_weights=call is None)
+        self.verdict = self.audit_report = None
+        root = root_folder(trainer)
+        session.begin_fit(manifest, self.selection, root=root, is_resumed=is_resumed, call=call)
+        self._is_fitting = True
+        self._logged.begin(session, self.selection, is_resumed=is_resumed)
+        return manifest
 
     @override
     @timed
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(self._run, Auditing):
-            self._run.attach(trainer)
-        if self._trace is not None:
-            self._trace.attach(trainer)
-        if self._run is not None:
+        if self._session is not None:
+            self._tracer.attach(trainer)
             self._replicas.begin(trainer)
 
     @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("before the sanity check")
+
+    @override
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("after the sanity check")
+
+    @timed
+    def _mark(self, point: str) -> None:
+        self._tracer.mark(point)
+
+    # a training epoch and its steps
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._logs_in_fit:
+        if self._is_training_logged:
             self._stop_together(differs=self._read_epoch(trainer))
-            self._is_whole_epoch = True
+            self._logged.begin_epoch()
         self._mark("epoch start")
         if self._checkpointing is not None:
             self._checkpointing.resuming.begin_epoch()
-
-    # a step
 
     @override
     @timed
@@ -245,47 +282,43 @@ class DeterminismCallback(CallbackOptions):
         if not self._is_fitting:
             return
         self._close_step()  # one that a module ended by returning -1
-        self._step = trainer.fit_loop.epoch_loop.total_batch_idx
-        self._note_first_step(trainer)
-        if self._trace is None or self.selection.level != "op" or not self.selection.selects_step(self._step):
-            self._open_watch()
-        if isinstance(self._run, Auditing):
-            self._run.begin_step(self._step)
-        elif self._trace is not None:
-            self._trace.begin_step(self._step, batch)
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._logged.begin_step(trainer, step)
+        if self.mode == "audit" or self.selection.level != "op" or not self.selection.selects_step(step):
+            self._ops.open()
+        self._tracer.begin_step(step, batch)
 
     @override
     @timed
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._trace is not None:
-            self._trace.note_loss(loss)
+        self._tracer.note_loss(loss)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("after backward")
 
     @override
     @timed
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._trace is not None:
-            self._trace.begin_gradients()
-        elif isinstance(self._run, Auditing):
-            self._run.before_optimizer()
+        self._tracer.begin_gradients()
 
     @override
     @timed
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(self._run, Auditing):
-            self._run.end_step(self._step)
-        self._close_watch()
-        if self._trace is None:
+        session, step = self._session, self._logged.step
+        if not self._is_fitting or session is None:
             return
-        differs = self._trace.end_step(self._step, trainer.current_epoch, outputs)
-        self._metrics.after_step(self._trace)
-        error = self._replicas.after_step(self._step)
-        may_stop = self._trace.may_stop
-        if self._together.stops_after(self._step, differs=differs, may_stop=may_stop, is_last=error is not None):
-            self._end_fit(is_resumed=True, is_early=True)  # raises what differs from the reference, which says more
+        differs = self._tracer.end_step(step, trainer.current_epoch, outputs)
+        self._ops.close()
+        self._progress.after_step(session.progress, self._tracer.seconds)
+        error = self._replicas.after_step(step)
+        is_last = error is not None
+        if self._together.stops_after(step, differs=differs, may_stop=session.may_stop, is_last=is_last):
+            self._end(is_resumed=True, is_early=True)  # raises what differs from the reference, which says more
         if error is not None:
             raise error
 
@@ -293,83 +326,171 @@ class DeterminismCallback(CallbackOptions):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
         self._mark("epoch end")
-        self._ended_epoch = trainer.current_epoch
+        self._logged.end_epoch(trainer.current_epoch)
 
     def _close_step(self) -> None:
-        if isinstance(self._run, Auditing):
-            self._run.end_step(self._step)
-        self._close_watch()
-        if self._trace is not None:
-            self._trace.drop_step()
+        self._tracer.drop_step()
+        self._ops.close()
+
+    # validation, test and prediction, of which metrics are taken
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._mark("before validation")
+        self._begin_evaluation(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_evaluation(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.open()
+
+    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.open()
+        if self._call is not None and not self._is_fitting:
+            assert self._session is not None, "setup was called"
+            self._begin(trainer, pl_module, self._session, call=self._call)
+
+    @override
+    @timed
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_fitting:
+            self._logged.note_batch(trainer, batch, batch_idx, dataloader_idx)
+
+    @override
+    @timed
+    def on_test_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._is_fitting:
+            self._logged.note_batch(trainer, batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.close()
+        if not trainer.sanity_checking:
+            self._mark("after validation")
+        self._end_evaluation(trainer)
+
+    @override
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.close()
+        self._end_evaluation(trainer)
+
+    @override
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.close()
+
+    def _end_evaluation(self, trainer: pl.Trainer) -> None:
+        session, call, epoch = self._session, self._call, trainer.current_epoch
+        if trainer.sanity_checking:
+            self._logged.drop_batches()
+        elif call is not None and self._is_fitting:
+            assert session is not None, "it began"
+            self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
+            session.count_call(call)
+            self._call = None
+            self._end(is_resumed=False)
+        elif self._is_training_logged and not self._logged.is_resuming:
+            self._stop_together(differs=self._logged.read(trainer, "validation", self._logged.step, epoch=epoch))
+
+    @property
+    def _is_training_logged(self) -> bool:
+        session = self._session
+        return self._is_fitting and self._call is None and session is not None and session.takes_metrics
+
+    @timed
+    def _read_epoch(self, trainer: pl.Trainer) -> bool:
+        return self._logged.read_epoch(trainer)
+
+    def _stop_together(self, *, differs: bool) -> None:
+        """End the fit on all ranks where a metric of rank 0 differs from the reference's."""
+        may_stop = self._session is not None and self.mode == "verify" and self._session.may_stop
+        differs = differs and may_stop
+        if self._together.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=True):
+            self._end(is_resumed=True, is_early=True)
 
     # after training
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         error = self._replicas.end()
-        if error is not None and isinstance(self._run, Recording):
+        if error is not None and self.mode == "record":
             raise error  # before the run is complete: it is no reference
-        if self._logs_in_fit:
+        if self._is_training_logged:
             self._read_epoch(trainer)
-        self._end_fit(is_resumed=trainer.ckpt_path is not None)
+        self._end(is_resumed=trainer.ckpt_path is not None)
         if error is not None:
             raise error
 
-    def _end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
-        if not self._is_fitting:
+    def _end(self, *, is_resumed: bool, is_early: bool = False) -> None:
+        session = self._session
+        if not self._is_fitting or session is None:
             return
-        if self._trace is not None and not is_early:
-            self._trace.end_fit(self._step)
-        self._close_trace()
-        if isinstance(self._run, Auditing):
-            try:
-                self._run.end_fit()
-            finally:
-                self.audit_report = self._run.outcome
-            return
-        assert self._run is not None
+        if not is_early:
+            self._tracer.end_fit(self._logged.step)
+        self._close_fit()
         try:
-            self._run.end_fit(is_resumed=is_resumed, is_early=is_early)
+            session.end_fit(is_resumed=is_resumed, is_early=is_early)
         finally:
-            self.verdict = self._run.verdict
-            self._metrics.end_fit(self.verdict)
+            self.verdict, self.audit_report = session.verdict, session.outcome
+            self._progress.end_fit(self.verdict)
+
+    def _close_fit(self) -> None:
+        """Leave no trace open, and loops and loaders as they were."""
+        if self._is_fitting:
+            note_ended()
+        self._is_fitting = False
+        tracer, self._tracer = self._tracer, FitTracer()
+        tracer.close()
+        if self._checkpointing is not None:
+            self._checkpointing.end_fit()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
         was_fitting, self._call = self._is_fitting, None
-        self._close_trace()
-        self._metrics.close()
-        self._end_alerts()
-        COMPILED_GRAPHS.unfollow(self)
-        if was_fitting:
-            assert self._run is not None
-            self._run.stop(type(exception).__name__)
-            if not isinstance(self._run, Auditing):
-                self.verdict = self._run.verdict
-        self._replicas.close()
-        self._together.close()
+        self._close_fit()
+        self._progress.close()
+        try:
+            if was_fitting:
+                assert self._session is not None
+                self._session.stop(type(exception).__name__)
+                self.verdict, self.audit_report = self._session.verdict, self._session.outcome
+        finally:
+            self._close_stage()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # only a fit that has nothing to train comes here without on_train_end
-        self._end_fit(is_resumed=self._call is None and trainer.ckpt_path is not None)
-        self._end_alerts()
-        COMPILED_GRAPHS.unfollow(self)
-        self._replicas.close()
-        self._together.close()
+        try:
+            # only a fit that has nothing to train comes here without on_train_end
+            self._end(is_resumed=self._call is None and trainer.ckpt_path is not None)
+        finally:
+            self._close_stage()
         left, self._call = self._call, None
         if left is not None:  # it had no batch
             raise NothingComparedError(no_metrics_text(left, reference=self.reference))
 
-    def _close_trace(self) -> None:
-        if self._is_fitting:
-            note_ended()
-        self._is_fitting = False
-        if isinstance(self._run, Auditing):
-            self._run.detach()
-        trace, self._trace = self._trace, None
-        if trace is not None:
-            trace.close()
-        if self._checkpointing is not None:
-            self._checkpointing.end_fit()
+    def _close_stage(self) -> None:
+        self._ops.end()
+        COMPILED_GRAPHS.unfollow(self)
+        self._replicas.close()
+        self._together.close()
+        enforced, self._enforced = self._enforced, None
+        if enforced is not None:
+            enforced.restore()

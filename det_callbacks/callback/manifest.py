@@ -1,48 +1,79 @@
-"""What run.json says of a fit."""
+"""What run.json says of a fit, and what was chosen for it, as the Trainer, the module and the optimizers say it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
-from det_callbacks.callback.choices import trainer_choices
+from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.command_line import command_choice
 from det_callbacks.environment import capture_environment
-from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import settings_in_force
 
 
 def manifest_of(
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
-    *,
-    selection: Selection,
-    allow: Sequence[str],
-    choices: Mapping[str, Any],
-    replay: Sequence[str],
-    keep: Sequence[str],
+    trainer: pl.Trainer, pl_module: pl.LightningModule, arguments: CallbackArguments, choices: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return selection, settings, environment and replay patterns of a fit.
 
     Args:
         trainer: whose precision, strategy and so on are choices.
         pl_module: whose hyperparameters are.
-        selection: what is traced.
-        allow: ops that may be nondeterministic.
+        arguments: of the callback.
         choices: further ones.
-        replay: patterns of ops whose outputs are saved or put back.
-        keep: patterns of ops whose tensors are kept.
     """
-    all_choices = {
-        **trainer_choices(trainer, pl_module),
-        **command_choice(),
-        **choices,
-        "settings": {"allow": list(allow)},
-    }
+    allow = [] if arguments.settings is None else list(arguments.settings.allow)
+    chosen = {**trainer_choices(trainer, pl_module), **command_choice(), **choices, "settings": {"allow": allow}}
     return {
-        "selection": selection.to_dict(),
-        "settings": {**settings_in_force(), "allow": list(allow)},
-        "environment": capture_environment(choices=all_choices).to_dict(),
-        "replay": list(replay),
-        "keep_tensors": list(keep),
+        "selection": arguments.selection.to_dict(),
+        "settings": {**settings_in_force(), "allow": allow},
+        "environment": capture_environment(choices=chosen).to_dict(),
+        "replay": list(arguments.replay),
+        "keep_tensors": list(arguments.keep_tensors),
     }
+
+
+def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+    """Return what a Trainer and its module say was chosen for a run, for ``capture_environment``."""
+    names = ("accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches")
+    algorithm = trainer.gradient_clip_algorithm
+    return {
+        "trainer": {
+            **{name: getattr(trainer, name) for name in names},
+            "precision": str(trainer.precision),
+            "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
+            "strategy": type(trainer.strategy).__name__,
+            "accelerator": type(trainer.accelerator).__name__,
+            **_validation_choices(trainer),
+        },
+        "hparams": dict(module.hparams),
+        **_optimizer_choices(trainer.optimizers),
+    }
+
+
+def _validation_choices(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return when a fit validates, and with how much: a validation may draw what the training then does not get.
+
+    Nothing where it has no data to validate with: nothing changes then.
+    """
+    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0
+    if not trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
+        return {}
+    names = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
+    return {name: getattr(trainer, name) for name in names}
+
+
+def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Return the options of each optimizer, as they are now, and those of further groups that differ from them."""
+    choices: dict[str, Any] = {}
+    for index, optimizer in enumerate(optimizers):
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        others = {
+            f"group {number}": {name: value for name, value in group.items() if value is not groups[0].get(name)}
+            for number, group in enumerate(groups[1:], start=1)
+        }
+        name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
+        choices[f"optimizer.{name}"] = {**groups[0], **others}
+    return choices

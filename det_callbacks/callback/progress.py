@@ -1,22 +1,187 @@
-"""How far a run is, on one process, as loggers and progress bars are told."""
+"""How far a run is, in the Trainer's loggers and in its progress bar (read at Lightning 2.6.6)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial, wraps
+from time import perf_counter
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from det_callbacks.callback.session import Progress
+from det_callbacks.digest import format_digest
+from det_callbacks.report.fits import print_closing_line, progress_word
+from det_callbacks.rng import RewindPoint
+from det_callbacks.verdict import Verdict
+
+KEY = "determinism"
+
+_CHAIN_BITS = 24
+"""Of a chain, as a number: TensorBoard keeps scalars as float32, which has no more whole ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What was recorded or verified so far.
+class ProgressReporter:
+    """Tells loggers and the progress bar of one callback's fits; on rank 0 only, nothing elsewhere.
+
+    Loggers are given the metrics directly: what ``self.log`` takes could be monitored, and would be in the module's
+    results. What a logger draws from a generator is undone.
 
     Attributes:
-        num_steps: recorded (those that a resumed recording found there and equal, too), or compared.
-        num_sites: of those steps.
-        num_differing: sites that differ, and steps that only one run has.
-        num_bytes: saved for replay, or put back.
-        chain: after the last step; None before the first, and once something differed.
+        seconds: spent in hooks of the callback since the fit began; see ``timed``.
     """
 
-    num_steps: int
-    num_sites: int
-    num_differing: int
-    num_bytes: int
-    chain: int | None
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._trainer: pl.Trainer | None = None
+        self._undo: Callable[[], object] | None = None
+        self._progress: Progress | None = None
+        self._is_recording = False
+        self._other_seconds = 0.0
+        self._step = 0
+        self._is_logged = True
+
+    def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
+        """Follow a fit that is about to train.
+
+        Args:
+            trainer: whose loggers and bar are told.
+            is_recording: steps are recorded, not verified.
+        """
+        self.close()
+        self.seconds = self._other_seconds = 0.0
+        self._progress, self._is_logged = None, True
+        self._is_recording = is_recording
+        if trainer.is_global_zero:
+            self._trainer = trainer
+            self._undo = _show_in_bar(trainer, self._word)
+
+    def after_step(self, progress: Progress, seconds: float) -> None:
+        """Take the state after a batch, and log it when the Trainer's own metrics are logged.
+
+        Args:
+            progress: the state.
+            seconds: spent outside the hooks that are timed, in all.
+        """
+        if self._trainer is None:
+            return
+        self._progress, self._other_seconds = progress, seconds
+        # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
+        trainer: Any = self._trainer
+        fit_loop = trainer.fit_loop
+        self._step, self._is_logged = fit_loop.epoch_loop._batches_that_stepped, False
+        every = trainer.log_every_n_steps
+        if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
+            self._log(trainer, progress)
+
+    def end_fit(self, verdict: Verdict | None) -> None:
+        """Log the last state, and the verdict where a logger takes text; the bar is left alone from now on."""
+        trainer, progress = self._trainer, self._progress
+        self.close()
+        if trainer is None or progress is None:
+            return
+        if not self._is_logged:
+            self._log(trainer, progress)
+        states = RewindPoint()
+        for logger in trainer.loggers if verdict is not None else ():
+            if isinstance(logger, TensorBoardLogger):
+                assert verdict is not None
+                text = f"{verdict.verdict}: {verdict.explanation}"
+                logger.experiment.add_text(f"{KEY}/verdict", text, self._step)
+                logger.save()
+        states.put_back()
+
+    def close(self) -> None:
+        """Leave the bar as it was; may be called more than once."""
+        undo, self._undo, self._trainer = self._undo, None, None
+        if undo is not None:
+            undo()
+
+    def _log(self, trainer: pl.Trainer, progress: Progress) -> None:
+        self._is_logged = True
+        states = RewindPoint()
+        for logger in trainer.loggers:
+            logger.log_metrics(self._metrics(progress, logger), step=self._step)
+            logger.save()
+        states.put_back()
+
+    def _metrics(self, progress: Progress, logger: Logger) -> dict[str, Any]:
+        metrics: dict[str, Any] = {
+            f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
+            "sites": progress.num_sites,
+            "differing": progress.num_differing,
+            "overhead_seconds": round(self.seconds + self._other_seconds, 6),
+            "replayed_mib": progress.num_bytes / 2**20,
+        }
+        # a CSV file keeps text; a user's own may do something else with what it is given
+        takes_text = type(logger).log_metrics is CSVLogger.log_metrics
+        if progress.chain is not None:
+            chain = progress.chain
+            metrics["chain"] = format_digest(chain) if takes_text else chain >> (64 - _CHAIN_BITS)
+        return {f"{KEY}/{name}": value if takes_text else float(value) for name, value in metrics.items()}
+
+    def _word(self) -> str:
+        progress = self._progress or Progress()
+        return progress_word(
+            num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=self._is_recording
+        )
+
+
+class HasProgress(Protocol):
+    """What counts the time that its hooks take."""
+
+    _progress: ProgressReporter
+
+
+Owner = TypeVar("Owner", bound=HasProgress)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def timed(hook: Callable[Concatenate[Owner, Parameters], Result]) -> Callable[Concatenate[Owner, Parameters], Result]:
+    """Count the time of a hook as the callback's own: two readings of the clock, 0.1 microseconds."""
+
+    @wraps(hook)
+    def counted(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        started = perf_counter()
+        try:
+            return hook(self, *args, **kwargs)
+        finally:
+            self._progress.seconds += perf_counter() - started
+
+    return counted
+
+
+def say_beside(trainer: pl.Trainer, text: str) -> None:
+    """Print a closing line so that it is whole, on a line of its own, where a progress bar is on the terminal.
+
+    A bar of another kind than Lightning's own gets the line as it comes.
+    """
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        # not the bar's own ``print``, which says nothing where no bar is shown
+        print_closing_line(text, write=partial(Tqdm.write, end=""))
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.progress.live.is_started:
+        print_closing_line(text, live=bar.progress.console)
+    else:
+        print_closing_line(text)
+
+
+def _show_in_bar(trainer: pl.Trainer, word: Callable[[], str]) -> Callable[[], object]:
+    """Let the bar show a word beside the metrics, ``determinism=41 steps match``; return what takes it out.
+
+    It stands beside what ``get_metrics`` returns, whoever wrote that; ``trainer.progress_bar_metrics`` holds numbers
+    only and is left alone. Nothing is done where the bar is another one than Lightning's, which need not take text.
+    """
+    bar: Any = trainer.progress_bar_callback
+    if not isinstance(bar, TQDMProgressBar | RichProgressBar):
+        return lambda: None
+    get_metrics = bar.get_metrics
+
+    def with_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        metrics = get_metrics(*args, **kwargs)
+        return metrics if KEY in metrics else {**metrics, KEY: word()}
+
+    vars(bar)["get_metrics"] = with_ours
+    return partial(vars(bar).pop, "get_metrics", None)

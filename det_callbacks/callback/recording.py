@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
 from det_callbacks.callback.agreement import Agreement
-from det_callbacks.callback.earlier import is_there, open_earlier
-from det_callbacks.callback.progress import Progress
+from det_callbacks.callback.session import Progress, Session
 from det_callbacks.compare.record import Tally
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
     NotComparableError,
     NothingComparedError,
+    RankError,
+    SelectionError,
 )
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import (
     level_words,
     no_metrics_text,
     nothing_recorded_text,
-    print_closing_line,
     recorded_call_line,
     recorded_line,
 )
@@ -33,16 +34,16 @@ from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.counts import KeptCounts
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.tensors.writer import StepWriter
-from det_callbacks.verdict import Verdict
 
 
-class Recording:
+class Recording(Session):
     """The fits of one callback, written as a reference.
 
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
@@ -57,9 +58,6 @@ class Recording:
         peers: the processes that record together.
 
     Attributes:
-        replay: saves tensors, or puts back those of a step that the run holds already; None before a fit.
-        exchange: what the recorder hands outputs to; None when none are saved, and before a fit.
-        keeper: what keeps tensors of the steps; None when none are kept, and before a fit.
         verdict: of a resumed fit that disagreed with the run; None of every other one.
     """
 
@@ -73,42 +71,32 @@ class Recording:
         budget_mib: float,
         peers: Peers = ALONE,
     ) -> None:
+        super().__init__(peers)
         self.path = path
         self._patterns = replay, keep
         self._budget_mib = budget_mib
-        self.replay: Replay | None = None
-        self.exchange: OpReplay | None = None
-        self.keeper: Keeper | None = None
-        self.verdict: Verdict | None = None
-        self.peers = peers
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
         self._agreement: Agreement | None = None
         self._selection = Selection()
         self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions: set[str] = set()
-        self._calls: list[str] = []
         self._call: str | None = None
         self._num_before_call = 0
         self._has_fit = False
         self._is_resumed = self._has_diverged = False
-        self.chain: int | None = None
-        """After the last step that was recorded; None before the first."""
-        self.program: int | None = None
-        """Id of the program of that step."""
-        self.say: Callable[[str], None] = print_closing_line
-        """Prints a line; whoever trains may know what else is on the terminal."""
 
+    @override
     def begin_fit(
-        self, manifest: Mapping[str, Any], selection: Selection, *, is_resumed: bool = False, call: str | None = None
+        self,
+        manifest: Mapping[str, Any],
+        selection: Selection,
+        *,
+        root: Path,
+        is_resumed: bool = False,
+        call: str | None = None,
     ) -> None:
         """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
-
-        Args:
-            manifest: selection, settings and environment of this run.
-            selection: what is traced.
-            is_resumed: the fit goes on from a checkpoint.
-            call: what it is instead of a fit: "trainer.test", say, of which metrics are recorded.
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
@@ -126,8 +114,8 @@ class Recording:
             self._agreement = None
             self._calls.clear()
             (self._writer.start_segment if self._has_fit else self._writer.reopen)()
-        elif is_resumed and not self._overwrite and is_there(self.path, self.peers):
-            open_run = partial(open_earlier, self.path, manifest, rank=self.peers.rank)
+        elif is_resumed and not self._overwrite and _is_there(self.path, self.peers):
+            open_run = partial(_open_earlier, self.path, manifest, rank=self.peers.rank)
             earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
             self._agreement = Agreement(earlier, segment=self._writer.segment, manifest=manifest, peers=self.peers)
@@ -162,13 +150,13 @@ class Recording:
         return RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
 
     @property
+    @override
     def may_stop(self) -> bool:
-        """Whether a step that differs ends the fit: one that the run holds already does."""
         return self._agreement is not None
 
     @property
+    @override
     def progress(self) -> Progress:
-        """What was recorded so far, on this process."""
         agreed = Tally() if self._agreement is None else self._agreement.tally
         return Progress(
             num_steps=self._num_steps + agreed.num_steps,
@@ -179,22 +167,17 @@ class Recording:
         )
 
     @property
+    @override
     def run_id(self) -> str:
-        """Random identity of the run."""
         return self._running().run_id
 
     @property
+    @override
     def earlier_programs(self) -> tuple[Program, ...]:
-        """Programs of the run that a resumed fit goes on with."""
         return () if self._agreement is None else self._agreement.last_programs()
 
+    @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        """Return what the run holds of a step that begins, None when it is new.
-
-        Args:
-            step: training batch.
-            digest_state: returns the state that the step begins with; called in the first one after a resume.
-        """
         writer = self._running()
         if self._is_resumed:
             self._is_resumed = False
@@ -214,8 +197,8 @@ class Recording:
             self.keeper.begin()
         return expectation
 
+    @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        """Write a step, or compare it with what the run holds of it; return whether to stop because it differs."""
         assert self.replay is not None, "a fit was begun"
         if self._agreement is not None and self._agreement.holds(step):
             # once is enough: several ranks go on until they stop together
@@ -244,40 +227,29 @@ class Recording:
     def _has_saved_tensors(self) -> bool:
         return self.replay is not None and self.replay.saved is not None and self.replay.saved.exists
 
+    @override
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Keep what explains the step that ends."""
         if self._agreement is not None:
             self._agreement.put_evidence(rows)
         self._running().put_evidence(rows)
 
+    @override
     def put_metrics(self, reading: Reading) -> bool:
-        """Write what the module logged, on rank 0; return False: nothing stops because of it."""
         self._num_metrics += len(reading.metrics)
         self._running().put_reading(reading)
         return False
 
+    @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Write what metrics a resumed fit may lack, on rank 0."""
         self._running().put_reading(reading)
 
-    def num_calls(self, call: str) -> int:
-        """Return how many such calls outside of a fit came since the last fit began."""
-        return self._calls.count(call)
-
-    def count_call(self, call: str) -> None:
-        """Note that such a call is over."""
-        self._calls.append(call)
-
+    @override
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
+    @override
     def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         """Close the run's files and print the closing line.
-
-        Args:
-            is_resumed: the fit began in the middle.
-            is_early: likewise.
 
         Raises:
             DivergenceError, NotComparableError: a step that was run again is not what the run holds. The attempt is
@@ -375,6 +347,7 @@ class Recording:
         self._num_steps = self._num_sites = self._num_metrics = 0
         self._regions.clear()
 
+    @override
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
         if self._call is not None and self._has_fit:
@@ -401,3 +374,42 @@ class Recording:
     def _running(self) -> RunWriter:
         assert self._writer is not None, "a fit was begun"
         return self._writer
+
+
+def _is_there(path: Path, peers: Peers) -> bool:
+    """Return whether there is a run to go on with: on every rank, or on none.
+
+    Raises:
+        RankError: on some only.
+    """
+    found = peers.agree((path / "run.json").exists, task=f"looking for {path}")
+    if len(set(found)) > 1:
+        raise RankError(
+            f"{path} holds a run on rank {found.index(True)} and none on rank {found.index(False)}. Nothing "
+            "was changed. Give each node the folder that it recorded before, or record to another one.",
+            found.index(False),
+        )
+    return bool(found[0])
+
+
+def _open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
+    """Open the run, as far as it is of this process.
+
+    Args:
+        path: its folder.
+        manifest: of the attempt that goes on with it.
+        rank: of this process.
+
+    Raises:
+        SelectionError: it was recorded with other patterns to replay or to keep.
+        ReferenceFormatError: it is damaged.
+    """
+    earlier = Run.open(path, ranks=(rank,))
+    for name in ("replay", "keep_tensors"):
+        recorded, asked = list(getattr(earlier.manifest, name)), list(manifest.get(name, ()))
+        if set(recorded) != set(asked):
+            raise SelectionError(
+                f"{path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "
+                "Nothing was changed. Resume with the same patterns, or record to another folder."
+            )
+    return earlier

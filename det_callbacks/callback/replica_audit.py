@@ -1,19 +1,167 @@
-"""ReplicaAuditCallback: are the replicas still equal? It needs no reference."""
+"""The replicas of a Trainer, compared while it trains: at the start of a fit, after every n-th step, and at its end."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import check_replica_audit
+from det_callbacks.callback.arguments import OnDivergence, check_on_divergence, check_whole
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.replicas import OnDivergence, Replicas
-from det_callbacks.errors import NothingComparedError, SettingsError
-from det_callbacks.ranks import ReplicaReport
+from det_callbacks.callback.progress import say_beside
+from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
+from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicatedState
+from det_callbacks.ranks.replicas import TIMEOUT_SECONDS
+from det_callbacks.ranks.replicated import replicated_state
+from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.runs.selection import as_names
+
+
+class Replicas:
+    """The audits of the replicas of one fit; all ranks call its methods at the same places.
+
+    An error that a method returns is the same on all ranks, and raised by the caller, who may have more to say first.
+
+    Args:
+        every_n_steps: after which they are compared; 0 never compares anything.
+        on_divergence: "raise" returns the error of the first audit that finds a difference, "collect" one of all
+            differences at the end, "warn" warns of each tensor once and returns none.
+        ignore: fnmatch patterns over names of tensors that are not compared.
+
+    Attributes:
+        report: of the last audit; None before the first.
+    """
+
+    def __init__(self, every_n_steps: int, *, on_divergence: OnDivergence, ignore: Sequence[str] = ()) -> None:
+        self.report: ReplicaReport | None = None
+        self._every_n_steps = every_n_steps
+        self._on_divergence = on_divergence
+        self._ignore = tuple(ignore)
+        self._trainer: pl.Trainer | None = None
+        self._group: RankGroup | None = None
+        self._audit: ReplicaAudit | None = None
+        self._num_audits = self._num_bytes = 0
+        self._first: ReplicaReport | None = None  # that found a difference
+        self._found: dict[str, list[ReplicaDifference]] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a fit is under way whose replicas are compared."""
+        return self._audit is not None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Compare the replicas that a fit starts with; one process has none, which a line says.
+
+        Raises:
+            ReplicaError: they differ already.
+            NothingComparedError: no parameter has a replica.
+            SettingsError: nobody says what has to be equal under this strategy.
+            RankError: a rank does not come, or failed.
+        """
+        self.close()
+        if not self._every_n_steps:
+            return
+        if trainer.world_size == 1:
+            say_beside(trainer, no_replicas_line())
+            return
+        self._trainer = trainer
+        self._group = RankGroup(timeout_seconds=TIMEOUT_SECONDS).open()
+        told = self._group.agree(lambda: self._state(trainer).num_parameters, task="looking for replicas")
+        if not any(told):
+            raise NothingComparedError(
+                f"Nothing can be compared: no parameter has a replica on another of the {trainer.world_size} ranks: "
+                "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
+                "dimension), or compare runs with DeterminismCallback."
+            )
+        self._audit = ReplicaAudit(self._group)
+        self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
+        if (error := self._compare(self._audit, trainer)) is not None:
+            raise error
+
+    def after_step(self, step: int) -> ReplicaError | None:
+        """Compare the replicas when it is their turn."""
+        if self._audit is None or self._trainer is None or (step + 1) % self._every_n_steps:
+            return None
+        return self._compare(self._audit, self._trainer)
+
+    def end(self) -> ReplicaError | None:
+        """Compare the replicas at the end of a fit, and print the closing line."""
+        if self._audit is None or self._trainer is None:
+            return None
+        error = self._compare(self._audit, self._trainer)
+        if error is None:
+            self._say(self._trainer)
+        if self._on_divergence == "collect" and self._first is not None:
+            differences = tuple(found for one in self._found.values() for found in one)
+            self.report = replace(self._first, differences=differences)
+            error = ReplicaError(replicas_text(self.report), self.report)
+        self.close()
+        return error
+
+    def close(self) -> None:
+        """Give the group back; may be called more than once."""
+        group, self._group, self._audit, self._trainer = self._group, None, None, None
+        if group is not None:
+            group.close()
+
+    def _compare(self, audit: ReplicaAudit, trainer: pl.Trainer) -> ReplicaError | None:
+        report = audit.compare(self._state(trainer), step=trainer.fit_loop.epoch_loop.total_batch_idx)
+        self.report = report
+        self._num_audits += 1
+        self._num_bytes += report.num_bytes
+        if report.equal:
+            return None
+        self._first = self._first or report
+        new = tuple(found for found in report.differences if found.name not in self._found)
+        for found in new:
+            self._found.setdefault(found.name, []).append(found)
+        if self._on_divergence == "raise":
+            self._say(trainer)
+            return ReplicaError(replicas_text(report), report)
+        if self._on_divergence == "warn" and new:
+            pl.utilities.rank_zero_warn(replicas_text(replace(report, differences=new)), category=DivergenceWarning)
+        return None
+
+    def _say(self, trainer: pl.Trainer) -> None:
+        """Print the closing line, on one rank."""
+        if trainer.is_global_zero and self.report is not None:
+            has_differed = self._first is not None
+            counts = {"num_audits": self._num_audits, "num_bytes": self._num_bytes}
+            say_beside(trainer, replicas_line(self.report, **counts, has_differed=has_differed))
+
+    def _state(self, trainer: pl.Trainer) -> ReplicatedState:
+        """Return what has to be equal, as the strategy has it."""
+        strategy, module = trainer.strategy, trainer.lightning_module
+        model = strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
+            if getattr(strategy, "_model_averager", None) is not None:
+                raise SettingsError(
+                    "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
+                    "so an audit of them would say nothing. Leave the audit out, or the averaging."
+                )
+            return replicated_state(
+                module,
+                trainer.optimizers,
+                everybody=dist.get_process_group_ranks(model.process_group),
+                ddp_ignores=model.parameters_to_ignore,
+                has_own_buffers=not model.broadcast_buffers,
+                ignore=self._ignore,
+            )
+        if isinstance(strategy, ModelParallelStrategy):
+            everybody = range(trainer.world_size)
+            return replicated_state(module, trainer.optimizers, everybody=everybody, ignore=self._ignore)
+        raise SettingsError(
+            f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot be "
+            "compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; compare runs "
+            "with DeterminismCallback for others."
+        )
 
 
 class ReplicaAuditCallback(Callback):
@@ -53,7 +201,8 @@ class ReplicaAuditCallback(Callback):
         self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
     ) -> None:
         super().__init__()
-        check_replica_audit(every_n_steps=every_n_steps, on_divergence=on_divergence)
+        check_on_divergence(on_divergence)
+        check_whole("every_n_steps", every_n_steps, 1)
         self.every_n_steps = every_n_steps
         self.on_divergence = on_divergence
         self.ignore = as_names("ignore", ignore)

@@ -1,4 +1,4 @@
-"""The trace of one fit: open during its steps, and closed on every path."""
+"""The trace of one fit, and the watch for nondeterministic ops outside of it: closed on every path."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,25 +8,64 @@ from typing_extensions import override
 
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.loops import leave_out_logging, mark_training_step
-from det_callbacks.callback.metrics import Metrics, timed
-from det_callbacks.callback.progress import Progress
-from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.verifying import Verifying
+from det_callbacks.callback.session import FitTracer, Session
 from det_callbacks.errors import TraceError
 from det_callbacks.observers import Observations, activate, deactivate
 from det_callbacks.runs.selection import Selection
+from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 
-class Tracing:
-    """Traces the selected steps of a fit and hands them to its run.
+class OpWatch:
+    """Attributes nondeterministic ops to module and line, in training, validation, test and prediction alike.
+
+    Where a trace at level op is open, the trace does it. Elsewhere a dispatch mode of its own does, some 5 microseconds
+    an op, and only while torch's deterministic algorithms are on.
+
+    Attributes:
+        found: the ops that were called; None while deterministic algorithms are off.
+    """
+
+    def __init__(self) -> None:
+        self.found: NondeterministicOps | None = None
+        self._watch: NondeterministicOpWatch | None = None
+
+    def begin(self, settings: DeterminismSettings | None, pl_module: pl.LightningModule) -> None:
+        """Begin anew, for a fit or another stage."""
+        self.end()
+        self.found = None
+        if settings_in_force()["deterministic_algorithms"] != "disabled":
+            self.found = NondeterministicOps(() if settings is None else settings.allow)
+            self._watch = NondeterministicOpWatch(self.found, pl_module)
+
+    def open(self) -> None:
+        """Watch from here on."""
+        if self._watch is not None:
+            self._watch.open()
+
+    def close(self) -> None:
+        """Watch no longer; may be called more than once."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def end(self) -> None:
+        """The stage is over; may be called more than once."""
+        self.close()
+        self._watch = None
+        if self.found is not None:
+            self.found.close()
+
+
+class Tracing(FitTracer):
+    """Traces the selected steps of a fit and hands them to its session.
 
     Args:
         pl_module: that is trained.
-        run: what the steps are written to, or compared with.
+        session: what the steps are handed to.
+        name: of the session, for messages.
         selection: what is traced.
-        alerts: collects ops without a deterministic implementation; None where nothing does.
+        ops: collects ops without a deterministic implementation; None where nothing does.
         evidence: gathers what explains a difference.
         is_resumed: the fit begins in the middle of a run.
     """
@@ -34,165 +73,113 @@ class Tracing:
     def __init__(
         self,
         pl_module: pl.LightningModule,
-        run: Recording | Verifying,
+        session: Session,
         *,
+        name: str,
         selection: Selection,
-        alerts: NondeterministicOps | None,
+        ops: NondeterministicOps | None,
         evidence: Evidence,
         is_resumed: bool,
     ) -> None:
-        self._run = run
-        self.evidence = evidence
+        self._session = session
+        self._evidence = evidence
         self._selection = selection
-        self._alerts = alerts
+        self._ops = ops
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
         self._is_first = not is_resumed
         self._hash_mode = HashMode.for_training(pl_module, selection)
         recorder = self._hash_mode.recorder
-        recorder.nondeterministic_ops = alerts
-        recorder.exchange = run.exchange
-        recorder.keeper = run.keeper
-        recorder.trie.earlier = run.earlier_programs if isinstance(run, Recording) else ()
+        recorder.nondeterministic_ops = ops
+        recorder.exchange = session.exchange
+        recorder.keeper = session.keeper
+        recorder.trie.earlier = session.earlier_programs
         self._observations = Observations(
-            recorder,
-            owner=f"the DeterminismCallback of {run.path}",
-            level=selection.level,
-            is_every_step=selection.is_every_step,
+            recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step
         )
         activate(self._observations)
         self._undo: list[Callable[[], object]] = []
-        if alerts is not None:
-            alerts.on_new = self._put_alerts
+        if ops is not None:
+            ops.on_new = self._put_ops
 
     @property
-    def progress(self) -> Progress:
-        """What was recorded or compared so far."""
-        return self._run.progress
-
-    @property
+    @override
     def seconds(self) -> float:
-        """Time of ours between the training's own ops, in all steps; not what is spent op by op."""
         return self._hash_mode.seconds
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether a step that differs ends the fit."""
-        return self._run.may_stop
-
+    @override
     def attach(self, trainer: pl.Trainer) -> None:
-        """Follow the optimizers and the training step of a Trainer that is about to train, and whose data is set up."""
-        self.evidence.check_loaders()
+        self._evidence.check_loaders()
         self._hash_mode.optimizers = list(trainer.optimizers)
         self._undo.append(mark_training_step(trainer, self._hash_mode.marks_forward))
         self._undo.append(leave_out_logging(trainer, self._hash_mode.leaves_out))
 
+    @override
+    def mark(self, point: str) -> None:
+        self._evidence.mark(point)
+
+    @override
     def begin_step(self, step: int, batch: Any) -> None:
-        """Open the trace for a step, if it is a selected one."""
         if not self._selection.selects_step(step):
-            self.evidence.begin_step(batch)
+            self._evidence.begin_step(batch)
             return
-        expected = self._run.expectation(step, self._hash_mode.digest_state)
+        expected = self._session.expectation(step, self._hash_mode.digest_state)
         # one that an exception had ended is done again after a resume; a step that was chosen by number is the same one
         # whether its fit came to it from the start or from a checkpoint
         is_first = step == 0 or (self._is_first and self._selection.only_steps is None)
         self._hash_mode.begin(batch=batch, is_first=is_first, expected=expected)
-        self._observations.begin(self._run.replay)
-        self.evidence.begin_step(batch, self._hash_mode.sketch.digests)
+        self._observations.begin(self._session.replay)
+        self._evidence.begin_step(batch, self._hash_mode.sketch.digests)
 
+    @override
     def note_loss(self, loss: Any) -> None:
-        """Record the loss, before the backward pass."""
-        self.evidence.mark("after forward")
+        self.mark("after forward")
         self._hash_mode.record_values("forward", loss, "loss")
 
+    @override
     def begin_gradients(self) -> None:
-        """Note that what follows is done to gradients, until the optimizer steps."""
         self._hash_mode.recorder.phase = "gradient"
 
+    @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
-        """Hand a step over to the run; return whether to stop because it differs.
-
-        Raises:
-            TraceError: it could not be traced.
-        """
-        self.evidence.mark("batch end")
+        self.mark("batch end")
         if not self._hash_mode.is_open:
-            self._run.put_evidence(self.evidence.take(step))
+            self._session.put_evidence(self._evidence.take(step))
             return False
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
         if self._hash_mode.sketch.is_late:
-            self.evidence.note_samples(self._hash_mode.sketch.digests)
-        self._run.put_evidence(self.evidence.take(step))
+            self._evidence.note_samples(self._hash_mode.sketch.digests)
+        self._session.put_evidence(self._evidence.take(step))
         if trace is None:
             raise TraceError(
                 f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "
-                f"{step - 1} would be {'recorded' if isinstance(self._run, Recording) else 'verified'}. Close that "
-                "mode within the training step."
+                f"{step - 1} would be recorded or verified. Close that mode within the training step."
             )
         self._is_first = False
-        return self._run.add(trace, step=step, epoch=epoch)
+        return self._session.add(trace, step=step, epoch=epoch)
 
-    def end_fit(self, step: int) -> None:
-        """Hand over what was gathered since the last step: of the validation after it."""
-        self._run.put_evidence(self.evidence.take(step + 1))
-
+    @override
     def drop_step(self) -> None:
-        """Forget a step that did not come to its end."""
         self._observations.drop()
         self._hash_mode.abandon()
 
+    @override
+    def end_fit(self, step: int) -> None:
+        self._session.put_evidence(self._evidence.take(step + 1))
+
+    @override
     def close(self) -> None:
-        """Leave nothing open. May be called more than once."""
-        self.evidence.detach()
+        self._evidence.detach()
         self._observations.abandon()
         deactivate(self._observations)
         self._hash_mode.abandon()
-        if self._alerts is not None and self._alerts.found:
-            self._put_alerts()  # with the number of calls
+        if self._ops is not None and self._ops.found:
+            self._put_ops()  # with the number of calls
         for undo in self._undo:
             undo()
         self._undo.clear()
 
-    def _put_alerts(self) -> None:
-        assert self._alerts is not None
-        self._run.put_nondeterministic_ops(self._alerts.found)
-
-
-class MarksPoints(pl.Callback):
-    """The hooks of a callback in which nothing is done but to note the generators."""
-
-    _trace: Tracing | None = None
-    _metrics: Metrics
-
-    @timed
-    def _mark(self, point: str) -> None:
-        if self._trace is not None:
-            self._trace.evidence.mark(point)
-
-    @override
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_sanity_check_start(trainer, pl_module)
-        self._mark("before the sanity check")
-
-    @override
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_sanity_check_end(trainer, pl_module)
-        self._mark("after the sanity check")
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        if not trainer.sanity_checking:
-            self._mark("before validation")
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        if not trainer.sanity_checking:
-            self._mark("after validation")
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_after_backward(trainer, pl_module)
-        self._mark("after backward")
+    def _put_ops(self) -> None:
+        assert self._ops is not None
+        self._session.put_nondeterministic_ops(self._ops.found)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
-from det_callbacks.callback.progress import Progress
 from det_callbacks.callback.reporting import report_divergence
+from det_callbacks.callback.session import Progress, Session
 from det_callbacks.compare.opening import open_reference
 from det_callbacks.errors import (
     DivergenceError,
@@ -19,7 +20,7 @@ from det_callbacks.errors import (
     NothingComparedError,
 )
 from det_callbacks.report.console import count
-from det_callbacks.report.fits import level_words, print_closing_line, unfinished_text, verified_line, waiting_line
+from det_callbacks.report.fits import level_words, unfinished_text, verified_line, waiting_line
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import stream_path
@@ -36,7 +37,7 @@ from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, write_verdict
 
 
-class Verifying:
+class Verifying(Session):
     """The fits of one callback, compared with a reference.
 
     Args:
@@ -66,13 +67,10 @@ class Verifying:
         budget_mib: float = TENSOR_BUDGET_MIB,
         peers: Peers = ALONE,
     ) -> None:
+        super().__init__(peers)
         self._asked = asked
         self._budget_mib = budget_mib
         self.replay = Replay()
-        self.exchange: OpReplay | None = None
-        self.keeper: Keeper | None = None
-        self.verdict: Verdict | None = None
-        self.peers = peers
         self.path = reference
         self._current = current
         self._steps = steps
@@ -81,20 +79,10 @@ class Verifying:
         self._verification: Verification | None = None
         self._segment = -1
         self._call: str | None = None
-        self._calls: list[str] = []
         self._all_calls: list[str] = []
-        self.program: int | None = None
-        """Id of the program of the last step."""
-        self.chain: int | None = None
-        """After the last step, as long as all agree with the reference."""
-        self.say: Callable[[str], None] = print_closing_line
-        """Prints a line; whoever trains may know what else is on the terminal."""
 
-    def check_reference(self, *, root: Callable[[], Path]) -> Selection:
+    def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
-
-        Args:
-            root: returns where the folder of the verification goes by default.
 
         Raises:
             ReferenceNotFoundError, ReferenceFormatError, SelectionError, NotComparableError: see ``open_reference``.
@@ -102,14 +90,14 @@ class Verifying:
         if self._verification is not None:
             return self._selection
         try:
-            _, selection = self.peers.do(self._open, task=f"opening the reference {self.path}")
+            _, recorded = self.peers.do(self._open, task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self._current or free_folder(root())
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
-        return selection
+        return recorded
 
     def _open(self) -> tuple[Run, Selection]:
         return open_reference(self.path, self._asked, steps=self._steps, peers=self.peers)
@@ -238,13 +226,9 @@ class Verifying:
         """Leave out the metrics that a resumed fit may lack, on rank 0."""
         self._running().resume_metrics(reading, is_first=is_first)
 
-    def num_calls(self, call: str) -> int:
-        """Return how many such calls outside of a fit came since the last fit began."""
-        return self._calls.count(call)
-
+    @override
     def count_call(self, call: str) -> None:
-        """Note that such a call is over."""
-        self._calls.append(call)
+        super().count_call(call)
         self._all_calls.append(call)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:

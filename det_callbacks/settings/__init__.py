@@ -8,11 +8,9 @@ from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, Setting
 from det_callbacks.settings.check import (
     SettingProblem,
     check_settings,
-    require_in_force,
-    require_seeded_before,
     settings_in_force,
 )
-from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_determinism
+from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_around_training, enforce_determinism
 from det_callbacks.settings.model import DeterminismSettings
 
 __all__ = [
@@ -23,8 +21,7 @@ __all__ = [
     "Setting",
     "SettingProblem",
     "check_settings",
+    "enforce_around_training",
     "enforce_determinism",
-    "require_in_force",
-    "require_seeded_before",
     "settings_in_force",
 ]

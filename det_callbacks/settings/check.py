@@ -1,9 +1,8 @@
 """What is in force now, and what is asked for and is not."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -44,48 +43,39 @@ def check_settings(settings: DeterminismSettings) -> tuple[SettingProblem, ...]:
 
     A seed is in force when torch's generator was seeded with it and Lightning will seed workers and processes with it.
     """
-    in_force = settings_in_force()
-    problems = []
-    for name, found in in_force.items():
-        wanted = getattr(settings, name)
+    problems = list(_seed_problems(settings.seed))
+    for name, setting in SETTINGS.items():
+        wanted, found = getattr(settings, name), setting.read()
         if wanted is not None and wanted != found:
             problems.append(SettingProblem(name=name, wanted=wanted, in_force=found))
-    if settings.seed is not None and settings.seed == in_force["seed"]:
-        for variable, value in seed_variables(settings.seed).items():
-            if os.environ.get(variable) != value:
-                found = f"{variable}={os.environ.get(variable)}"
-                problems.append(SettingProblem(name="seed", wanted=f"{variable}={value}", in_force=found))
     return tuple(problems)
 
 
-def require_in_force(settings: DeterminismSettings, *, suspects: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise ``SettingsError`` that names what is asked for and not in force.
+def _seed_problems(seed: int | None) -> Iterator[SettingProblem]:
+    if seed is None:
+        return
+    if seed != (found := settings_in_force()["seed"]):
+        yield SettingProblem(name="seed", wanted=seed, in_force=found)
+        return
+    for variable, value in seed_variables(seed).items():
+        if (text := os.environ.get(variable)) != value:
+            yield SettingProblem(name="seed", wanted=f"{variable}={value}", in_force=f"{variable}={text}")
 
-    Args:
-        settings: what is asked for.
-        suspects: setting -> what leaves it as it is, if it was used ("Trainer(deterministic=False)").
-    """
-    problems = check_settings(settings)
-    if problems:
-        shown = "; ".join(
-            f"{item.name} should be {item.wanted!r} and is {item.in_force!r}"
-            + (f" (as {suspects[item.name]} leaves it)" if item.name in suspects else "")
-            for item in problems
-        )
+
+def require_seed(seed: int, model: nn.Module) -> None:
+    """Raise ``SettingsError`` unless a seed was set, and before the parameters of a model were there."""
+    how = (
+        "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, "
+        "workers=True), det_callbacks.enforce_determinism(settings), or the Hydra preset, which does."
+    )
+    for problem in _seed_problems(seed):
         raise SettingsError(
-            f"Determinism settings are not in force: {shown}. Call det_callbacks.enforce_determinism(settings) before "
-            "the model is built, or use the Hydra preset, which does."
-            + (" Those arguments of the Trainer overwrite what is in force: leave them out." if suspects else "")
+            f"seed={seed} comes too late: the model is there, and the seed should be {problem.wanted!r} and is "
+            f"{problem.in_force!r}. {how}"
         )
-
-
-def require_seeded_before(model: nn.Module) -> None:
-    """Raise ``SettingsError`` when parameters of a model were there before the seed was set."""
-    early = drawn_before_seeding(model)
-    if early:
+    if early := drawn_before_seeding(model):
         num_all = sum(1 for _ in model.named_parameters())
         raise SettingsError(
             f"The seed came too late: {len(early)} of the model's {num_all} parameters ({', '.join(early[:3])}"
-            f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. Call "
-            "det_callbacks.enforce_determinism(settings) before the model is built."
+            f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. {how}"
         )

@@ -4,10 +4,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
@@ -24,6 +26,7 @@ from det_callbacks.settings.catalogue import (
     set_sdpa,
     start_environment,
 )
+from det_callbacks.settings.check import require_seed
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
@@ -53,14 +56,14 @@ class EnforcedDeterminism:
             interop threads. (What only a restart can set is never applied, only found in force or refused.)
     """
 
-    def __init__(self, settings: DeterminismSettings) -> None:
+    def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
         self.settings = settings
         self.permanent: tuple[str, ...] = tuple(
             name
             for name, setting in SETTINGS.items()
             if setting.when == "once" and getattr(settings, name) not in (None, setting.read())
         )
-        self._state: _ProcessState | None = _ProcessState(settings)
+        self._state: _ProcessState | None = _ProcessState(settings, with_generators=with_generators)
 
     def __enter__(self) -> "EnforcedDeterminism":
         return self
@@ -131,9 +134,34 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
     if not isinstance(settings, DeterminismSettings):
         settings = DeterminismSettings.from_mapping(settings)
     refuse_late(settings)
-    enforced = EnforcedDeterminism(settings)
+    return _enforce(EnforcedDeterminism(settings))
+
+
+def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
+    """Apply what can still be applied when a model is there and its training is about to begin.
+
+    What has no effect on this machine is not demanded. The result's ``restore`` leaves the generators alone, which the
+    training has moved.
+
+    Args:
+        settings: what to set.
+        model: must not have been there before the seed was set.
+
+    Raises:
+        SettingsError: a setting comes too late, and how to make it earlier. Nothing is changed then.
+    """
+    if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
+        settings = replace(settings, mkl_cbwr=None)
+    if settings.seed is not None:
+        require_seed(settings.seed, model)
+        settings = replace(settings, seed=None)
+    refuse_late(settings)
+    return _enforce(EnforcedDeterminism(settings, with_generators=False))
+
+
+def _enforce(enforced: EnforcedDeterminism) -> EnforcedDeterminism:
     try:
-        _apply(settings)
+        _apply(enforced.settings)
     except BaseException:  # Ctrl-C too: nobody has anything to restore by
         enforced.restore()
         raise
@@ -219,13 +247,15 @@ def _apply(settings: DeterminismSettings) -> None:
 class _ProcessState:
     """Everything settings or a training can change in a running process, as it was when this was made."""
 
-    def __init__(self, settings: DeterminismSettings) -> None:
-        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
+    def __init__(self, settings: DeterminismSettings, *, with_generators: bool) -> None:
+        names = _VARIABLES if with_generators else set(_VARIABLES) - {SEED_VARIABLE, WORKERS_VARIABLE}
+        self._variables = {name: os.environ.get(name) for name in names}
         self._undo: list[Callable[[], object]] = []
         if settings.seed is not None:
             self._undo.append(keep_earlier_parameters())
         self._keep_flags(settings)
-        self._keep_generators()
+        if with_generators:
+            self._keep_generators()
 
     def restore(self) -> None:
         for name, value in self._variables.items():

@@ -217,9 +217,7 @@ def test_other_failures_are_left_to_hydra(run_app: RunApp, capsys: pytest.Captur
             "deterministic_algorithms='off' is not allowed",
         ),
         ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
-        ((*VERIFY, "+determinism.audit_steps=[3]"), "no argument audit_steps any more: only_steps chooses the steps"),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
-        ((*VERIFY, "+determinism.test_batches=true"), "no argument test_batches any more: what the module logs"),
         (("--multirun", "seed=1,2", "+determinism=verify"), "determinism.reference is not set"),
         (
             ("+hydra.callbacks.determinism._target_=det_callbacks.hydra.DeterminismJobCallback",),

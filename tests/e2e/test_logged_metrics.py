@@ -347,11 +347,6 @@ def test_damaged_metrics_are_an_error(tmp_path: Path) -> None:
     assert compare_runs(reference, other).first_divergence.kind == "extra"
 
 
-def test_an_argument_that_is_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SelectionError, match="no argument validation_batches any more: what the module logs"):
-        DeterminismCallback(tmp_path / "new", mode="record", validation_batches=True)
-
-
 class OnRanks(Logged):
     """Reduces its validation loss over the ranks; is given another batch on rank 1 where a test asks for it."""
 

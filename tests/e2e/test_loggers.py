@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError, SelectionError
-from det_callbacks.callback import metrics
-from det_callbacks.callback.metrics import Metrics
-from det_callbacks.callback.progress import Progress
+from det_callbacks.callback import progress as reporting
+from det_callbacks.callback.progress import ProgressReporter
+from det_callbacks.callback.session import Progress
 from det_callbacks.digest import format_digest
 from det_callbacks.runs.store import Run
 from det_callbacks.trace import hash_mode
@@ -276,9 +276,9 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
             log_every_n_steps=1,
             progress_bar_callback=None,
         )
-        told = Metrics()
+        told = ProgressReporter()
         told.begin_fit(trainer, is_recording=True)
-        told.after_step(SimpleNamespace(progress=progress, seconds=0.0))
+        told.after_step(progress, 0.0)
         told.end_fit(None)
         assert len(logger.ours()) == is_first
 
@@ -287,7 +287,7 @@ def test_the_time_of_every_hook_is_counted(tmp_path: Path, monkeypatch: pytest.M
     """With a clock that goes on by a second at each look, a hook takes one."""
     clock = iter(range(10**6))
     look: Callable[[], float] = lambda: float(next(clock))  # noqa: E731  # a clock, read where it stands
-    for module in (metrics, hash_mode):
+    for module in (reporting, hash_mode):
         monkeypatch.setattr(module, "perf_counter", look)
     logger = FloatsOnly()
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger, log_every_n_steps=1, max_epochs=1)

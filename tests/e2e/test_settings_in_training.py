@@ -1,6 +1,6 @@
 """Settings that a callback is given are in force when training begins, or it does not begin."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
 from det_callbacks.runs.store import Run
+from det_callbacks.settings import settings_in_force
 
 SETTINGS = DeterminismSettings(seed=0)
 
@@ -56,7 +57,7 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
     with enforce_determinism(SETTINGS):
         message = refused(tmp_path / "run", early)
         assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
-        assert "Call det_callbacks.enforce_determinism(settings) before the model is built." in message
+        assert "Seed before the model is built: " in message
         late = Counted()
         fit(tmp_path / "run", late)
         assert late.num_calls > 0
@@ -80,75 +81,79 @@ def test_without_a_seed_in_the_settings_the_age_of_the_model_does_not_matter(tmp
     assert model.num_calls > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "settings", "told"),
-    [
-        (
-            {"deterministic": False},
-            {},
-            "deterministic_algorithms should be 'error' and is 'disabled' (as Trainer(deterministic=False) leaves it)",
-        ),
-        (
-            {"deterministic": "warn"},
-            {},
-            "deterministic_algorithms should be 'error' and is 'warn' (as Trainer(deterministic=\"warn\") leaves it)",
-        ),
-        (
-            {"deterministic": True},
-            {"deterministic_algorithms": "warn"},
-            "deterministic_algorithms should be 'warn' and is 'error' (as Trainer(deterministic=True) leaves it)",
-        ),
-        (
-            {"deterministic": True},
-            {"cublas_workspace_config": ":16:8"},
-            "cublas_workspace_config should be ':16:8' and is ':4096:8' (as Trainer(deterministic=True) leaves it)",
-        ),
-        (
-            {"benchmark": True},
-            {},
-            "cudnn_benchmark should be False and is True (as Trainer(benchmark=True) leaves it)",
-        ),
-        (
-            {"deterministic": True},
-            {"cudnn_benchmark": True},
-            "cudnn_benchmark should be True and is False (as Trainer(benchmark=False) leaves it)",
-        ),
-    ],
-)
-def test_an_argument_of_the_trainer_that_overwrites_a_setting_is_named(
-    options: dict[str, Any], settings: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    wanted = DeterminismSettings(seed=0, **settings)
-    with enforce_determinism(wanted):
-        message = refused(tmp_path / "run", Counted(), settings=wanted, **options)
-    assert message.startswith("Determinism settings are not in force: ")
-    assert told in message
-    assert message.count("should be") == 1, "only what differs"
-    assert message.endswith("Those arguments of the Trainer overwrite what is in force: leave them out.")
+class Watching(pl.Callback):
+    """Notes what is in force while the training runs."""
 
-
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"benchmark": False}])
-def test_arguments_that_ask_for_the_same_are_fine(options: dict[str, Any], tmp_path: Path) -> None:
-    with enforce_determinism(SETTINGS):
-        model = Counted()
-        fit(tmp_path / "run", model, **options)
-    assert model.num_calls > 0
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.in_force = settings_in_force()
 
 
 @pytest.mark.parametrize(
-    ("undo", "told"),
+    ("options", "wanted"),
     [
-        (lambda: torch.set_num_threads(2), "num_threads should be 1 and is 2."),
-        (lambda: torch.manual_seed(5), "seed should be 0 and is 5."),
+        # as lightning-hydra-template passes it
+        ({"deterministic": False}, {"deterministic_algorithms": "error", "cudnn_deterministic": True}),
+        ({"deterministic": "warn"}, {"deterministic_algorithms": "error"}),
+        ({"deterministic": True}, {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8"}),
+        ({"benchmark": True}, {"cudnn_benchmark": False}),
+        ({}, {"num_threads": 1, "float32_matmul_precision": "medium", "cudnn_allow_tf32": False}),
     ],
 )
-def test_what_the_trainer_does_not_touch_is_not_said_to_be_its_fault(
-    undo: Callable[[], object], told: str, tmp_path: Path
+def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
+    options: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    wanted = DeterminismSettings(seed=0, num_threads=1)
-    with enforce_determinism(wanted):
+    watching, callback = Watching(), DeterminismCallback(tmp_path / "run", mode="record", settings=wanted)
+    trainer = quiet_trainer(callback, watching, **options)
+    before = settings_in_force()
+    assert before != {**before, **wanted}
+    with enforce_determinism({"seed": 3, "deterministic_algorithms": None, "cublas_workspace_config": None}):
         model = Counted()
-        undo()
-        message = refused(tmp_path / "run", model, settings=wanted)
-    assert told in message
-    assert "Trainer" not in message
+        torch.rand(5)
+    trainer.fit(model, DataLoader(Samples(), batch_size=8))
+    assert {name: watching.in_force[name] for name in wanted} == wanted
+    recorded = Run.open(tmp_path / "run").manifest.settings
+    assert {name: recorded[name] for name in wanted} == wanted
+    assert {name: value for name, value in settings_in_force().items() if name != "seed"} == {
+        name: value for name, value in before.items() if name != "seed"
+    }
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end"])
+def test_an_exception_puts_settings_back_too(hook: str, tmp_path: Path) -> None:
+    class Failing(pl.Callback):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    failing = Failing()
+    setattr(failing, hook, fail)
+    callback = DeterminismCallback(tmp_path / "run", mode="record", settings={"num_threads": 1})
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="planted"):
+        quiet_trainer(callback, failing).fit(Counted(), DataLoader(Samples(), batch_size=8))
+    assert torch.get_num_threads() == before
+
+
+def test_generators_go_on_after_the_training_as_they_would_without_settings(tmp_path: Path) -> None:
+    drawn = []
+    for settings in (None, {"num_threads": torch.get_num_threads()}):
+        with enforce_determinism({"seed": 1}):
+            fit(tmp_path / f"run-{len(drawn)}", Counted(), settings=settings)
+            drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_seed_that_was_never_set_says_how_to_set_it_earlier(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    message = refused(tmp_path / "run", Counted())
+    assert message.startswith("seed=0 comes too late: the model is there, and the seed should be 0 and is 5.")
+    for how in ("seed_everything of LightningCLI", "lightning.seed_everything(seed, workers=True)", "the Hydra preset"):
+        assert how in message
+
+
+def test_cublas_after_its_first_use_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("det_callbacks.settings.enforce.has_cuda_context", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    message = refused(tmp_path / "run", Counted(), settings=DeterminismSettings())
+    assert message.startswith("cublas_workspace_config=':4096:8' comes too late: a CUDA context exists")

@@ -16,10 +16,10 @@ from det_callbacks.settings import (
     SettingProblem,
     check_settings,
     enforce_determinism,
-    require_seeded_before,
     settings_in_force,
 )
 from det_callbacks.settings import enforce as settings_module
+from det_callbacks.settings.check import require_seed
 
 pytestmark = pytest.mark.usefixtures("same_process_afterwards")
 
@@ -204,6 +204,7 @@ def test_weights_older_than_the_seed_are_named_until_the_seed_is_taken_back() ->
         with pytest.raises(
             SettingsError, match=r"2 of the model's 2 parameters \(weight, bias\) existed when it was set"
         ):
-            require_seeded_before(early)
-        require_seeded_before(nn.Linear(2, 2))
-    require_seeded_before(early)
+            require_seed(1, early)
+        require_seed(1, nn.Linear(2, 2))
+    with pytest.raises(SettingsError, match="seed=1 comes too late: the model is there, and the seed should be 1"):
+        require_seed(1, early)

@@ -1,0 +1,202 @@
+"""What recording, verifying and auditing share: a session is told of the parts of a run, and of each step in them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from det_callbacks.audit import AuditReport
+from det_callbacks.report.fits import print_closing_line
+from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.peers import ALONE, Peers
+from det_callbacks.runs.program import Program
+from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.replay import OpReplay
+from det_callbacks.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is on one process, as loggers and progress bars are told.
+
+    Attributes:
+        num_steps: recorded (those that a resumed recording found there and equal, too), or compared.
+        num_sites: of those steps.
+        num_differing: sites that differ, and steps that only one run has.
+        num_bytes: saved for replay, or put back.
+        chain: after the last step; None before the first, and once something differed.
+    """
+
+    num_steps: int = 0
+    num_sites: int = 0
+    num_differing: int = 0
+    num_bytes: int = 0
+    chain: int | None = None
+
+
+class FitTracer:
+    """What follows the steps of one fit; this one follows nothing."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of ours between the training's own ops, in all steps; not what is spent op by op."""
+        return 0.0
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Follow a Trainer that is about to train, and whose data is set up."""
+
+    def mark(self, point: str) -> None:
+        """Note the generators at a point of the fit."""
+
+    def begin_step(self, step: int, batch: Any) -> None:
+        """Start a step."""
+
+    def note_loss(self, loss: Any) -> None:
+        """Note the loss, before the backward pass."""
+
+    def begin_gradients(self) -> None:
+        """Note that what follows is done to gradients, until the optimizer steps."""
+
+    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+        """End a step; return whether to stop because it differs."""
+        return False
+
+    def drop_step(self) -> None:
+        """Forget a step that did not come to its end; nothing is done where none is open."""
+
+    def end_fit(self, step: int) -> None:
+        """Hand over what was gathered since the last step."""
+
+    def close(self) -> None:
+        """Leave nothing open; may be called more than once."""
+
+
+class Session:
+    """What a callback does with its fits and their steps, and keeps from one fit of a Trainer to the next.
+
+    Args:
+        peers: the processes that have the session together.
+
+    Attributes:
+        tracer: follows the steps instead of a trace; None of most sessions.
+        takes_metrics: whether what the module logs is handed over.
+        verdict: of what has run so far; None before the end of a fit.
+        outcome: of an audit; None of every other session.
+        chain: after the last step; None before the first.
+        program: id of the program of that step.
+        replay: saves tensors of a step, or puts them back; None before a fit.
+        exchange: what the recorder hands outputs to; None when nothing is saved or put back, and before a fit.
+        keeper: what keeps tensors of the steps; None when none are kept, and before a fit.
+        say: prints a line; whoever trains may know what else is on the terminal.
+    """
+
+    tracer: FitTracer | None = None
+    takes_metrics = True
+
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.peers = peers
+        self.verdict: Verdict | None = None
+        self.outcome: AuditReport | None = None
+        self.chain: int | None = None
+        self.program: int | None = None
+        self.replay: Any = None
+        self.exchange: OpReplay | None = None
+        self.keeper: Keeper | None = None
+        self.say: Callable[[str], None] = print_closing_line
+        self._calls: list[str] = []
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a step that differs ends the fit."""
+        return False
+
+    @property
+    def run_id(self) -> str | None:
+        """Random identity of the run; None where nothing is written."""
+        return None
+
+    @property
+    def progress(self) -> Progress:
+        """What was done so far, on this process."""
+        return Progress()
+
+    @property
+    def earlier_programs(self) -> tuple[Program, ...]:
+        """Programs of the run that a resumed fit goes on with."""
+        return ()
+
+    def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
+        """Check what can be checked before a fit, and return the selection to trace with."""
+        return selection
+
+    def begin_fit(
+        self,
+        manifest: Mapping[str, Any],
+        selection: Selection,
+        *,
+        root: Path,
+        is_resumed: bool = False,
+        call: str | None = None,
+    ) -> None:
+        """Make ready for the steps of a fit.
+
+        Args:
+            manifest: selection, settings and environment, as run.json has them.
+            selection: what is traced.
+            root: where folders go by default.
+            is_resumed: it goes on from a checkpoint.
+            call: what it is instead of a fit: "trainer.test", say, of which metrics are taken.
+        """
+        raise NotImplementedError
+
+    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
+        """Return what is known of a step that begins; None when it is new.
+
+        Args:
+            step: training batch.
+            digest_state: returns the state that the step begins with; called in the first one after a resume.
+        """
+        raise NotImplementedError
+
+    def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
+        """Take a step; return whether to stop because it differs."""
+        raise NotImplementedError
+
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Take what explains the step that ends."""
+
+    def put_metrics(self, reading: Reading) -> bool:
+        """Take what the module logged, on rank 0; return whether it differs."""
+        return False
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Take which metrics a resumed fit may lack, on rank 0."""
+
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
+        """Take the list of ops without a deterministic implementation that were called so far."""
+
+    def num_calls(self, call: str) -> int:
+        """Return how many such calls outside of a fit came since the last fit began."""
+        return self._calls.count(call)
+
+    def count_call(self, call: str) -> None:
+        """Note that such a call is over."""
+        self._calls.append(call)
+
+    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
+        """Close a fit, print the closing line, and raise what was found.
+
+        Args:
+            is_resumed: it began in the middle.
+            is_early: it was stopped, so that its later steps are not missing.
+        """
+        raise NotImplementedError
+
+    def stop(self, reason: str) -> None:
+        """Close the files: an exception ended the part."""
+        raise NotImplementedError
