@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from det_callbacks.compare.batches import find_batch
-from det_callbacks.compare.cause import Facts, judge
+from det_callbacks.compare.cause import LENGTHS, Facts, judge
 from det_callbacks.compare.collectives import Classification, classify
-from det_callbacks.compare.evidence import Evidence, RunEvidence, find_evidence
+from det_callbacks.compare.evidence import Evidence, RunEvidence, find_batch, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.next_recording import with_next_recording
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun, measured
@@ -257,7 +256,10 @@ class Findings:
             verdict = "not_comparable"
         ranks = self._classify(first)
         answer = self._answer(first, whole, ranks, tally)
-        others = [entry for entry in self.environment if entry.name != answer.choice]
+        # how long a training was to be explains steps that only one run has, and nothing in a step that both have
+        others = [
+            entry for entry in self.environment if entry.name != answer.choice and (whole or entry.name not in LENGTHS)
+        ]
         parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
         num_ranks = sum(bool(one.tally.num_steps) for one in self.ranks) or int(bool(tally.num_metrics))
         return Verdict(

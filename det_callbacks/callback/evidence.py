@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -70,11 +71,13 @@ class Evidence:
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
             self._ledger.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
-        others = [callback for callback in _callbacks_of(trainer) if callback is not own]
+        # the user's own come first, and what only draws bars is none of those that a difference is blamed on
+        others = [one for one in _callbacks_of(trainer) if one is not own and not isinstance(one, ProgressBar)]
+        others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
         for hook in _HOOKS:
             names = [type(callback).__qualname__ for callback in others if _has_hook(callback, hook)]
             if is_overridden(hook, trainer.lightning_module, pl.LightningModule):
-                names.append(type(trainer.lightning_module).__qualname__)
+                names.insert(0, type(trainer.lightning_module).__qualname__)
             if names:
                 self._ledger.note(_FIT_START, f"callbacks of {hook}", text=", ".join(names))
         loop: Any = trainer.fit_loop

@@ -12,6 +12,9 @@ from det_callbacks.compare.evidence import BatchChange, Evidence, GeneratorChang
 from det_callbacks.compare.step import Finding, StepDifference
 from det_callbacks.verdict import Cause, EnvironmentDifference
 
+LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
+"""Choices that say how many steps there are, and change nothing in one that both runs have."""
+
 COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 DataChange = Literal[
@@ -107,8 +110,12 @@ class Facts:
 
     @property
     def choices(self) -> list[EnvironmentDifference]:
-        """The choices that differ and can change bits."""
-        return [entry for entry in self.environment if not entry.is_machine and entry.changes_bits]
+        """The choices that differ and can change the bits of a step: how many steps there are does not."""
+        return [
+            entry
+            for entry in self.environment
+            if not entry.is_machine and entry.changes_bits and entry.name not in LENGTHS
+        ]
 
     # the state that a run starts with
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from det_callbacks.compare.step import StepDifference
 from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 
@@ -18,6 +19,9 @@ SKETCHED = 4
 
 MIN_FOUND = 0.75
 """Share of them that is enough: one may have been left out of a sketch."""
+
+MAX_STEPS = 2_000
+"""Steps that are searched, the nearest ones; some 100 microseconds each."""
 
 BATCH = "batch"
 _LOADER = "before the loader starts"
@@ -183,6 +187,34 @@ def find_evidence(
     sketch = other_samples(ours, theirs, place[2]) if has_other_data else []
     found_at = reference.find_samples(*place, sketch) if sketch else None
     return compare_windows(ours, theirs, place[2], found_at=found_at)
+
+
+def find_batch(reference: Run, difference: StepDifference) -> int | None:
+    """Return the step of the reference, other than this one, that had the batch of a step; None if there is none."""
+    wanted = {
+        str(finding.divergence.name): int(finding.divergence.current_digest, 16)
+        for finding in difference.findings
+        if finding.divergence.phase == "data" and finding.role != "samples" and finding.divergence.current_digest
+    }
+    if not wanted:
+        return None
+    run, step, segment = reference.rank(difference.rank), difference.step, difference.segment
+    places: dict[int, list[int] | None] = {}
+    digests = np.array(list(wanted.values()), dtype=np.uint64)
+    steps = [int(other) for other in run.steps(segment) if other != step]
+    for other in sorted(steps, key=lambda number: abs(number - step))[:MAX_STEPS]:
+        record = run.read(segment, other)
+        if record.program_id not in places:
+            found = {
+                site.name: position
+                for position, site in enumerate(reference.program(record.program_id).sites)
+                if site.phase == "data" and site.role != "samples" and site.name in wanted
+            }
+            places[record.program_id] = [found[name] for name in wanted] if len(found) == len(wanted) else None
+        positions = places[record.program_id]
+        if positions is not None and np.array_equal(record.digests[positions], digests):
+            return other
+    return None
 
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:

@@ -18,8 +18,6 @@ from det_callbacks.compare.record import FitRecord
 from det_callbacks.runs.program import Site, StepView
 from det_callbacks.runs.store import Run
 
-_MAX_PROGRAMS = 16
-
 Outcome = Literal["equal", "differs", "missing", "extra", "unkept", "unknown"]
 """What became of a step.
 
@@ -83,26 +81,6 @@ class StepOutcome:
     sites: SiteDifferences | None = None
 
 
-class Edges:
-    """The edges of programs: positions of who reads, and of what is read; those of a few are kept."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def of(self, view: StepView) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges of a step's program."""
-        known = self._known.get(view.record.program_id)
-        if known is None:
-            if len(self._known) == _MAX_PROGRAMS:
-                self._known.clear()
-            sites = view.program.sites
-            counts = [len(site.inputs) for site in sites]
-            readers = np.repeat(np.arange(len(sites), dtype=np.int64), counts)
-            read = np.fromiter((place for site in sites for place in site.inputs), dtype=np.int64, count=sum(counts))
-            known = self._known[view.record.program_id] = readers, read
-        return known
-
-
 def walk_outcomes(
     reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
 ) -> Iterator[StepOutcome]:
@@ -126,7 +104,6 @@ def walk_outcomes(
     at_ours = {int(step): index for index, step in enumerate(ours.steps)}
     at_theirs = {int(step): index for index, step in enumerate(theirs.steps)}
     known = compared.get(segment)
-    edges = Edges()
     for step in sorted({*at_ours, *at_theirs}):
         left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
         if right < 0:
@@ -140,7 +117,7 @@ def walk_outcomes(
             continue
         sites = None
         if left >= num_equal:
-            sites = differing_sites(reference.view(rank, segment, step), current.view(rank, segment, step), edges)
+            sites = differing_sites(reference.view(rank, segment, step), current.view(rank, segment, step))
         yield StepOutcome(
             step=step,
             outcome="equal" if sites is None else "differs",
@@ -166,29 +143,20 @@ def first_difference(
     return min([*ours.steps[num_equal:][:1].tolist(), *theirs.steps[num_equal:][:1].tolist()], default=None)
 
 
-def differing_sites(reference: StepView, current: StepView, edges: Edges | None = None) -> SiteDifferences | None:
-    """Return how the sites of a step differ; None when they do not.
-
-    Args:
-        reference: the step as the reference has it.
-        current: the same step of the current run.
-        edges: shared by the steps of a walk.
-    """
-    edges = Edges() if edges is None else edges
+def differing_sites(reference: StepView, current: StepView) -> SiteDifferences | None:
+    """Return how the sites of a step differ, the first argument as the reference has it; None when they do not."""
     alignment = align(reference, current)
     changes = find_changes(reference, current, alignment)
     if not changes.kinds:
         return None
     rows = np.fromiter(changes.kinds, dtype=np.int64, count=len(changes.kinds))
-    # Few rows read nothing that differs, so that only those few are judged one by one.
-    begins = ~_reads_differing(reference, current, alignment, changes.differs, edges)[rows]
     origins, sources, unproven = (np.zeros(len(rows), dtype=bool) for _ in range(3))
     finder = OriginFinder(reference, current, alignment, changes)
-    for index in np.flatnonzero(begins).tolist():
-        is_origin = finder.is_origin(int(rows[index]))
-        origins[index] = is_origin is True
-        unproven[index] = is_origin is None
-        sources[index] = finder.is_source(int(rows[index]))
+    for index, row in enumerate(changes.kinds):
+        if not finder.has_differing_input(row):  # few rows do not
+            is_origin = finder.is_origin(row)
+            origins[index], unproven[index] = is_origin is True, is_origin is None
+            sources[index] = finder.is_source(row)
     return SiteDifferences(
         reference=reference,
         current=current,
@@ -209,19 +177,3 @@ def _outcome_without_current(step: int, *, keeps: str, known: FitRecord | None) 
     if known.is_equal(step):
         return "equal"
     return "unkept" if known.differs(step) else "unknown"
-
-
-def _reads_differing(
-    reference: StepView, current: StepView, alignment: Alignment, differs: np.ndarray, edges: Edges
-) -> np.ndarray:
-    """Return by row whether something that is read there differs, on either side."""
-    found = np.zeros(len(alignment), dtype=bool)
-    for view, positions in ((reference, alignment.reference), (current, alignment.current)):
-        there = positions >= 0
-        flags = np.zeros(len(view.program), dtype=bool)
-        flags[positions[there & differs]] = True
-        readers, read = edges.of(view)
-        reads = np.zeros(len(view.program), dtype=bool)
-        reads[readers[flags[read]]] = True
-        found[there] |= reads[positions[there]]
-    return found

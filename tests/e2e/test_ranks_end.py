@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from styles import Classifier, Samples
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, SettingsError
+from det_callbacks import DeterminismCallback, ReferenceFormatError, SettingsError, Verdict, compare_runs, verification
+from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import RankGroup
 from det_callbacks.runs.store import Run
 
@@ -151,3 +153,34 @@ def test_a_verification_with_fewer_batches_on_one_rank_is_no_match(
     assert "match" not in other.output + one.output
     assert not (tmp_path / "current" / "verdict.json").exists()
     assert not Run.open(tmp_path / "current").is_complete
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("is slow", marks=pytest.mark.slow)])
+def test_a_judge_that_fails_is_no_match_and_a_slow_one_is_waited_for(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "timeout_seconds", 5.0)  # for the forked processes
+
+    def judge(*paths: Path) -> Verdict:
+        if how == "fails":
+            raise ReferenceFormatError("a file was damaged meanwhile", str(paths[0]))
+        time.sleep(7)
+        return compare_runs(*paths)
+
+    recorded = run_ranks(lambda _: train(DeterminismCallback(tmp_path / "run", mode="record")), tmp_path / "record")
+    assert [one.exit_code for one in recorded] == [0, 0], recorded
+    monkeypatch.setattr(verification, "compare_runs", judge)
+    callback = partial(DeterminismCallback, tmp_path / "run", current=tmp_path / "current")
+    one, other = run_ranks(lambda _: train(callback()), tmp_path / "verify")
+    if how == "is slow":
+        assert (one.exit_code, other.exit_code) == (0, 0), one.output + other.output
+    else:
+        assert (one.exit_code, other.exit_code) == (2, 2), one.output + other.output
+        assert "No verdict: Rank 0 failed in judging the two runs" in other.output
+        assert f"det-callbacks diff {tmp_path / 'run'} {tmp_path / 'current'}" in other.output
+        assert not (tmp_path / "current" / "verdict.json").exists()
+    # what the ranks sealed is judged later, and not without all of them
+    assert compare_runs(tmp_path / "run", tmp_path / "current").verdict == "match"
+    record_path(tmp_path / "current", 1).unlink()
+    with pytest.raises(ReferenceFormatError, match=r"rank-00001/record\.json is missing"):
+        compare_runs(tmp_path / "run", tmp_path / "current")

@@ -27,26 +27,6 @@ def test_other_source_lines_are_no_difference():
     assert compare(training_step(), training_step(shift_source=3)).num_differing == 0
 
 
-def test_content_in_the_forward_pass_has_one_origin():
-    difference = compare(training_step(), training_step(noise_at=5))
-    assert origins(difference) == [("forward", "net.chain", "aten.mul.Tensor", 0, "content")]
-    first = difference.divergences[0]
-    assert (first.step, first.occurrence, first.source) == (7, 5, ("train.py:45 in forward",))
-    assert first.is_origin
-    assert first.reference_digest != first.current_digest
-    assert len(first.reference_digest) == 16
-    assert (first.shape, first.dtype) == ((8, 4), "float32")
-    assert {item.is_origin for item in difference.divergences[1:]} <= {False, None}
-    # 15 muls, 3 outputs of the norm, module output, loss, 2 backward ops, gradient, update, weight
-    assert difference.num_differing == 15 + 3 + 2 + 2 + 1 + 1 + 1
-
-
-def test_content_in_the_backward_pass_has_one_origin():
-    difference = compare(training_step(), training_step(backward_noise="ulp"))
-    assert origins(difference) == [("backward", "net.linear", "aten.mm.default", 0, "content")]
-    assert difference.divergences[0].phase == "backward"
-
-
 def test_inserted_op_is_the_origin_and_nothing_cascades():
     difference = compare(training_step(), training_step(insert_at=10, factor=3.0))
     assert origins(difference) == [("forward", "net.chain", "aten.mul.Tensor", 0, "extra")]
@@ -54,14 +34,6 @@ def test_inserted_op_is_the_origin_and_nothing_cascades():
     assert {item.kind for item in difference.divergences[1:]} == {"content"}
     assert difference.divergences[0].current_digest is not None
     assert difference.divergences[0].reference_digest is None
-
-
-def test_removed_op_is_the_origin_and_nothing_cascades():
-    difference = compare(training_step(insert_at=10, factor=3.0), training_step())
-    assert origins(difference) == [("forward", "net.chain", "aten.mul.Tensor", 0, "missing")]
-    assert {item.kind for item in difference.divergences[1:]} == {"content"}
-    assert difference.divergences[0].source == ("train.py:50 in forward",)
-    assert difference.divergences[0].current_digest is None
 
 
 def test_inserted_op_brings_its_own_input_rows():
