@@ -36,11 +36,11 @@ def manifest_of(
 def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     """Return what a Trainer and its module say was chosen for a run, for ``capture_environment``."""
     names = ("accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches")
-    names += ("min_epochs", "max_epochs", "min_steps", "max_steps")
+    lengths = ("min_epochs", "max_epochs", "min_steps", "max_steps")
     algorithm = trainer.gradient_clip_algorithm
     return {
         "trainer": {
-            **{name: getattr(trainer, name) for name in names},
+            **{name: getattr(trainer, name) for name in (*names, *lengths)},
             "precision": str(trainer.precision),
             "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
             "strategy": type(trainer.strategy).__name__,
