@@ -27,7 +27,7 @@ class SettingFinding:
         in_force: what torch or the process says.
         state: how the two compare.
         to_do: line of code, variable or reason; "" where there is nothing to do.
-        why: what it does, in a sentence.
+        why: what may happen without it.
     """
 
     name: str

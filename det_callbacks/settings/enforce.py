@@ -1,12 +1,11 @@
-"""Settings put in force: as a call, a context manager or a decorator, and the way back."""
+"""Settings put in force: as a call, or as a context manager, and the way back."""
 
-import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +29,6 @@ from det_callbacks.settings.check import require_seed
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 # Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
 _deterministic: Any = torch.utils.deterministic
 _backends: Any = torch.backends
@@ -45,25 +41,18 @@ _VARIABLES = (
 
 
 class EnforcedDeterminism:
-    """Settings that were applied, and the way back; made by :func:`enforce_determinism`.
+    """The way back from settings that were applied; made by :func:`enforce_determinism`.
 
     As a context manager it restores on every exit path. Nested uses must end in the reverse order of their beginnings.
-    As a decorator it puts the settings in force for each call of the function.
 
     Attributes:
         settings: what was applied.
-        permanent: names of the settings that were applied and that no running process can put back: the number of
-            interop threads. (What only a restart can set is never applied, only found in force or refused.)
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
         self.settings = settings
-        self.permanent: tuple[str, ...] = tuple(
-            name
-            for name, setting in SETTINGS.items()
-            if setting.when == "once" and getattr(settings, name) not in (None, setting.read())
-        )
-        self._state: _ProcessState | None = _ProcessState(settings, with_generators=with_generators)
+        self._undo: list[Callable[[], object]] = []
+        self._keep(settings, with_generators=with_generators)
 
     def __enter__(self) -> "EnforcedDeterminism":
         return self
@@ -73,43 +62,61 @@ class EnforcedDeterminism:
     ) -> None:
         self.restore()
 
-    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return the function with the settings in force while it runs, and only then.
-
-        Raises:
-            TypeError: it is a coroutine or a generator function, which go on running after their call has returned.
-        """
-        if (
-            inspect.iscoroutinefunction(function)
-            or inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-        ):
-            self.restore()
-            raise TypeError(
-                f"{getattr(function, '__qualname__', function)} goes on running after its call has returned; use `with "
-                "enforce_determinism(settings):` inside it."
-            )
-        self.restore()
-
-        @functools.wraps(function)
-        def enforced(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with enforce_determinism(self.settings):
-                return function(*args, **kwargs)
-
-        return enforced
-
     def restore(self) -> None:
         """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
 
-        The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
+        The generators go back too when no seed was set: what was drawn meanwhile is drawn again. The number of interop
+        threads stays, which no running process can put back.
         """
-        state, self._state = self._state, None
-        if state is not None:
-            state.restore()
+        undo, self._undo = self._undo, []
+        for step in undo:
+            step()
+
+    def _keep(self, settings: DeterminismSettings, *, with_generators: bool) -> None:
+        """Note everything that settings or a training can change in a running process."""
+        names = _VARIABLES if with_generators else set(_VARIABLES) - {SEED_VARIABLE, WORKERS_VARIABLE}
+        self._undo.append(partial(_set_variables, {name: os.environ.get(name) for name in names}))
+        if settings.seed is not None:
+            self._undo.append(keep_earlier_parameters())
+        self._undo.append(partial(set_algorithms, algorithms_in_force()))
+        if settings.inductor_deterministic is not None or settings.inductor_max_autotune is not None:
+            load_inductor_config()  # here, so that what it starts with is put back
+        inductor = inductor_config()
+        if inductor is not None:
+            # use_deterministic_algorithms overwrites the first one, and it may have been another before.
+            self._keep_attributes(inductor, "deterministic", "max_autotune")
+        self._keep_attributes(_deterministic, "fill_uninitialized_memory")
+        self._keep_attributes(torch.backends.cudnn, "benchmark", "deterministic", "allow_tf32")
+        precision = matmul_precision_in_force()
+        if precision != "mixed":
+            self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
+        # The line above writes both of these as well, and knows no "none", which is where they start.
+        self._keep_attributes(_backends.cuda.matmul, "fp32_precision")
+        self._keep_attributes(_backends.mkldnn.matmul, "fp32_precision")
+        for kind in ("fp16", "bf16"):
+            self._keep_attributes(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
+        self._undo += [
+            partial(set_sdpa, sdpa_in_force()),
+            partial(torch.set_num_threads, torch.get_num_threads()),
+            partial(torch.set_default_dtype, torch.get_default_dtype()),
+        ]
+        if with_generators:
+            self._undo.append(partial(RewindPoint().put_back, restarts_new=True))
+
+    def _keep_attributes(self, owner: Any, *names: str) -> None:
+        self._undo += [partial(setattr, owner, name, getattr(owner, name)) for name in names]
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
-    """Apply settings at once; the result is also a context manager and a decorator that put everything back.
+    """Apply settings at once; the result is also a context manager that puts everything back.
 
     Call it before the model is built: weights that exist already were drawn without the seed, and the callback refuses
     to train them. With a seed it costs some 30 milliseconds, else a few microseconds.
@@ -242,60 +249,3 @@ def _apply(settings: DeterminismSettings) -> None:
             ) from error
     if settings.seed is not None:
         seed_all(settings.seed)
-
-
-class _ProcessState:
-    """Everything settings or a training can change in a running process, as it was when this was made."""
-
-    def __init__(self, settings: DeterminismSettings, *, with_generators: bool) -> None:
-        names = _VARIABLES if with_generators else set(_VARIABLES) - {SEED_VARIABLE, WORKERS_VARIABLE}
-        self._variables = {name: os.environ.get(name) for name in names}
-        self._undo: list[Callable[[], object]] = []
-        if settings.seed is not None:
-            self._undo.append(keep_earlier_parameters())
-        self._keep_flags(settings)
-        if with_generators:
-            self._keep_generators()
-
-    def restore(self) -> None:
-        for name, value in self._variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        for undo in self._undo:
-            undo()
-
-    def _keep_flags(self, settings: DeterminismSettings) -> None:
-        algorithms = algorithms_in_force()
-        self._undo.append(lambda: set_algorithms(algorithms))
-        if settings.inductor_deterministic is not None or settings.inductor_max_autotune is not None:
-            load_inductor_config()  # here, so that what it starts with is put back
-        inductor = inductor_config()
-        if inductor is not None:
-            # use_deterministic_algorithms overwrites the first one, and it may have been another before.
-            for name in ("deterministic", "max_autotune"):
-                self._keep_attribute(inductor, name)
-        self._keep_attribute(_deterministic, "fill_uninitialized_memory")
-        for name in ("benchmark", "deterministic", "allow_tf32"):
-            self._keep_attribute(torch.backends.cudnn, name)
-        precision = matmul_precision_in_force()
-        if precision != "mixed":
-            self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
-        # The line above writes both of these as well, and knows no "none", which is where they start.
-        self._keep_attribute(_backends.cuda.matmul, "fp32_precision")
-        self._keep_attribute(_backends.mkldnn.matmul, "fp32_precision")
-        for kind in ("fp16", "bf16"):
-            self._keep_attribute(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
-        sdpa = sdpa_in_force()
-        self._undo.append(lambda: set_sdpa(sdpa))
-        num_threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-        self._undo.append(lambda: torch.set_num_threads(num_threads))
-        self._undo.append(lambda: torch.set_default_dtype(dtype))
-
-    def _keep_attribute(self, owner: Any, name: str) -> None:
-        value = getattr(owner, name)
-        self._undo.append(lambda: setattr(owner, name, value))
-
-    def _keep_generators(self) -> None:
-        self._undo.append(functools.partial(RewindPoint().put_back, restarts_new=True))

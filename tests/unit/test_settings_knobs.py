@@ -1,9 +1,8 @@
 """Each setting by itself: wrong values, and that it is in force, put back, and in force in decorated calls only."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -116,49 +115,6 @@ def test_it_is_set_found_in_force_and_restored_after_an_exception(
         with pytest.raises(KeyError), enforce_determinism(only(name, value)):
             raise_when_in_force(name, value, in_force)
         assert process_state() == before
-
-
-# as a decorator
-
-
-def test_a_decorated_function_keeps_its_name_its_result_and_its_seed() -> None:
-    @enforce_determinism({"seed": 5})
-    def draw(num: int, *, scale: float = 1.0) -> list[float]:
-        """Draws."""
-        return (torch.rand(num) * scale).tolist()
-
-    assert (draw.__name__, draw.__doc__) == ("draw", "Draws.")
-    first = draw(2, scale=2.0)
-    assert len(first) == 2
-    with enforce_determinism({}):
-        torch.rand(7)
-        assert draw(2, scale=2.0) == first
-        assert draw(2, scale=1.0) != first
-
-
-async def coroutine() -> None: ...
-
-
-def generator() -> Iterator[int]:
-    yield 1
-
-
-async def async_generator() -> AsyncIterator[int]:
-    yield 1
-
-
-@pytest.mark.parametrize(
-    "function",
-    [coroutine, generator, async_generator, partial(generator)],
-    ids=["coroutine", "generator", "async generator", "partial of a generator"],
-)
-def test_what_goes_on_after_its_call_is_refused_as_decorated(function: Callable[..., Any]) -> None:
-    before = process_state()
-    decorate = enforce_determinism({"seed": 5})
-    with pytest.raises(TypeError, match=r"generator|coroutine") as refused:
-        decorate(function)
-    assert "goes on running after its call has returned; use `with enforce_determinism" in str(refused.value)
-    assert process_state() == before
 
 
 # wrong values
