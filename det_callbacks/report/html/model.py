@@ -98,10 +98,9 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that a report shows.
+    """What a report shows beside its verdict.
 
     Attributes:
-        verdict: on the two runs.
         ranks: rank, fit, its first step that differs, and its heat map where it has one; the first of them.
         num_ranks_left_out: the others.
         inputs: what the first divergence read; the first of it.
@@ -109,7 +108,6 @@ class Report:
         notes: what is not shown, and why.
     """
 
-    verdict: Verdict
     ranks: tuple[tuple[int, int, int | None, HeatMap | None], ...] = ()
     num_ranks_left_out: int = 0
     inputs: tuple[SiteRow, ...] = ()
@@ -142,7 +140,7 @@ def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
     """
     if reference.world_size != current.world_size:
         note = "The runs had another number of processes, so that no step of one is a step of the other."
-        return Report(verdict=verdict, notes=(note,))
+        return Report(notes=(note,))
     return _Builder(verdict, reference, current).build()
 
 
@@ -172,7 +170,6 @@ class _Builder:
         labels = self._label_rows(chosen)
         maps = {fit: self._map(fit, labels, share=len(chosen)) for fit in chosen}
         return Report(
-            verdict=self._verdict,
             ranks=tuple((*fit, self._first_steps[fit], maps.get(fit)) for fit in fits if fit in shown),
             num_ranks_left_out=len(fits) - len(shown),
             inputs=self._inputs[:MAX_INPUTS],
@@ -351,10 +348,8 @@ class _SiteRows:
         return [row_of[place] for place in self._sites.site(row).inputs if place in row_of]
 
     def _state(self, row: int) -> str:
-        if row in self._starting:
-            return "starts here"
-        if row in self._unproven:
-            return "differs, start not proven"
+        if row in self._starting or row in self._unproven:
+            return "starts here" if row in self._starting else "differs, start not proven"
         return "carried on" if row in self._sites.changes.kinds or self._sites.changes.differs[row] else "agrees"
 
 
