@@ -227,7 +227,7 @@ class _Builder:
                 continue
             sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
             places = np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
-            starts = self._starting(done.sites)
+            starts = self._starting(done.sites, sites)
             differing[column] += np.bincount(places, minlength=len(labels))
             starting[column] += np.bincount(places[starts], minlength=len(labels))
             rows = _SiteRows(done.sites, starts)
@@ -266,8 +266,8 @@ class _Builder:
             num_starting=int(starting.sum()),
         )
 
-    def _starting(self, sites: SiteDifferences) -> np.ndarray:
-        """Return at which differing rows a difference starts.
+    def _starting(self, sites: SiteDifferences, found: Sequence[Site]) -> np.ndarray:
+        """Return at which of the differing sites a difference starts.
 
         In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
         writers that nobody saw. What enters a later step with a name that differed before was carried on to there.
@@ -276,7 +276,6 @@ class _Builder:
         is_first = rank not in self._known_names
         known_names = self._known_names.setdefault(rank, set())
         starting = sites.origins.copy()
-        found = [sites.site(row) for row in sites.rows.tolist()]
         if is_first and len(self._verdict.origins) < MAX_ORIGINS:
             origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
             starting[:] = [_place(site) in origins for site in found]
