@@ -16,7 +16,6 @@ from det_callbacks.errors import (
     DivergenceError,
     NotComparableError,
     NothingComparedError,
-    RankError,
     SelectionError,
 )
 from det_callbacks.report.console import count
@@ -114,7 +113,7 @@ class Recording(Session):
             self._agreement = None
             self._calls.clear()
             (self._writer.start_segment if self._has_fit else self._writer.reopen)()
-        elif is_resumed and not self._overwrite and _is_there(self.path, self.peers):
+        elif is_resumed and not self._overwrite and self._is_there():
             open_run = partial(_open_earlier, self.path, manifest, rank=self.peers.rank)
             earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
             self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
@@ -145,6 +144,10 @@ class Recording(Session):
             segment=writer.segment,
             budget_mib=self._budget_mib,
         )
+
+    def _is_there(self) -> bool:
+        """Return whether rank 0 sees a run to go on with; the others see its folder."""
+        return bool(self.peers.agree((self.path / "run.json").exists, task=f"looking for {self.path}")[0])
 
     def _create(self, manifest: Mapping[str, Any]) -> RunWriter:
         return RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
@@ -376,34 +379,8 @@ class Recording(Session):
         return self._writer
 
 
-def _is_there(path: Path, peers: Peers) -> bool:
-    """Return whether there is a run to go on with: on every rank, or on none.
-
-    Raises:
-        RankError: on some only.
-    """
-    found = peers.agree((path / "run.json").exists, task=f"looking for {path}")
-    if len(set(found)) > 1:
-        raise RankError(
-            f"{path} holds a run on rank {found.index(True)} and none on rank {found.index(False)}. Nothing "
-            "was changed. Give each node the folder that it recorded before, or record to another one.",
-            found.index(False),
-        )
-    return bool(found[0])
-
-
 def _open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
-    """Open the run, as far as it is of this process.
-
-    Args:
-        path: its folder.
-        manifest: of the attempt that goes on with it.
-        rank: of this process.
-
-    Raises:
-        SelectionError: it was recorded with other patterns to replay or to keep.
-        ReferenceFormatError: it is damaged.
-    """
+    """Open a run that is gone on with, as far as it is of a rank; one with other patterns to save is refused."""
     earlier = Run.open(path, ranks=(rank,))
     for name in ("replay", "keep_tensors"):
         recorded, asked = list(getattr(earlier.manifest, name)), list(manifest.get(name, ()))

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
-from det_callbacks.callback.reporting import report_divergence
 from det_callbacks.callback.session import Progress, Session
 from det_callbacks.compare.opening import open_reference
+from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
@@ -20,7 +20,15 @@ from det_callbacks.errors import (
     NothingComparedError,
 )
 from det_callbacks.report.console import count
-from det_callbacks.report.fits import level_words, unfinished_text, verified_line, waiting_line
+from det_callbacks.report.fits import (
+    level_words,
+    no_report_line,
+    print_closing_line,
+    unfinished_text,
+    verified_line,
+    waiting_line,
+)
+from det_callbacks.report.html import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import stream_path
@@ -48,12 +56,6 @@ class Verifying(Session):
         asked: what this run was told to select, to replay and to keep: all else is as in the reference.
         budget_mib: what one step may keep.
         peers: the processes that verify together.
-
-    Attributes:
-        replay: puts back what the reference saved of the step under way.
-        exchange: what the recorder hands outputs to; None when nothing is put back, and before a fit.
-        keeper: what keeps tensors of the steps that differ; None when the reference kept none, and before a fit.
-        verdict: of what has run so far; None before the end of a fit.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Verifying(Session):
         self._call: str | None = None
         self._all_calls: list[str] = []
 
+    @override
     def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
 
@@ -102,6 +105,7 @@ class Verifying(Session):
     def _open(self) -> tuple[Run, Selection]:
         return open_reference(self.path, self._asked, steps=self._steps, peers=self.peers)
 
+    @override
     def begin_fit(
         self,
         manifest: Mapping[str, Any],
@@ -111,16 +115,6 @@ class Verifying(Session):
         is_resumed: bool = False,
         call: str | None = None,
     ) -> None:
-        """Make ready for the steps of a fit.
-
-        Args:
-            manifest: selection, settings and environment of this run.
-            selection: what is traced.
-            root: where the folder of the verification goes by default.
-            is_resumed: the fit goes on from a checkpoint. Where steps are left out, the first one that is compared need
-                not be the first one after it.
-            call: what it is instead of a fit: "trainer.test", say, of which metrics are compared.
-        """
         go_on(self)
         self.verdict, self._call = None, call
         if self._verification is None:
@@ -156,13 +150,8 @@ class Verifying(Session):
             self.keeper = Keeper(patterns, writer)
             verification.keep_tensors = self.keeper.write
 
+    @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        """Return what the reference had in a step, None when it has no such step.
-
-        Args:
-            step: training batch.
-            digest_state: returns the state that the step begins with; called in the first one after a resume.
-        """
         verification = self._running()
         if verification.is_resuming:
             verification.compare_state(step, digest_state)
@@ -183,8 +172,8 @@ class Verifying(Session):
         run = self._running().reference
         return SavedStep.of(run, rank=self.peers.rank, segment=self._segment, step=step, kind=KEPT).exists
 
+    @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        """Compare a step; return whether to stop because it differs."""
         self.replay.counts.end_step()
         self.program = trace.program.id
         verification = self._running()
@@ -193,13 +182,13 @@ class Verifying(Session):
         return differs and self._on_divergence == "raise"
 
     @property
+    @override
     def may_stop(self) -> bool:
-        """Whether a step that differs ends the fit."""
         return self._on_divergence == "raise"
 
     @property
+    @override
     def progress(self) -> Progress:
-        """What was compared so far, on this process."""
         verification = self._running()
         return Progress(
             num_steps=verification.tally.num_steps,
@@ -210,20 +199,20 @@ class Verifying(Session):
         )
 
     @property
+    @override
     def run_id(self) -> str:
-        """Random identity of the run that is verified."""
         return self._running().run_id
 
+    @override
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Keep what explains the step that ends, as long as it may be the first that differs."""
         self._running().put_evidence(rows)
 
+    @override
     def put_metrics(self, reading: Reading) -> bool:
-        """Compare what the module logged, on rank 0; return whether it differs."""
         return self._running().add_metrics(reading)
 
+    @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        """Leave out the metrics that a resumed fit may lack, on rank 0."""
         self._running().resume_metrics(reading, is_first=is_first)
 
     @override
@@ -231,16 +220,13 @@ class Verifying(Session):
         super().count_call(call)
         self._all_calls.append(call)
 
+    @override
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Keep the list of ops without a deterministic implementation that were called so far."""
         self._running().put_nondeterministic_ops(ops)
 
+    @override
     def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
         """Write the verdict, print the closing line, and raise unless the fits so far match.
-
-        Args:
-            is_resumed: the fit began in the middle.
-            is_early: it was stopped, so that its later steps are not missing.
 
         Raises:
             DivergenceError, NotComparableError: unless ``on_divergence`` is "warn", which warns.
@@ -270,7 +256,7 @@ class Verifying(Session):
             wait(self, Waiting(error=error, is_fatal=self._on_divergence != "warn", write=write))
             return
         self.verdict = verdict
-        report = report_divergence(verification, verdict) if verification.differs_anywhere else None
+        report = _report(verification, verdict) if verification.differs_anywhere else None
         self._say(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
@@ -280,6 +266,7 @@ class Verifying(Session):
             return
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
+    @override
     def stop(self, reason: str) -> None:
         """Close the files: an exception ended the fit. What was found stays found, on each rank by itself."""
         verification = self._running()
@@ -287,7 +274,7 @@ class Verifying(Session):
         later = f" (det-callbacks diff {self.path} {verification.current}: what all ranks found)"
         found = f"no verdict{later if self.peers.world_size > 1 else ''}"
         if self.verdict is not None:
-            report = report_divergence(verification, self.verdict)
+            report = _report(verification, self.verdict)
             found = str(self.verdict.verdict) + ("" if report is None else f"; report: {report}")
         num_steps = count(verification.tally.num_steps, "step")
         rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
@@ -297,7 +284,7 @@ class Verifying(Session):
         """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
         verification = self._running()
         verification.write(verdict)
-        report_divergence(verification, verdict)
+        _report(verification, verdict)
 
     def _say(self, text: str) -> None:
         if self.peers.rank == 0:
@@ -306,3 +293,20 @@ class Verifying(Session):
     def _running(self) -> Verification:
         assert self._verification is not None, "a fit was begun"
         return self._verification
+
+
+def _report(verification: Verification, verdict: Verdict) -> Path | None:
+    """Write ``report.html`` beside the verdict, by rank 0; return where it is, None where it could not be written.
+
+    Args:
+        verification: that found the divergence.
+        verdict: on it.
+    """
+    if verification.rank:
+        return None
+    try:
+        path = verification.current / REPORT_FILE
+        return write_report(path, verdict, reference=verification.reference.path, current=verification.current)
+    except Exception as error:  # the divergence is raised next: no fault of a page may come before it
+        print_closing_line(no_report_line(error))
+        return None

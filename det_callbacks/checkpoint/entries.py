@@ -10,7 +10,6 @@ dictionaries of them; floats count by their bits. Of anything else only the type
 its content.
 """
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -179,50 +178,30 @@ def _with_parameter(entry: Entry, path: str, parameters: Mapping[tuple[int, int]
     return Entry(kind=entry.kind, type=entry.type, digest=entry.digest, shape=entry.shape, parameter=name)
 
 
+_ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device)
+
+
 def encode_plain(value: Any) -> bytes | None:
-    """Return the canonical bytes of a plain value, None where it is not one.
+    """Return the canonical bytes of a plain value, as Python would write it; None where it is not one.
 
     Different values have different bytes, whatever they are made of: 1, 1.0 and True, "" and b"", 0.0 and -0.0 differ.
     """
-    parts: list[bytes] = []
-    return b"".join(parts) if _encode(value, parts, ()) else None
+    text = _text(value, ())
+    return None if text is None else text.encode("utf-8", "surrogatepass")
 
 
-def _encode(value: Any, parts: list[bytes], above: tuple[int, ...]) -> bool:
+def _text(value: Any, above: tuple[int, ...]) -> str | None:
     kind = type(value)
-    if value is None or kind is bool:
-        parts.append({None: b"N", True: b"T", False: b"F"}[value])
-    elif kind is int:
-        parts.append(_sized(b"i", b"%d" % value if abs(value) < 2**2048 else hex(value).encode()))
-    elif kind is float:
-        parts.append(b"f" + struct.pack("<d", value))
-    elif kind is complex:
-        parts.append(b"c" + struct.pack("<dd", value.real, value.imag))
-    elif kind is str:
-        parts.append(_sized(b"s", value.encode("utf-8", "surrogatepass")))
-    elif kind is bytes or kind is bytearray:
-        parts.append(_sized(b"b", bytes(value)))
-    elif kind is torch.dtype or kind is torch.device:
-        parts.append(_sized(b"t", str(value).encode()))
-    elif id(value) in above:
-        return False
-    elif isinstance(value, dict):
-        parts.append(b"d%d:" % len(value))
-        above = (*above, id(value))
-        return all(_encode(key, parts, above) and _encode(inner, parts, above) for key, inner in value.items())
-    elif isinstance(value, set | frozenset):
-        members = [encode_plain(member) for member in value]
-        known = [member for member in members if member is not None]
-        parts.append(b"{%d:" % len(value) + b"".join(sorted(known)))
-        return len(known) == len(members)
-    elif isinstance(value, list | tuple):
-        parts.append((b"l%d:" if isinstance(value, list) else b"(%d:") % len(value))
-        above = (*above, id(value))
-        return all(_encode(inner, parts, above) for inner in value)
-    else:
-        return False
-    return True
-
-
-def _sized(tag: bytes, content: bytes) -> bytes:
-    return tag + b"%d:" % len(content) + content
+    if kind in _ATOMS:
+        return hex(value) if kind is int and abs(value) >= 2**2048 else repr(value)  # Python writes no longer ones
+    if id(value) in above or not isinstance(value, dict | list | tuple | set | frozenset):
+        return None
+    inner = [one for item in value.items() for one in item] if isinstance(value, dict) else list(value)
+    texts = [_text(one, (*above, id(value))) for one in inner]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return None
+    if isinstance(value, set | frozenset):
+        return f"set({', '.join(sorted(known))})"
+    name = "dict" if isinstance(value, dict) else "list" if isinstance(value, list) else "tuple"
+    return f"{name}({', '.join(known)})"

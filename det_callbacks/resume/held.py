@@ -5,6 +5,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -54,43 +55,31 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
         if len(value) <= MAX_ITEMS:
-            for key, item in value.items():
-                yield f"{path}[{key!r}]", item
-        return
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        if len(value) <= MAX_ITEMS:
-            for index, item in enumerate(value):
-                yield f"{path}[{index}]", item
+            yield from ((f"{path}[{key!r}]", item) for key, item in items)
         return
     if isinstance(value, functools.partial):
         yield f"{path}.func", value.func
-        for index, item in enumerate(value.args):
-            yield f"{path}.args[{index}]", item
-        for key, item in value.keywords.items():
-            yield f"{path}.{key}", item
+        yield from ((f"{path}.args[{index}]", item) for index, item in enumerate(value.args))
+        yield from ((f"{path}.{key}", item) for key, item in value.keywords.items())
         return
     if isinstance(value, types.MethodType):
         yield f"{path}.__self__", value.__self__
         return
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
+            with suppress(ValueError):  # a name that has no value yet
                 yield f"{path}.{name}", cell.cell_contents
-            except ValueError:
-                continue  # a name that has no value yet
         return
-    names: dict[str, object] = getattr(value, "__dict__", {})
-    for name, item in list(names.items()):
-        if isinstance(value, torch.nn.Module) and name in ("_modules", "_buffers", "_parameters"):
-            continue
-        yield f"{path}.{name}", item
+    found = dict(getattr(value, "__dict__", {}))
     if isinstance(value, torch.nn.Module):
-        for name, module in value._modules.items():
-            yield f"{path}.{name}", module
+        modules = found.pop("_modules", {})
+        found = {name: item for name, item in found.items() if name not in ("_buffers", "_parameters")} | modules
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield f"{path}.{name}", getattr(value, name)
+                found[name] = getattr(value, name)
+    yield from ((f"{path}.{name}", item) for name, item in found.items())

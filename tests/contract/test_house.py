@@ -21,8 +21,8 @@ _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 # Handlers of everything that do not end in raise, by file and function: each says why nothing is lost by it.
 BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
     (
-        "det_callbacks/callback/reporting.py",
-        "report_divergence",
+        "det_callbacks/callback/verifying.py",
+        "_report",
     ): "a page that cannot be made must not hide the divergence that is raised next; a line says so",
     (
         "det_callbacks/equivalence/mode.py",

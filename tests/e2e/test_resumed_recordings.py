@@ -170,25 +170,6 @@ def test_levels_that_do_not_record_what_is_read_name_it_too(
     assert "is not what the reference ended step 1 with" in str(caught.value)
 
 
-def test_a_state_that_was_restored_is_not_accused_at_any_level(tmp_path: Path) -> None:
-    class OtherSeed(Steady):
-        def on_train_start(self) -> None:
-            torch.manual_seed(5)
-
-    run = tmp_path / "run"
-    fit(
-        DeterminismCallback(run, mode="record", level="state"),
-        Checkpoints(tmp_path, 2),
-        loader=Stateful(),
-        max_epochs=1,
-    )
-    callback = DeterminismCallback(run, current=tmp_path / "current", resume="plain")
-    with pytest.raises(DivergenceError):
-        fit(callback, model=OtherSeed, ckpt_path=tmp_path / "2.ckpt", loader=Stateful(), max_epochs=1)
-    assert callback.verdict is not None
-    assert callback.verdict.cause == "rng"
-
-
 def test_a_later_step_that_differs_takes_back_new_ones_too(recorded: Path, tmp_path: Path) -> None:
     """A run with a gap: steps 0 and 1, and 4 to 7; resumed with step 2 it fills the gap, and must meet step 4."""
     run = tmp_path / "run"

@@ -257,25 +257,11 @@ Damage = Callable[[Path], object]
 UNUSABLE: dict[str, tuple[Damage, type[DetCallbacksError], str, str]] = {
     "missing": (shutil.rmtree, ReferenceNotFoundError, "", "There is no run at"),
     "an empty folder": (lambda run: (shutil.rmtree(run), run.mkdir()), ReferenceNotFoundError, "", "is not a run"),
-    "an empty run.json": (lambda run: (run / "run.json").write_text(""), ReferenceFormatError, "run.json", "is empty"),
-    "half a run.json": (lambda run: shorten(run / "run.json", to=99), ReferenceFormatError, "run.json", "is damaged"),
-    "a run.json of another kind": (
-        lambda run: (run / "run.json").write_text("[]"),
-        ReferenceFormatError,
-        "run.json",
-        "is damaged",
-    ),
     "another format version": (
         lambda run: rewrite(run / "run.json", format_version=99),
         ReferenceFormatError,
         "run.json",
         "has format_version 99, and this version of det_callbacks reads 1",
-    ),
-    "another digest version": (
-        lambda run: rewrite(run / "run.json", digest_version=0),
-        ReferenceFormatError,
-        "run.json",
-        "has digest_version 0",
     ),
     "a changed run.json": (
         lambda run: rewrite(run / "run.json", selection={"level": "op"}),
@@ -284,33 +270,18 @@ UNUSABLE: dict[str, tuple[Damage, type[DetCallbacksError], str, str]] = {
         "not what its digest says",
     ),
     "no steps": (lambda run: (run / STREAM).unlink(), ReferenceFormatError, STREAM, "missing"),
-    "an empty file of steps": (lambda run: shorten(run / STREAM, to=0), ReferenceFormatError, STREAM, "is empty"),
-    "half a header": (lambda run: shorten(run / STREAM, to=100), ReferenceFormatError, STREAM, "header"),
     "no end": (
         lambda run: shorten(run / STREAM, to=-8),
         ReferenceFormatError,
         STREAM,
         "2 is the last whole step",
     ),
-    "half an end": (lambda run: shorten(run / STREAM, to=-4), ReferenceFormatError, STREAM, "torn"),
     "half a step": (
         lambda run: shorten(run / STREAM, to=-60),
         ReferenceFormatError,
         STREAM,
         "1 is the last whole step",
     ),
-    "a flipped bit": (
-        lambda run: (run / STREAM).write_bytes(flipped((run / STREAM).read_bytes(), -40)),
-        ReferenceFormatError,
-        STREAM,
-        "damaged",
-    ),
-}
-DAMAGED_PARTS: dict[str, tuple[Damage, str]] = {
-    "a program that is missing": (lambda path: path.unlink(), "it is missing"),
-    "an empty program": (lambda path: shorten(path, to=0), "is not Parquet"),
-    "half a program": (lambda path: shorten(path, to=-30), "is not Parquet"),
-    "a program with a flipped bit": (lambda path: path.write_bytes(flipped(path.read_bytes(), 300)), "damaged"),
 }
 
 
@@ -327,7 +298,7 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(
 ) -> None:
     damage, kind, file, message = UNUSABLE[case]
     damage(reference)
-    if steps == "common" and case in ("no end", "half an end", "half a step"):
+    if steps == "common" and case in ("no end", "half a step"):
         callback = DeterminismCallback(reference, current=tmp_path / "current", steps="common")
         fit(callback)
         assert callback.verdict is not None
@@ -344,20 +315,16 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(
 
 
 @pytest.mark.parametrize("part", ["programs", "layouts"])
-@pytest.mark.parametrize("case", DAMAGED_PARTS)
 def test_a_damaged_program_is_an_error_also_where_the_steps_agree(
-    case: str, part: str, reference: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    part: str, reference: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, message = DAMAGED_PARTS[case]
     for path in (reference / part).iterdir():
-        damage(path)
+        path.write_bytes(flipped(path.read_bytes(), 300))
     callback = DeterminismCallback(reference, current=tmp_path / "current")
-    with pytest.raises(ReferenceFormatError, match=message) as caught:
+    with pytest.raises(ReferenceFormatError, match="damaged") as caught:
         fit(callback)
     assert Path(caught.value.path).parent == reference / part
-    assert caught.value.path in str(caught.value)
     assert callback.verdict is None
     assert not (tmp_path / "current" / "verdict.json").exists()
     assert cli.main(["diff", str(reference), str(recorded)]) == 2
     assert caught.value.path in capsys.readouterr().err
-    assert cli.main(["diff", str(recorded), str(reference)]) == 2
