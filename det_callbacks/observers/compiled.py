@@ -41,7 +41,7 @@ def replay_leaf(tensor: Tensor, name: str, path: str, index: int) -> Tensor:
     """Return a copy of one tensor, with the saved bits where a run is verified."""
     copy = tensor.clone()
     if REGISTRY.sink is not None:
-        REGISTRY.sink.replay(name, [(path, copy)], first=index)
+        REGISTRY.sink.observe(name, [(path, copy)], first=index, is_replayed=True)
     return copy
 
 
@@ -56,36 +56,24 @@ for _op in (observe_leaf, observe_plain, observe_int, replay_leaf):
     _op.register_effect(EffectType.ORDERED)
 
 
-def observe_in_graph(name: str, leaves: Leaves) -> None:
-    """Make the ops that record the leaves of an observation when the graph runs."""
-    for index, (path, leaf) in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            observe_leaf(leaf.detach(), name, path, index)
-        else:
-            _observe_value(name, path, index, leaf)
-
-
-def _observe_value(name: str, path: str, index: int, value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        observe_int(name, path, index, value)
-    else:
-        observe_plain(name, path, index, repr(value))
-
-
-def replay_in_graph(name: str, leaves: Leaves) -> None:
-    """Make the ops that save the tensors of an observation, or put the saved bits into them, when the graph runs.
+def observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
+    """Make the ops that record the leaves of an observation when the graph runs, or save them and put them back.
 
     The copy back is one that autograd does not see: what it saved of the tensor are the bits put back, as in the run
-    that was recorded.
+    that was recorded. Plain values are part of the graph, and stay as they are.
     """
     for index, (path, leaf) in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            _observe_value(name, path, index, leaf)
-            continue
-        with torch.no_grad():
-            kept = replay_leaf(leaf.detach(), name, path, index)
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(leaf):
-                leaf.copy_(kept)
+        if isinstance(leaf, Tensor) and is_replayed:
+            with torch.no_grad():
+                saved = replay_leaf(leaf.detach(), name, path, index)
+                with torch.autograd.grad_mode._unsafe_preserve_version_counter(leaf):
+                    leaf.copy_(saved)
+        elif isinstance(leaf, Tensor):
+            observe_leaf(leaf.detach(), name, path, index)
+        elif isinstance(leaf, int) and not isinstance(leaf, bool):
+            observe_int(name, path, index, leaf)
+        else:
+            observe_plain(name, path, index, repr(leaf))
 
 
 def _plain(text: str) -> Any:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from det_callbacks.observers.compiled import observe_in_graph, replay_in_graph
+from det_callbacks.observers.compiled import observe_in_graph
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.observers.values import check_name, observed_leaves, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
@@ -41,7 +41,7 @@ def observe(name: str, tree: _Tree) -> _Tree:
         return tree
     leaves = observed_leaves(name, tree)
     if torch.compiler.is_compiling():
-        observe_in_graph(name, leaves)
+        observe_in_graph(name, leaves, is_replayed=False)
     else:
         sink.observe(name, leaves)
     return tree
@@ -71,9 +71,9 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
         return tree
     leaves = observed_leaves(name, tree)
     if torch.compiler.is_compiling():
-        replay_in_graph(name, leaves)
+        observe_in_graph(name, leaves, is_replayed=True)
         return tree
-    values = sink.replay(name, leaves)
+    values = sink.observe(name, leaves, is_replayed=True)
     return rebuild(tree, name, values) if values else tree
 
 

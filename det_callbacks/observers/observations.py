@@ -120,27 +120,36 @@ class Observations:
 
     # what the functions call
 
-    def observe(self, name: str, leaves: Leaves, *, first: int = 0) -> None:
-        """Record values at this point of the step; ``first`` is the index of the first of them among all leaves."""
-        if self._takes(name):
-            self._occurrence(name, first)
-            self._record(leaves)
+    def observe(self, name: str, leaves: Leaves, *, first: int = 0, is_replayed: bool = False) -> Mapping[str, Any]:
+        """Record values at this point of the step; with ``is_replayed`` save them, or put back what was saved.
 
-    def replay(self, name: str, leaves: Leaves, *, first: int = 0) -> Mapping[str, Any]:
-        """Save or put back values (tensors in place) and record them; return the plain ones that were others."""
-        self._require_every_step(name)
+        Args:
+            name: of the observation.
+            leaves: what is recorded; tensors are put back in place.
+            first: index of the first of them among all leaves of the observation.
+            is_replayed: whether they are saved or put back.
+
+        Returns:
+            The plain values that are others than the saved ones, by path.
+        """
+        if is_replayed:
+            self._require_every_step(name)
         if not self._takes(name):
             return {}
         occurrence = self._occurrence(name, first)
         changed: dict[str, Any] = {}
-        values: list[tuple[str, Any]] = []
+        entries: list[tuple[str, Any]] = []
         for index, (path, leaf) in enumerate(leaves, start=first):
-            key = f"observation:{name}#{occurrence}.{index}"
-            value = self._replay.exchange(key, leaf, op=name, late=self._recorder.late)
-            if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
-                changed[path] = value
-            values.append((path, value))
-        self._record(values, is_source=True)
+            value = leaf
+            if is_replayed:
+                key = f"observation:{name}#{occurrence}.{index}"
+                value = self._replay.exchange(key, leaf, op=name, late=self._recorder.late)
+                if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
+                    changed[path] = value
+            entries.append((path, _recorded(value)))
+        phase, module = self._place()
+        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_replayed)
+        self._notify()
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -243,12 +252,6 @@ class Observations:
         if _graph_task_id() == -1:
             return self._recorder.phase, self._recorder.modules.current.module
         return "backward", self._recorder.backward.scope().module
-
-    def _record(self, leaves: Leaves, *, is_source: bool = False) -> None:
-        phase, module = self._place()
-        entries = [(path, _recorded(leaf)) for path, leaf in leaves]
-        record_group(self._recorder, "observation", phase, entries, owner=module, is_source=is_source)
-        self._notify()
 
     def _notify(self) -> None:
         # not within an op of a compiled graph: an observer that ends there could not take its mode from the stack
