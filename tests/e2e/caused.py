@@ -35,6 +35,7 @@ class Training:
     shuffle_seed: int | None = 1
     listing: str = "sorted"
     num_samples: int = SAMPLES
+    batch_size: int = BATCH
     augment: str = "none"
     num_workers: int = 0
     draws_in_validation: bool = False
@@ -101,7 +102,7 @@ class Training:
         """The loaders of training and validation."""
         data = Listed(self)
         generator = None if self.shuffle_seed is None else torch.Generator().manual_seed(self.shuffle_seed)
-        train = DataLoader(data, BATCH, shuffle=True, generator=generator, num_workers=self.num_workers)
+        train = DataLoader(data, self.batch_size, shuffle=True, generator=generator, num_workers=self.num_workers)
         return train, DataLoader(Listed(replace(self, augment="none")), 2 * BATCH)
 
 

@@ -55,6 +55,7 @@ class Fault:
     cause: str
     says: tuple[str, ...]
     base: dict[str, Any] = field(default_factory=dict)
+    says_not: tuple[str, ...] = ()
     module: dict[str, str] | None = None
     """Network -> module of the first divergence."""
 
@@ -93,6 +94,15 @@ FAULTS = {
         # the text is augmented without random numbers; there, the order of the second epoch differs
         cause="data_content|data_order",
         says=("num_workers of train_dataloader: 0 in the reference, 2 now",),
+    ),
+    "another batch size": Fault(
+        change={"batch_size": 32},
+        cause="settings",
+        says=(
+            "Give the loader the same batch size: the sampler drew the same samples, and they are cut into other batches",
+            "batch_size of train_dataloader: 16 in the reference, 32 now",
+        ),
+        says_not=("nowhere", "drew other"),
     ),
     "a data set without one sample": Fault(
         change={"num_samples": 95},
@@ -177,7 +187,9 @@ EVERYDAY = (
     "validation draws",
     "callback draws",
     "weights loaded by a callback",
+    "another batch size",
     "a data set without one sample",
+    "learning rate",
 )
 WEIGHTS = {"digits": "net.5.bias", "text": "net.head.bias"}
 
@@ -238,6 +250,7 @@ def test_the_cause_of_a_planted_fault_is_named(
     for part in fault.says:
         if level == "op" or not part.startswith(_OF_OPS):
             assert part.format(weight=WEIGHTS[network]) in said
+    assert not [part for part in fault.says_not if part in said]
     assert verdict.first_divergence is not None
     if level == "op" and fault.module is not None and network in fault.module:
         assert verdict.first_divergence.module == fault.module[network]
