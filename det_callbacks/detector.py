@@ -227,7 +227,7 @@ class StepDetector:
         num_wanted = sum(step >= fit.begins for step in fit.known) if self._steps == "all" else 0
         self.has_divergence |= len(fit.done) < num_wanted
 
-    def _record(self, run_id: str, stop: Stop | None, pending: Sequence[str] = ()) -> RankRecord:
+    def _record(self, run_id: str, stop: Stop | None) -> RankRecord:
         return RankRecord(
             run_id=run_id,
             reference_id=self.reference.run_id,
@@ -236,7 +236,6 @@ class StepDetector:
             fits=tuple(fit.to_record() for fit in self._fits.values()),
             tally=self.tally,
             stopped=stop,
-            pending=tuple(pending),
         )
 
     def _stop(self, reason: str, *, is_within: bool = False) -> Stop:

@@ -23,7 +23,7 @@ from det_callbacks.compare.opening import (
 )
 from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
-from det_callbacks.compare.record import Tally
+from det_callbacks.compare.record import TOGETHER, Tally
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.report.advice import advise, evidence_lines
@@ -138,10 +138,10 @@ def judge_runs(
         ours: the reference.
         theirs: the current run.
         names: of both, as the verdict shows them.
-        steps: likewise, as what follows.
-        check_files: see there.
-        jobs: see there.
-        progress: see there.
+        steps: as there, and so are check_files, jobs and progress.
+        check_files: likewise.
+        jobs: likewise.
+        progress: likewise.
         is_one_run: they are one run, which a resumed attempt disagrees with: that it has no end says nothing.
     """
     here = theirs.environment
@@ -308,8 +308,9 @@ class Findings:
         return self.walk.reference.world_size > 1
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return who started the difference; None where one process ran, or nothing differs."""
-        if not self._show_rank or not first:
+        """Return who started the difference; None where one process ran, none differs, or one is not known."""
+        stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
+        if not self._show_rank or not first or stops - {TOGETHER}:
             return None
         known = (first.get(rank) for rank in self.walk.reference.ranks)
         return classify([None if one is None else one.among_ranks for one in known])

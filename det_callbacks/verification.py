@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from det_callbacks.compare.metrics import MetricComparison
-from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE, Stop, record_path, write_record
+from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, Stop, record_path, write_record
 from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import RankError
 from det_callbacks.judge import compare_runs
@@ -159,12 +159,12 @@ class Verification(StepDetector):
         self._metrics.end(with_calls=False)
         self.has_divergence |= self._metrics.num_differing > 0
 
-    def finish(self, *, pending: Sequence[str] = (), is_early: bool = False, is_within: bool = False) -> Verdict:
+    def finish(self, *, is_pending: bool = False, is_early: bool = False, is_within: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
 
         Args:
-            pending: fits and tests of the reference that have not run yet. They are missing in the verdict, and as long
-                as nothing else differs it is not written.
+            is_pending: fits or tests of the reference have not run yet. They are missing in the verdict, and as long as
+                nothing else differs it is not written.
             is_early: the run was stopped because it differs, so that its later steps are not missing.
             is_within: it was stopped within a step.
 
@@ -172,10 +172,10 @@ class Verification(StepDetector):
             NothingComparedError: no step was compared.
             RankError: on the other ranks, when rank 0 could not judge.
         """
-        stop = self._stop("divergence", is_within=is_within) if is_early else None
+        stop = self._stop(TOGETHER, is_within=is_within) if is_early else None
 
         def seal() -> bool:
-            self._seal(stop, pending, complete=True)
+            self._seal(stop, complete=True)
             return self.has_divergence
 
         self.differs_anywhere = any(self._peers.agree(seal, task=END_OF_FIT))
@@ -188,7 +188,7 @@ class Verification(StepDetector):
                 error.rank,
                 error.exit_code,
             ) from error
-        if not pending or self.differs_anywhere:
+        if not is_pending or self.differs_anywhere:
             self.write(verdict)
         return verdict
 
@@ -198,7 +198,7 @@ class Verification(StepDetector):
         Returns:
             The verdict of one process that differs. Of several processes whoever asks later gets one.
         """
-        self._seal(self._stop(reason), (), complete=False)
+        self._seal(self._stop(reason), complete=False)
         if not self.has_divergence or self._peers.world_size > 1:
             return None
         verdict = compare_runs(self.reference.path, self.current)
@@ -208,9 +208,9 @@ class Verification(StepDetector):
     def _judge(self) -> dict[str, Any]:
         return compare_runs(self.reference.path, self.current).to_dict()
 
-    def _seal(self, stop: Stop | None, pending: Sequence[str], *, complete: bool) -> None:
+    def _seal(self, stop: Stop | None, *, complete: bool) -> None:
         self._writer.close(complete=complete)
-        record = self._record(self.run_id, stop, pending)
+        record = self._record(self.run_id, stop)
         write_record(self.current, replace(record, environment=self._environment))
 
     def write(self, verdict: Verdict) -> None:

@@ -244,10 +244,10 @@ class Verifying(Session):
             verification.end_fit()
         missing = ["fit"] * (verification.num_segments - self._segment - 1)
         missing += self.peers.agree(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
-        pending = [] if is_early or self._steps == "common" else missing
-        verdict = verification.finish(pending=pending, is_early=is_early)
+        is_pending = bool(missing) and not is_early and self._steps == "all"
+        verdict = verification.finish(is_pending=is_pending, is_early=is_early)
         level = level_words(self._selection.level, self._selection.compiled, verdict.coverage.opaque_regions)
-        if pending and not verification.differs_anywhere:
+        if is_pending and not verification.differs_anywhere:
             ended = ["fit"] * (self._segment + 1) + self._all_calls
             stages, num_ended = [*ended, *missing], len(ended)
             self._say(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))

@@ -24,6 +24,9 @@ RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
 REPORT_FILE = "report.html"
 
+TOGETHER = "divergence"
+"""Why a verification was stopped on all ranks after the same step: it differed on one of them."""
+
 Ranges = tuple[tuple[int, int], ...]
 """First and last steps, both included; what lies between two of them is all that the reference has there."""
 
@@ -131,7 +134,7 @@ class Stop:
     Attributes:
         segment: fit.
         step: the last one that was compared; -1 before the first.
-        reason: "divergence", or the name of an exception.
+        reason: TOGETHER, or the name of an exception.
         is_within: the step had not ended: only what it had reached was compared.
     """
 
@@ -154,7 +157,6 @@ class RankRecord:
         tally: of all that was compared, stored or not; metrics are not in it, which are stored.
         environment: how that of this rank differs from the reference's.
         stopped: None where all fits came to their end.
-        pending: fits and tests of the reference that had not run, by name.
     """
 
     run_id: str
@@ -165,7 +167,6 @@ class RankRecord:
     tally: Tally
     environment: tuple[EnvironmentDifference, ...] = ()
     stopped: Stop | None = None
-    pending: tuple[str, ...] = ()
 
     def fit(self, segment: int) -> FitRecord | None:
         """Return what it says of a fit; None where that was not begun."""

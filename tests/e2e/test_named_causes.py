@@ -99,7 +99,7 @@ FAULTS = {
         change={"batch_size": 32},
         cause="settings",
         says=(
-            "Give the loader the same batch size: the sampler drew the same samples, and they are cut into other batches",
+            "Give the loader the same batch size: the sampler drew the same samples, and they are cut into other",
             "batch_size of train_dataloader: 16 in the reference, 32 now",
         ),
         says_not=("nowhere", "drew other"),

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import require_one_verdict
 from pairs import Trace, detector, record, run_fits, steps_of
-from step_builder import StepBuilder, training_step
+from step_builder import StepBuilder, reducing_step, training_step
 
 from det_callbacks import verification as verifying
-from det_callbacks.compare.record import RankRecord, record_path, write_record
+from det_callbacks.compare.record import TOGETHER, FitRecord, RankRecord, Stop, Tally, record_path, write_record
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.judge import compare_runs
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
 CHANGES: list[dict[str, Any]] = [{}, {}, {}, {"noise_at": 2}, {"lr": 0.2}, {"insert_at": 3}]
@@ -132,7 +133,7 @@ def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
     reference = record(tmp_path / "reference", [steps_of(range(3)), steps_of(range(2))])
     live = detector(reference, tmp_path / "current")
     run_fits(live, [steps_of(range(3))])
-    live.finish(pending=["fit"])
+    live.finish(is_pending=True)
     assert not live.differs_anywhere
     assert not (tmp_path / "current" / "verdict.json").exists()
     verdict = compare_runs(reference, tmp_path / "current")
@@ -208,3 +209,32 @@ def test_a_verification_is_no_reference(reference: Path, tmp_path: Path) -> None
     verified(reference, tmp_path / "current")
     with pytest.raises(ReferenceFormatError, match="is no reference"):
         compare_runs(tmp_path / "current", reference)
+
+
+@pytest.mark.parametrize("reason", [TOGETHER, "ValueError"])
+def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason: str, tmp_path: Path) -> None:
+    """What a collective delivered to one rank is its own fault only where all others put in what the reference did."""
+    reference = record(tmp_path / "reference", {1: reducing_step()}, others=[{1: reducing_step()}])
+    current = record(
+        tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify", keeps="diverging"
+    )
+    runs = Run.open(reference), Run.open(current)
+    for rank, stored in enumerate((1, 0)):
+        fit = FitRecord(segment=0, compared=((1, 1),), differing=((1, 1),) * stored, num_stored=stored)
+        stop = Stop(segment=0, step=1, reason=TOGETHER if stored else reason)
+        tally = Tally(num_steps=1, num_sites=6, num_differing=2 * stored)
+        write_record(
+            current,
+            RankRecord(
+                run_id=runs[1].run_id,
+                reference_id=runs[0].run_id,
+                rank=rank,
+                steps="all",
+                fits=(fit,),
+                tally=tally,
+                stopped=stop,
+            ),
+        )
+    verdict = compare_runs(reference, current)
+    assert verdict.verdict == "diverged"
+    assert verdict.cause == ("collective" if reason == TOGETHER else "unknown")
