@@ -1,4 +1,4 @@
-"""RewindPoint testing for training runs: record, verify bit for bit, and name the op that differs."""
+"""Snapshot testing for training runs: record, verify bit for bit, and name the op that differs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -90,20 +90,6 @@ def test_an_interrupt_at_any_line_leaves_right_digests_or_an_error(monkeypatch: 
     assert num_lost < line / 20
 
 
-def test_a_launch_asks_no_tensor_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Tensor.data_ptr`` is watched while a step is recorded, and costs microseconds then."""
-    monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 16)
-    method = StreamedDigest()
-    monkeypatch.setattr(StreamedDigest, "_tell_allocator", triton_digest.TritonDigest._tell_allocator)
-    values = random_bytes(100, LEAF_BYTES + 9, 3 * LEAF_BYTES)
-    expected = digests(values)
-    asked = []
-    real = torch.Tensor.data_ptr
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda value: asked.append(value) or real(value))
-    assert method.collect([method.launch(spans(values), stream) for stream in ("main", "side")]) == expected * 2
-    assert asked == []
-
-
 def test_a_stream_of_an_earlier_step_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be gone: a library's own stream is destroyed with the library's objects."""
     monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 16)

@@ -43,7 +43,7 @@ class CopiedLaunch:
         if self._copied is not None:
             if self._arrived is not None:
                 self._arrived.synchronize()
-            address = self._copied.untyped_storage().data_ptr()  # a tensor's data_ptr is watched in a step
+            address = self._copied.data_ptr()
             digests = []
             for size in self._sizes:
                 digests.append(digest_memory(address, size))

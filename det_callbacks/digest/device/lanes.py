@@ -55,7 +55,7 @@ class _Slots:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.address = _address(tensor)
+        self.address = tensor.data_ptr()
         self.num_used = 0
 
 
@@ -76,7 +76,7 @@ class Lane:
         self.stream = stream
         self._handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
         self._launchers = launchers
-        self._constants = _address(constants)
+        self._constants = constants.data_ptr()
         self._device = constants.device
         self._tile_bytes: int = kernels.TILE_BYTES
         self._spans_per_launch: int = kernels.SPANS_PER_LAUNCH
@@ -86,8 +86,8 @@ class Lane:
         # a span of several leaves has at least nine tiles for two of them
         self._hashes = self._empty(max(num_tiles // 4, 1))
         self._table = self._empty(TABLE_WORDS)
-        self._sums_address, self._hashes_address = _address(self._sums), _address(self._hashes)
-        self._table_address = _address(self._table)
+        self._sums_address, self._hashes_address = self._sums.data_ptr(), self._hashes.data_ptr()
+        self._table_address = self._table.data_ptr()
         self._slots = _Slots(self._empty(NUM_SLOTS))
         self._waiting = _Waiting()
 
@@ -186,7 +186,7 @@ class Lane:
             counts.append(-(-8 * counts[-1] // LEAF_BYTES))
         # freed in the stream's order, after what is enqueued here
         hashes = self._empty(sum(counts[:-1]))
-        place = _address(hashes)
+        place = hashes.data_ptr()
         held = self._num_tiles * self._tile_bytes // LEAF_BYTES * LEAF_BYTES
         try:
             for begin in range(0, num_bytes, held):
@@ -199,11 +199,6 @@ class Lane:
         except BaseException:  # Ctrl-C too: half a row would stay
             self._waiting = _Waiting()  # rows that point to memory which is let go here
             raise
-
-
-def _address(tensor: torch.Tensor) -> int:
-    # Tensor.data_ptr is watched while a step is recorded, and told of each time
-    return tensor.untyped_storage().data_ptr()
 
 
 def _levels(counts: Sequence[int], place: int, slot: int) -> list[list[int]]:

@@ -103,7 +103,6 @@ class TritonDigest:
             DetCallbacksError: if the current stream is capturing a CUDA graph.
         """
         require_no_capture()
-        # by identity: a tensor's address is asked for as often as there are launches, and told of each time
         bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
         for part in launched:
             slots, first, last = bounds.get(id(part.slots), (part.slots, part.first, part.first))
