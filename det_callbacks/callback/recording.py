@@ -73,6 +73,7 @@ class Recording(Session):
         super().__init__(peers)
         self.path = path
         self._patterns = replay, keep
+        self._step_writers: list[StepWriter] = []
         self._budget_mib = budget_mib
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
@@ -123,10 +124,9 @@ class Recording(Session):
         else:
             self._writer = self._create(manifest)
         self._has_fit = True
-        if self.replay is not None:
-            self.replay.start_segment(self._writer.stream, self._writer.segment)
-            if self.keeper is not None:
-                self.keeper.start_segment(self._writer.stream, self._writer.segment)
+        if self._step_writers:
+            for step_writer in self._step_writers:
+                step_writer.start_segment(self._writer.stream, self._writer.segment)
             return
         self.replay = Replay(self._step_writer(self._writer, REPLAY))
         replay, keep = self._patterns
@@ -136,14 +136,9 @@ class Recording(Session):
             self.keeper = Keeper(keep, self._step_writer(self._writer, KEPT))
 
     def _step_writer(self, writer: RunWriter, kind: str) -> StepWriter:
-        return StepWriter(
-            writer.stream,
-            kind,
-            run_id=writer.run_id,
-            rank=self.peers.rank,
-            segment=writer.segment,
-            budget_mib=self._budget_mib,
-        )
+        place: dict[str, Any] = {"run_id": writer.run_id, "rank": self.peers.rank, "segment": writer.segment}
+        self._step_writers.append(StepWriter(writer.stream, kind, **place, budget_mib=self._budget_mib))
+        return self._step_writers[-1]
 
     def _is_there(self) -> bool:
         """Return whether rank 0 sees a run to go on with; the others see its folder."""
@@ -194,8 +189,6 @@ class Recording(Session):
             saved = SavedStep.of(earlier, rank=self.peers.rank, segment=writer.segment, step=step)
         assert self.replay is not None, "a fit was begun"
         self.replay.begin(saved)
-        if self.exchange is not None:
-            self.exchange.begin()
         if self.keeper is not None:
             self.keeper.begin()
         return expectation
@@ -340,10 +333,9 @@ class Recording(Session):
 
     def _discard(self) -> None:
         """Take the attempt back; another fit would go on with the run anew."""
-        if self.replay is not None:
-            self.replay.delete()
-        if self.keeper is not None:
-            self.keeper.delete()
+        for step_writer in self._step_writers:
+            step_writer.delete()
+        self._step_writers.clear()
         self._running().discard_attempt()
         self._writer = self._agreement = self.replay = self.exchange = self.keeper = None
         self._has_diverged = False

@@ -135,7 +135,7 @@ class Verifying(Session):
         self._calls.clear()
         if self.keeper is not None and self._segment:
             stream = stream_path(self._verification.current, self.peers.rank, 0, self._segment)
-            self.keeper.start_segment(stream, self._segment)
+            self.keeper.writer.start_segment(stream, self._segment)
         self._verification.begin_fit(self._segment, is_resumed=is_resumed, is_every_step=selection.is_every_step)
 
     def _begin_keeping(self, verification: Verification) -> None:
@@ -161,8 +161,6 @@ class Verifying(Session):
             run, rank = verification.reference, verification.rank
             saved = SavedStep.of(run, rank=rank, segment=self._segment, step=step)
         self.replay.begin(saved)
-        if self.exchange is not None:
-            self.exchange.begin()
         if self.keeper is not None:
             self.keeper.begin(is_wanted=expectation is not None and self._has_kept(step))
         return expectation

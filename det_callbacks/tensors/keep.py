@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,22 +54,14 @@ class Keeper(OpSelection):
 
     Attributes:
         counts: what was kept so far, and what was not, in all fits.
+        writer: of the steps.
     """
 
     def __init__(self, patterns: Sequence[str], writer: StepWriter) -> None:
         super().__init__(patterns)
         self.counts = KeptCounts()
-        self._writer = writer
+        self.writer = writer
         self.begin()
-
-    def start_segment(self, stream: Path, segment: int) -> None:
-        """Go on with the steps of another fit."""
-        self.begin()
-        self._writer.start_segment(stream, segment)
-
-    def delete(self) -> None:
-        """Delete everything that was kept beside the stream: its attempt is taken back."""
-        self._writer.delete()
 
     def begin(self, *, is_wanted: bool = True) -> None:
         """Start a step, and forget the one under way.
@@ -81,7 +72,7 @@ class Keeper(OpSelection):
         self._is_wanted = is_wanted
         self._calls: list[_Call] = []
         self._left_out: list[str] = []
-        self._writer.num_bytes = 0
+        self.writer.num_bytes = 0
 
     def begin_call(
         self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites | None = None
@@ -106,13 +97,13 @@ class Keeper(OpSelection):
             return
         call.outputs = list(zip(held, copies, strict=True))
         call.position = position
-        self._writer.num_bytes += call.num_bytes
+        self.writer.num_bytes += call.num_bytes
         self._calls.append(call)
 
     def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
         """Return copies, None where they do not fit or cannot be made."""
         try:
-            return self._writer.copy(tensors, call.op, call.late, pending=call.num_bytes)
+            return self.writer.copy(tensors, call.op, call.late, pending=call.num_bytes)
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
             self._left_out.append(str(error))
             return None
@@ -128,12 +119,12 @@ class Keeper(OpSelection):
         for call in self._calls:
             tensors.update(_entries(call, trace))
         try:
-            size = self._writer.write(step, tensors, self._missing())
+            size = self.writer.write(step, tensors, self._missing())
         except (DetCallbacksError, OSError) as error:  # the run does not depend on it
             self._left_out += [str(error)] * len(self._calls)
             tensors, size = {}, 0
             with suppress(OSError):  # then the closing line alone says it
-                self._writer.write(step, {}, self._missing())
+                self.writer.write(step, {}, self._missing())
         if tensors:
             self.counts = replace(
                 self.counts,

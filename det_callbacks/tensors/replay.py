@@ -57,6 +57,7 @@ class Replay:
     Attributes:
         saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
         counts: what was saved; without a writer, what was put back.
+        calls: of the ops at each place of the step under way, of those that are saved or put back.
     """
 
     def __init__(self, writer: StepWriter | None = None) -> None:
@@ -72,6 +73,7 @@ class Replay:
         self._copies: dict[str, SavedTensor] = {}
         self._values: dict[str, Any] = {}
         self._ops: list[tuple[str, int]] = []
+        self.calls: Counter[str] = Counter()
         if self._writer is not None:
             self._writer.num_bytes = 0
 
@@ -148,17 +150,6 @@ class Replay:
             copy = live.clone()
         write_bits(saved, copy, late)
         return copy
-
-    def start_segment(self, stream: Path, segment: int) -> None:
-        """Go on with the steps of another fit."""
-        assert self._writer is not None, "it saves tensors"
-        self.begin(None)
-        self._writer.start_segment(stream, segment)
-
-    def delete(self) -> None:
-        """Delete everything that was saved beside the stream: its attempt is taken back."""
-        assert self._writer is not None, "it saves tensors"
-        self._writer.delete()
 
     def error(self, saved: SavedStep, what: str) -> ReferenceFormatError:
         """Return the error of something that was not saved as it should be."""
@@ -241,19 +232,14 @@ class OpReplay(OpSelection):
     def __init__(self, patterns: Sequence[str], replay: Replay) -> None:
         super().__init__(patterns)
         self._replay = replay
-        self._calls: Counter[str] = Counter()
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._calls.clear()
 
     def exchange(
         self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
     ) -> Sequence[Any]:
         """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
         place = f"{phase}/{module}:{op}"
-        call = self._calls[place]
-        self._calls[place] += 1
+        call = self._replay.calls[place]
+        self._replay.calls[place] += 1
         keys = [f"{place}#{call}.{index}" for index in range(len(outputs))]
         values = [self._replay.exchange(key, out, op=op, late=late) for key, out in zip(keys, outputs, strict=True)]
         for key, value, output in zip(keys, values, outputs, strict=True):

@@ -164,7 +164,7 @@ def test_what_is_not_kept_is_said_step_by_step(tmp_path: Path) -> None:
     keeping = keeper(tmp_path / "run", "aten.ones.default", budget=0.001)
     for step, size in enumerate((100, 400, 400)):
         trace(keeping, lambda size=size: torch.ones(size), step)
-    keeping.start_segment(stream_path(tmp_path / "run", 0, 0, 1), 1)
+    keeping.writer.start_segment(stream_path(tmp_path / "run", 0, 0, 1), 1)
     trace(keeping, lambda: torch.ones(400), 0)
     steps = [kept_step(tmp_path / "run", step, segment) for segment, step in ((0, 0), (0, 1), (0, 2), (1, 0))]
     assert [step.num_missing for step in steps] == [0, 1, 1, 1]

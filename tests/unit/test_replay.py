@@ -395,7 +395,6 @@ def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
 def step_of(exchange: OpReplay, device: LateDevice, noise: Tensor) -> StepTrace:
     mode = HashMode()
     mode.recorder.exchange = exchange
-    exchange.begin()
     with in_every_step(device), mode:
         hidden = torch.zeros(3) + noise
         hidden.add_(noise).mul_(2)  # each overwrites what was put back into the one before
