@@ -24,7 +24,6 @@ CONFIG = """
 defaults: [_self_, override hydra/job_logging: none, override hydra/hydra_logging: none]
 fault: none
 steps: -1
-fails: null
 callbacks: {}
 hydra:
   searchpath: ['pkg://det_callbacks.conf']

@@ -16,7 +16,6 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.check import NUM_WORKERS_VARIABLE
-from det_callbacks.cli import main
 from det_callbacks.errors import SettingsError
 from det_callbacks.verdict import Verdict
 
@@ -83,20 +82,6 @@ def test_an_application_that_builds_no_callback_is_no_match(check: Check) -> Non
     assert "no DeterminismCallback ran a fit in this job" in done.errors
     assert "passes them to the Trainer" in done.text
     assert "it could not be checked whether the script repeats itself" in done.text
-
-
-@pytest.mark.slow
-def test_the_folder_is_a_new_one_each_time(
-    check: Check, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is not named; one that holds something is refused."""
-    words = ["--", sys.executable, "train.py", "fails=record"]
-    assert [main(["check", *words]) for _ in range(2)] == [2, 2]
-    homes = sorted(Path("determinism-check").iterdir())
-    assert len(homes) == 2
-    assert str(homes[1]) in capfd.readouterr().out
-    assert main(["check", "--to", str(homes[0]), *words]) == 2
-    assert "is not an empty folder" in capfd.readouterr().err
 
 
 # real processes: what only a new one can have different, and an interruption
