@@ -106,19 +106,8 @@ class Site:
 
     def identity(self) -> list[object]:
         """Return what distinguishes this site, JSON-able: everything but its source lines."""
-        return [
-            self.phase,
-            self.module,
-            self.op,
-            self.occurrence,
-            self.output,
-            self.role,
-            self.name,
-            self.arguments,
-            list(self.varying),
-            list(self.inputs),
-            self.recomputed,
-        ]
+        place = [self.phase, self.module, self.op, self.occurrence, self.output, self.role, self.name]
+        return [*place, self.arguments, list(self.varying), list(self.inputs), self.recomputed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

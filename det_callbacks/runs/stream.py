@@ -53,7 +53,6 @@ _ARRAYS = (7 << 32, *(1, 0) * 6)
 _VALUES = struct.Struct("<qi4xQQQ2i")
 """The body before the digests: step, epoch, program, layout, chain and the offsets of the list."""
 _HEAD_BYTES = 432
-_NUM_DIGESTS_AT = 416
 _PREFIX_BYTES = _HEAD_BYTES + _VALUES.size
 
 

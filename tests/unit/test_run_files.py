@@ -92,17 +92,6 @@ def test_a_layout_is_read_as_it_was_written(tmp_path_factory, layout):
     assert [path.name for path in (folder / LAYOUTS).iterdir()] == [f"{layout.id:016x}.parquet"]
 
 
-def test_what_is_there_is_not_written_again(folder):
-    program, layout = small_program(), small_layout()
-    write_program(folder, program)
-    write_layout(folder, layout)
-    paths = [program_path(folder, program.id), layout_path(folder, layout.id)]
-    before = [path.stat().st_mtime_ns for path in paths]
-    write_program(folder, program)
-    write_layout(folder, layout)
-    assert [path.stat().st_mtime_ns for path in paths] == before
-
-
 @pytest.mark.parametrize("kind", ["program", "layout"])
 def test_a_table_that_is_not_what_its_name_says_is_refused(folder, kind):
     if kind == "program":
@@ -383,12 +372,6 @@ def test_only_the_named_steps_are_selected() -> None:
     assert [step for step in range(10) if selection.selects_step(step)] == [3, 7]
     assert not selection.is_every_step
     assert selection.shown_steps == "only_steps=[3, 7]"
-
-
-def test_every_step_is_selected_by_default() -> None:
-    assert Selection().is_every_step
-    assert not Selection(every_n_steps=2).is_every_step
-    assert [step for step in range(5) if Selection(every_n_steps=2).selects_step(step)] == [0, 2, 4]
 
 
 @pytest.mark.parametrize("only_steps", [(), (-1,), (1.0,), (True,), "812", 812, ("812",)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stored_runs import DIGESTS, digests_of, flipped
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import STEPS_PER_BATCH, EvidenceWriter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import STEPS_PER_BATCH, EvidenceWriter, Row, read_evidence
 from det_callbacks.runs.program import chain_digest
 from det_callbacks.runs.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
 
@@ -274,10 +274,6 @@ def test_what_was_written_is_read_in_order(tmp_path: Path, steps: int) -> None:
     assert found == [row for step in range(steps) for row in rows_of(step)]
 
 
-def test_there_is_no_evidence_where_there_is_no_file(tmp_path: Path) -> None:
-    assert list(read_evidence(tmp_path / "none", run_id="this run")) == []
-
-
 def test_a_kill_loses_the_last_steps_only(tmp_path: Path) -> None:
     path = tmp_path / "evidence"
     writer = write_evidence(path, 2 * STEPS_PER_BATCH + 5, ends=False)
@@ -299,8 +295,3 @@ def test_the_file_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "evidence").write_bytes(b"nothing of ours")
     with pytest.raises(ReferenceFormatError, match="does not begin"):
         list(read_evidence(tmp_path / "evidence", run_id="this run"))
-
-
-def test_it_lies_beside_the_steps() -> None:
-    stream = Path("run/rank-00000/attempt-000.segment-001.arrows")
-    assert evidence_path(stream) == Path("run/rank-00000/attempt-000.segment-001.evidence.arrows")
