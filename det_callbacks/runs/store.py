@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,6 +51,7 @@ class RankRun:
         self.rank = rank
         self._files = files
         self._fits: dict[int, Fit] = {}
+        self._steps: dict[int, np.ndarray] = {}
         for number, file in enumerate(files):
             fit = file.rows.copy()
             fit.files = number
@@ -62,6 +62,7 @@ class RankRun:
                 joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
                 fit = joined[np.argsort(joined["steps"])].view(np.recarray)
             self._fits[file.segment] = fit
+            self._steps[file.segment] = fit.steps.copy()
 
     @property
     def segments(self) -> list[int]:
@@ -84,12 +85,11 @@ class RankRun:
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        steps: np.ndarray = self.fit(segment).steps.copy()
-        return steps
+        return self._steps[segment].copy() if segment in self._steps else _EMPTY.steps.copy()
 
     def chain(self, segment: int, step: int) -> int:
         """Return the chain at a step; KeyError when there is none."""
-        return int(self._row(segment, step).chains)
+        return int(self._fits[segment].chains[self._index(segment, step)])
 
     def chain_before(self, segment: int, step: int) -> int:
         """Return the chain that a step continues: that of the last step before it, 0 if there is none."""
@@ -99,7 +99,7 @@ class RankRun:
 
     def file_of(self, segment: int, step: int) -> StreamFile:
         """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
-        return self._files[int(self._row(segment, step).files)]
+        return self._files[self._place(segment, step)[0]]
 
     def stream_of(self, segment: int, step: int) -> Path:
         """Return the path of the file that a step is in; KeyError when there is no such step."""
@@ -116,15 +116,20 @@ class RankRun:
             KeyError: there is no such step.
             ReferenceFormatError: its bytes are not those that were written.
         """
-        file = self.file_of(segment, step)
-        return file.read(int(np.searchsorted(file.rows.steps, step)))
+        file, position = self._place(segment, step)
+        return self._files[file].read(position)
 
-    def _row(self, segment: int, step: int) -> Any:
-        fit = self.fit(segment)
-        index = int(np.searchsorted(fit.steps, step))
-        if index == len(fit) or fit.steps[index] != step:
+    def _place(self, segment: int, step: int) -> tuple[int, int]:
+        # as one tuple: an attribute of records takes microseconds
+        _, _, _, file, position, *_ = self._fits[segment].item(self._index(segment, step))
+        return file, position
+
+    def _index(self, segment: int, step: int) -> int:
+        steps = self._steps[segment]
+        index = int(steps.searchsorted(step))
+        if index == len(steps) or steps[index] != step:
             raise KeyError(step)
-        return fit[index]
+        return index
 
     def check_steps(self) -> None:
         """Read every step, also those that a later attempt recorded again, and check it against the chains.
