@@ -32,17 +32,6 @@ pytestmark = [
 ADDMM = "aten.addmm.default"
 
 
-class Double(nn.Module):
-    """Computes in another dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs.to(self.dtype) * 2).float()
-
-
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str, str]:
     """Return what diff says of a reference and of the verification beside it: JSON, text and HTML."""
     paths = [str(folder), str(folder.with_name("current"))]
@@ -92,24 +81,6 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     assert "record step" not in text, "there is nothing left to record"
 
 
-def test_a_changed_epsilon_is_a_histogram(tmp_path: Path) -> None:
-    reference = record(tmp_path / "ref", ["middle.0:*"], lambda: Small(nn.LayerNorm(6)))
-    verdict = verify(reference, lambda: Small(nn.LayerNorm(6, eps=1e-3)))
-    assert verdict.first_divergence is not None
-    assert (verdict.first_divergence.op, verdict.first_divergence.kind) == (
-        "aten.native_layer_norm.default",
-        "argument",
-    )
-    output = output_of(verdict)
-    assert output.num_differing >= 22
-    assert sum(output.ulps) == 24
-    assert len([number for number in output.ulps if number]) > 3
-    assert output.max_ulps is not None
-    assert output.max_ulps.bit_length() == len(output.ulps) - 1
-    assert "by up to" in verdict_lines(verdict)
-    assert "; worst at [" in verdict_lines(verdict)
-
-
 def test_a_nan_on_one_side_is_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def change(out: Tensor, args: Any) -> None:
         out[2, 5] = torch.nan
@@ -153,18 +124,6 @@ def test_another_shape_has_no_numbers_and_says_so(tmp_path: Path) -> None:
     assert output.ulps == ()
     assert output.problem in verdict_lines(verdict)
     assert [tensor.problem for tensor in numbers_of(verdict).inputs] == ["only the current run kept it", "", ""]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
-def test_distances_are_those_of_the_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = partial(Small, Double(dtype))
-    reference = record(tmp_path / "ref", ["middle.0:aten.mul.Tensor"], model)
-    verdict = verify(
-        reference, model, around=planted("aten.mul.Tensor", lambda out, args: ulps_at(out, (0, 0), (3, 5)))
-    )
-    output = output_of(verdict)
-    assert (output.dtype, output.num_differing, output.ulps) == (str(dtype).removeprefix("torch."), 2, (22, 2))
-    assert (output.first, output.worst) == ((0, 0), (0, 0))
 
 
 def test_an_in_place_op_is_compared_with_what_it_read_before(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from late_kernels import LateLaunchers, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from det_callbacks.digest import digest_bytes, digest_tensor
-from det_callbacks.digest.device import DigestQueue, Span, lanes, triton_digest
+from det_callbacks.digest import digest_tensor
+from det_callbacks.digest.device import Span, lanes, triton_digest
 from det_callbacks.digest.device.copied import CopiedDigest
 from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.errors import DetCallbacksError
@@ -82,13 +82,6 @@ def test_a_flush_is_one_launch_and_a_step_three_more(method: StreamedDigest) -> 
     assert method.names() == ["hash_leaves", "hash_words"]
     assert method.collect([method.launch(spans(values[:1]), "main")]) == digests(values[:1])
     assert method.names() == ["sum_blocks", "hash_leaves"]
-
-
-def test_a_launch_takes_sixteen_spans(method: StreamedDigest) -> None:
-    values = random_bytes(*range(1, 34))
-    launched = method.launch(spans(values), "main")
-    assert [programs for _, programs, _ in method.late.launched] == [16, 16, 1]
-    assert method.collect([launched]) == digests(values)
 
 
 def test_a_flush_allocates_nothing(method: StreamedDigest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,14 +201,6 @@ def test_streams_beyond_a_few_have_lanes_for_a_step_only(method: StreamedDigest)
     assert method.collect([kept]) == digests(other)
 
 
-def test_a_table_holds_the_rows_of_as_many_spans(method: StreamedDigest) -> None:
-    value = random_bytes(LEAF_BYTES + 1)[0]
-    many = [(value.untyped_storage(), 0, 1 + number % 7) for number in range(2500)]
-    assert method.collect([method.launch(many, "main")]) == [digest_tensor(value[:size]) for _, _, size in many]
-    assert method.names().count("hash_leaves") == 3
-    assert lanes.TABLE_WORDS >= 7 * lanes.MAX_ROWS
-
-
 @pytest.mark.parametrize("kernel", ["sum_blocks", "hash_leaves", "hash_words"])
 def test_one_queue_s_failure_leaves_another_s_digests(kernel: str, method: StreamedDigest) -> None:
     values = random_bytes(100, 2 * LEAF_BYTES)
@@ -269,32 +254,9 @@ def test_a_launch_that_was_interrupted_shifts_no_sums(method: StreamedDigest, mo
     assert method.collect([method.launch(spans(values), "main")]) == digests(values)
 
 
-def test_empty_spans_launch_nothing(method: StreamedDigest) -> None:
-    assert method.collect([method.launch(spans(random_bytes(0, 0)), "main")]) == [digest_bytes(b"")] * 2
-    assert method.names() == []
-
-
 def test_buffers_made_in_inference_mode_serve_outside_of_it() -> None:
     values = random_bytes(100)
     with torch.inference_mode():
         method = StreamedDigest()
         assert method.collect([method.launch(spans(values), "main")]) == digests(values)
     assert method.collect([method.launch(spans(values), "main")]) == digests(values)
-
-
-def test_the_queue_s_writer_waits_for_a_reader_on_another_stream(method: StreamedDigest) -> None:
-    queue = DigestQueue(method)
-    value = random_bytes(100)[0]
-    for method.current in ("side", "another"):
-        queue.add(value.untyped_storage(), 0, 100)
-        queue.flush()
-    method.current = "main"
-    method.notes.clear()
-    queue.before_write(value.untyped_storage())
-    assert method.notes == [("main", "waits for", "side"), ("main", "waits for", "another")]
-    queue.before_write(value.untyped_storage())
-    assert len(method.waits()) == 2
-    queue.add(value.untyped_storage(), 0, 100)
-    queue.before_write(value.untyped_storage())
-    assert len(method.waits()) == 2, "the same stream needs no waiting"
-    assert queue.finish() == [digest_tensor(value)] * 3
