@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
-from det_callbacks.compare.arguments import ArgumentDifference, ArgumentReader, differing_arguments
+from det_callbacks.compare.units import ArgumentDifference, ArgumentReader, differing_arguments
 from det_callbacks.runs.program import Site, StepView
 from det_callbacks.verdict import Kind
 

@@ -2,8 +2,8 @@
 
 Measured on two cores: 256 ranks x 200 steps x 4,000 sites (1.6 GB of digests a run) take 1 to 3 s in one process where
 the chains agree or one digest differs, and 10 s where every step differs; reading releases the interpreter too rarely
-for threads to make that faster. A process takes 5 s and 400 MB to start (it imports torch), so processes pay where much
-is left to compare in Python: many steps whose programs differ, at 10 to 20 microseconds a site.
+for threads to make that faster. A process takes a second and 100 MB to start, so processes pay where much is left to
+compare in Python: many steps whose programs differ, at 10 to 20 microseconds a site.
 
 They are spawned: a fork would copy the locks and threads of whoever called. They ignore Ctrl-C, which their parent
 answers by ending them, and end by themselves when it is gone.
@@ -24,9 +24,9 @@ from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, Worker
 from det_callbacks.runs.store import Run
 
 MAX_JOBS = 8
-"""Processes that are started without being asked for: at 400 MB each."""
-WORTHWHILE_SECONDS = 30.0
-"""Estimated time in one process from which on others are started."""
+"""Processes that are started without being asked for."""
+WORTHWHILE_SITES = 2_000_000
+"""Sites to be aligned from which on others are started: half a minute's work for one."""
 _REPORT_STEPS = 50
 
 
@@ -44,7 +44,7 @@ def choose_jobs(jobs: int | None, walk: RankWalk) -> int:
         return min(jobs, len(ranks))
     most = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MAX_JOBS)
     most = min(most, len(ranks))
-    return most if most > 1 and sum(map(walk.estimate, ranks)) > WORTHWHILE_SECONDS else 1
+    return most if most > 1 and sum(map(walk.num_left, ranks)) > WORTHWHILE_SITES else 1
 
 
 def compare_in_processes(walk: RankWalk, num_jobs: int, report: Callable[[int], None]) -> Iterator[RankFindings]:

@@ -19,12 +19,6 @@ from det_callbacks.verdict import Divergence
 MAX_ORIGINS = 100
 """Origins of a rank that are described; all differing sites are counted."""
 
-_SECONDS_A_STEP = 2e-4
-"""Of two runs' step of 4,000 sites each, read and compared."""
-_SECONDS_AN_ALIGNED_SITE = 2e-5
-"""Of either step, where their programs differ."""
-_SECONDS_A_BYTE = 1e-9
-
 Report = Callable[[int], None]
 """Called with a number of steps that were looked at."""
 
@@ -277,19 +271,15 @@ class RankWalk:
         runs = self.reference.rank(rank), self.current.rank(rank)
         return any(num_equal_steps(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
 
-    def estimate(self, rank: int) -> float:
-        """Return about how many seconds a rank will take, by what was measured on one core of an AMD EPYC."""
-        runs = self.reference.rank(rank), self.current.rank(rank)
-        seconds = sum(run.num_bytes for run in runs) * _SECONDS_A_BYTE if self.check_files else 0.0
-        for segment in {segment for run in runs for segment in run.segments} if not self.records else ():
+    def num_left(self, rank: int) -> int:
+        """Return how many sites are to be aligned, of steps whose programs differ; all others cost next to nothing."""
+        runs, total = (self.reference.rank(rank), self.current.rank(rank)), 0
+        for segment in runs[0].segments:
             ours, theirs = (run.fit(segment) for run in runs)
             _, left, right = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
-            is_left = left >= num_equal_steps(ours, theirs)
-            left, right = left[is_left], right[is_left]
             is_other = ours.program_ids[left] != theirs.program_ids[right]
-            num_sites = int(ours.num_digests[left][is_other].sum() + theirs.num_digests[right][is_other].sum())
-            seconds += len(left) * _SECONDS_A_STEP + num_sites * _SECONDS_AN_ALIGNED_SITE
-        return seconds
+            total += int(theirs.num_digests[right][is_other].sum())
+        return total
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from det_callbacks.compare.align import Alignment, align
-from det_callbacks.compare.arguments import ArgumentDifference
 from det_callbacks.compare.changes import Changes, find_changes
 from det_callbacks.compare.collectives import (
     Begins,
@@ -18,6 +17,7 @@ from det_callbacks.compare.collectives import (
     is_in_flight,
 )
 from det_callbacks.compare.origin import OriginFinder
+from det_callbacks.compare.units import ArgumentDifference
 from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 

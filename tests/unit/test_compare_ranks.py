@@ -249,8 +249,8 @@ def test_processes_are_started_where_they_pay(tmp_path, monkeypatch):
     ranks = RankWalk(reference=pair[0], current=pair[1], is_common=False, check_files=False, records={})
     assert processes.choose_jobs(None, ranks) == 1
     assert [processes.choose_jobs(jobs, ranks) for jobs in (1, 2, 9)] == [1, 2, 3]
-    assert ranks.estimate(0) > 0 == ranks.estimate(1)
-    monkeypatch.setattr(processes, "WORTHWHILE_SECONDS", 1e-6)
+    assert ranks.num_left(0) == 0 == ranks.num_left(1)
+    monkeypatch.setattr(processes, "WORTHWHILE_SITES", -1)
     for cores, chosen in ((1, 1), (2, 2), (64, 3)):
         monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert processes.choose_jobs(None, ranks) == chosen
