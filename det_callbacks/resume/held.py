@@ -75,7 +75,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
         return
     found = dict(getattr(value, "__dict__", {}))
     if isinstance(value, torch.nn.Module):
-        modules = found.pop("_modules", {})
+        modules = dict(found.pop("_modules", {}).items())  # of a scripted module it is no dictionary
         found = {name: item for name, item in found.items() if name not in ("_buffers", "_parameters")} | modules
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
