@@ -17,8 +17,8 @@ from det_callbacks.resume import find_generators
 from det_callbacks.resume.fit import NOT_LOOKED_INTO
 from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
+from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.ledger import Ledger
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""

@@ -14,8 +14,8 @@ from det_callbacks.resume.fit import local_part
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
 from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.ledger import Ledger
 
 CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.test"}
 """What logs metrics without a fit."""

@@ -93,9 +93,6 @@ class Delivery:
 class Collectives:
     """Records the collectives of one step after the other.
 
-    Args:
-        recorder: whose sites are made.
-
     Attributes:
         num_digested: calls in this step of which rows were made.
     """

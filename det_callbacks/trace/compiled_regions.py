@@ -243,9 +243,6 @@ class Region:
 class CompiledRegions:
     """Records the compiled regions of one step after the other.
 
-    Args:
-        recorder: whose sites are made.
-
     Attributes:
         inside: thread -> the region that runs in it, unless each of its ops is seen with what it reads; None for a
             graph of which nothing is known.

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 class CudaGraphs:
     """Follows the CUDA graphs of one step after the other.
 
-    Args:
-        recorder: whose step it is.
-
     Attributes:
         captures: those under way, by ``id``; the same set for good.
     """

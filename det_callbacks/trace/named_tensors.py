@@ -17,7 +17,7 @@ from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.components import has_parts, holds_data, parts_with_memory, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
-from det_callbacks.trace.program_trie import CallNode, OpScope
+from det_callbacks.trace.program_trie import CallNode
 from det_callbacks.trace.sites import owner_of
 
 if TYPE_CHECKING:
@@ -265,7 +265,8 @@ def _step_to(
             for name, edges in zip(names, reads, strict=True)
         )
 
-    recorder.trie.step_to((label, phase, OpScope(module=owner or ""), [], reads, names, len(names)), build)
+    scope = recorder.backward.in_module(owner or "", recomputed=False)
+    recorder.trie.step_to((label, phase, scope, [], reads, names, len(names)), build)
 
 
 def _writers_of(recorder: "Recorder", value: Tensor) -> list[int]:
@@ -298,7 +299,7 @@ class ModuleOutputs:
     def _record(self, module: str, output: Any) -> None:
         recorder = self._recorder
         phase = recorder.phase
-        if not recorder.selects(phase, OpScope(module=module)):
+        if not recorder.selects(phase, recorder.backward.in_module(module, recomputed=False)):
             return
         is_followed = self._follows_gradients and torch.is_grad_enabled()
         entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")

@@ -7,7 +7,7 @@ built. Sites, source lines and programs hang on the nodes, so that a step like a
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from det_callbacks.runs.program import Program, Site
@@ -35,6 +35,7 @@ class OpScope:
     recomputed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class CallNode:
     """One call of an op, or one group of named tensors, at one place of the trie.
 
@@ -49,63 +50,31 @@ class CallNode:
         op_base, is_in_place, functions, scopes: what tells whether an autograd node is of this call (backward.py).
     """
 
-    __slots__ = (
-        "children",
-        "consts",
-        "depth",
-        "exact",
-        "func",
-        "functions",
-        "is_in_place",
-        "keywords",
-        "likely",
-        "names",
-        "num_outputs",
-        "op_base",
-        "parent",
-        "phase",
-        "program",
-        "reads",
-        "rows",
-        "scope",
-        "scopes",
-        "source",
-        "varying",
-    )
+    parent: "CallNode | None"
+    func: object
+    phase: str
+    scope: OpScope
+    consts: list[Any]
+    reads: list[Any]
+    names: list[Any]
+    num_outputs: int
+    keywords: tuple[str, ...] = ()
+    exact: str | None = None
+    varying: tuple[int, ...] = ()
+    rows: tuple[Site, ...] = ()
+    source: tuple[str, ...] = ()
+    op_base: str = ""
+    is_in_place: bool = False
+    functions: tuple[tuple[object, str], ...] = ()
+    scopes: dict[object, OpScope] = field(default_factory=dict)
+    children: "list[CallNode]" = field(default_factory=list)
+    likely: "CallNode | None" = None
+    program: Program | None = None
+    depth: int = 0
 
-    def __init__(
-        self,
-        parent: "CallNode | None",
-        func: object,
-        phase: str,
-        scope: OpScope,
-        consts: list[Any],
-        reads: list[Any],
-        names: list[Any],
-        num_outputs: int,
-        keywords: tuple[str, ...] = (),
-    ) -> None:
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.func = func
-        self.phase = phase
-        self.scope = scope
-        self.consts = consts
-        self.reads = reads
-        self.names = names
-        self.num_outputs = num_outputs
-        self.keywords = keywords
-        self.exact: str | None = None
-        self.varying: tuple[int, ...] = ()
-        self.rows: tuple[Site, ...] = ()
-        self.source: tuple[str, ...] = ()
-        self.op_base = ""
-        self.is_in_place = False
-        self.functions: tuple[tuple[object, str], ...] = ()
-        self.scopes: dict[object, OpScope] = {}
-        self.children: list[CallNode] = []
-        self.likely: CallNode | None = None
-        self.program: Program | None = None
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.depth = self.parent.depth + 1
 
     @property
     def module(self) -> str:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 class Reads:
     """Collects the reads of one call after the other; the recorder itself handles the common case.
 
-    Args:
-        recorder: whose storages are asked and whose input sites are made.
-
     Attributes:
         row_edges: for each input site made for the call under way, the sites that it follows from.
         unwritten: tensors of the call under way that were allocated in this step, and that no recorded op has written.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,6 @@ _STRIDED = torch.strided
 
 class UndigestedOps:
     """Runs ops that make no sites of what they return: views, allocations, collectives, ops outside the selection.
-
-    Args:
-        recorder: whose storages and autograd map are kept true.
 
     Attributes:
         collectives: records the ops whose outputs come later.
@@ -166,12 +164,18 @@ class UndigestedOps:
     def _touch(self, func: Any, plan: OpPlan) -> None:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
         recorder = self._recorder
+        trie = recorder.trie
+        node = trie.at.likely
+        call: tuple[Any, ...] = (func, *recorder.place(), [], [], [], 0)
+        if node is not None and node.fits(*call):
+            trie.at = node
+        else:
+            node = trie.step_to(call, partial(self._build, plan))
+        recorder.backward.register(node)
 
-        def build(node: CallNode) -> None:
-            node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
-            recorder.backward.note_functions(node)
-
-        recorder.backward.register(recorder.trie.step_to((func, *recorder.place(), [], [], [], 0), build))
+    def _build(self, plan: OpPlan, node: CallNode) -> None:
+        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
+        self._recorder.backward.note_functions(node)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

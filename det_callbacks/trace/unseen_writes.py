@@ -38,11 +38,7 @@ class WrittenArguments:
 
 
 class UnseenWriteCheck:
-    """Looks at the inputs of ops whose output is not what the reference had.
-
-    Args:
-        recorder: whose sites and storages are looked at.
-    """
+    """Looks at the inputs of ops whose output is not what the reference had."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder

@@ -14,7 +14,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError, HashMode
 from det_callbacks.rng import GeneratorStates, RewindPoint, is_default, used_generators
-from det_callbacks.trace.ledger import Ledger
+from det_callbacks.trace.generators import Ledger
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 from det_callbacks.compare.evidence import Window, compare_windows, gather_window
 from det_callbacks.report.advice import show_change
 from det_callbacks.runs.evidence import Row
-from det_callbacks.trace.ledger import Ledger
+from det_callbacks.trace.generators import Ledger
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
 

@@ -22,8 +22,7 @@ from det_callbacks.resume.held import MAX_ITEMS
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
-from det_callbacks.trace.generators import generator_of
-from det_callbacks.trace.ledger import Ledger
+from det_callbacks.trace.generators import Ledger, generator_of
 
 
 @pytest.fixture

@@ -34,13 +34,6 @@ def test_lines_are_innermost_first_and_relative_to_the_working_directory():
     assert second == f"tests/unit/test_source.py:{outer.__code__.co_firstlineno + 1} in outer"
 
 
-def test_at_most_four_lines():
-    def deep(levels):
-        return deep(levels - 1) if levels else capture_source()
-
-    assert len(deep(9)) == 4
-
-
 def test_equal_code_in_two_files_keeps_its_file():
     text = "def f():\n    return capture()\n"
     one = called(text, "one.py", capture=capture_source)
