@@ -14,7 +14,7 @@ from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site
 from det_callbacks.runs.values import scalar_bits
-from det_callbacks.trace.components import has_parts, holds_data, parts_with_memory, unwrapped
+from det_callbacks.trace.components import has_parts, holds_data, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
@@ -151,51 +151,57 @@ def record_group(
         return {}
     names: list[str] = []
     reads: list[list[int]] = []
-    slots: list[LayoutSlot] = []
+    indices: list[int] = []
     spans: list[tuple[int, int]] = []
     others: list[tuple[int, Any]] = []
-    written: list[Tensor | None] = []
+    written: list[Any] = []
     places: dict[Place, str] = {}
     layouts = recorder.layouts
     writers = recorder.ledger.writers
+    collectives = recorder.undigested.collectives
     for name, value in entries:
-        slot: LayoutSlot | None = None
-        other: Any = value
-        is_span = False
-        if not isinstance(value, Tensor):
-            reads.append([])
-            slot = layouts.special(scalar_bits(value)[1])
-        else:
-            if not holds_data(value):
-                continue
-            is_plain = value.__class__ in _PLAIN and value.layout is _STRIDED and not value.is_nested
-            writer = writers.get(value.untyped_storage()._cdata) if is_plain else ()
+        has_arrived = True
+        if value.__class__ in _PLAIN and value.layout is _STRIDED and value.is_cpu and not value.is_nested:
+            storage = value.untyped_storage()
+            storage_address = storage._cdata
+            writer = writers.get(storage_address)
             if writer.__class__ is int:
                 reads.append([writer])
             elif writer is None:
                 reads.append([])
             else:
-                has_arrived = recorder.undigested.collectives.arrive(value)
-                reads.append(_writers_of(recorder, value))
-                if not has_arrived:
-                    slot, other = layouts.without_bits(value, IN_FLIGHT), 0
-            if slot is None and is_plain and value.is_cpu:
+                has_arrived = collectives.arrive(value)
+                reads.append(recorder.ledger.writers_of(value))
+            if has_arrived:
                 slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
-                storage, address = value.untyped_storage(), address_of(value)
+                address = address_of(value)
                 if slot.num_bytes:
-                    places.setdefault((storage._cdata, address), name)
+                    places.setdefault((storage_address, address), name)
                 if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
                     spans.append((address, slot.num_bytes))
-                    is_span = True
-            elif slot is None:
-                slot = layouts.of(value)
+                else:
+                    others.append((len(names), value))
+        elif not isinstance(value, Tensor):
+            reads.append([])
+            slot = layouts.special(scalar_bits(value)[1])
+            others.append((len(names), value))
+        elif holds_data(value):
+            has_arrived = collectives.arrive(value)
+            reads.append(recorder.writers_of(value))
+            slot = layouts.of(value)
+            if has_arrived:
+                others.append((len(names), value))
                 if has_place(value):
                     places.setdefault(place_of(value), name)
-        if not is_span:
-            others.append((len(names), other))
+        else:
+            continue
+        if not has_arrived:
+            slot = layouts.without_bits(value, IN_FLIGHT)  # type: ignore[arg-type]  # a tensor
+            others.append((len(names), 0))
         names.append(name)
-        slots.append(slot)
-        written.append(value if isinstance(value, Tensor) else None)
+        indices.append(slot.index)
+        if is_source:
+            written.append(value)
     if not names:
         return places
     _step_to(recorder, label, phase, owner, reads, names)
@@ -205,11 +211,10 @@ def record_group(
         bits = recorder.late.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
         digests.insert(index, scalar_bits(value)[0] if bits is None else bits)
     recorder.digests.extend(digests)
-    recorder.layout_indices.extend([slot.index for slot in slots])
-    if is_source:
-        for position, tensor in enumerate(written, start=first):
-            if tensor is not None and not has_parts(tensor) and tensor.numel():
-                recorder.ledger.write(tensor, position)
+    recorder.layout_indices.extend(indices)
+    for position, value in enumerate(written, start=first):
+        if isinstance(value, Tensor) and not has_parts(value) and value.numel():
+            recorder.ledger.write(value, position)
     recorder.late.end_group()
     return places
 
@@ -225,7 +230,7 @@ def record_output(recorder: "Recorder", phase: str, module: str, name: str, tens
     if not recorder.undigested.collectives.arrive(tensor):
         recorder.undigested.skipped["in_flight"] += 1
     else:
-        reads = _writers_of(recorder, tensor)
+        reads = recorder.writers_of(tensor)
         _step_to(recorder, "output", phase, module, [reads], [name])
         recorder.append_output(tensor, reads)
         recorder.late.end_group()
@@ -269,11 +274,6 @@ def _step_to(
     recorder.trie.step_to((label, phase, scope, [], reads, names, len(names)), build)
 
 
-def _writers_of(recorder: "Recorder", value: Tensor) -> list[int]:
-    """Return the sites of this step that wrote a tensor's bytes."""
-    return sorted({writer for part in parts_with_memory(value) for writer in recorder.ledger.writers_of(part)})
-
-
 class ModuleOutputs:
     """Records what selected modules return, and by tensor hooks the gradients of it.
 
@@ -299,7 +299,9 @@ class ModuleOutputs:
     def _record(self, module: str, output: Any) -> None:
         recorder = self._recorder
         phase = recorder.phase
-        if not recorder.selects(phase, recorder.backward.in_module(module, recomputed=False)):
+        if not recorder.selects_all and not recorder.selects(
+            phase, recorder.backward.in_module(module, recomputed=False)
+        ):
             return
         is_followed = self._follows_gradients and torch.is_grad_enabled()
         entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")

@@ -22,7 +22,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.runs.values import argument_bits, scalar_bits
 from det_callbacks.trace.backward import ENGINE, BackwardMap
 from det_callbacks.trace.compiled_regions import CompiledRegions
-from det_callbacks.trace.components import has_parts, holds_data, parts_with_memory
+from det_callbacks.trace.components import has_parts, holds_data, parts_of, parts_with_memory
 from det_callbacks.trace.cuda_graphs import CudaGraphs
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.generators import GeneratorTrail
@@ -72,6 +72,7 @@ class Recorder:
         keeper: keeps the tensors of chosen ops.
         names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
+        selects_all: whether ops are digested wherever they run.
         lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
             thread of its own, and an op lets the others go on while it runs.
     """
@@ -102,7 +103,7 @@ class Recorder:
         self._plans: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._accumulation: OpPlan | None = None
         self._selected: dict[tuple[str, str], bool] = {}
-        self._selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
+        self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
         self._num_digested = 0
 
@@ -146,10 +147,9 @@ class Recorder:
         require_whole(program, self.digests)
         late = self.late.settle(self.digests)
         unseen: frozenset[int] = frozenset()
-        if self._expected is not None:
-            if late:
-                self.unseen_writes.look_back(self._expected, program, late)
-            unseen = frozenset(self._expected.unseen_writes)
+        if (expected := self._expected) is not None:
+            self.unseen_writes.look_back(expected, program, late)
+            unseen = frozenset(expected.unseen_writes)
         digests = np.frombuffer(self.digests, dtype=np.uint64) if self.digests else np.empty(0, np.uint64)
         trace = self._trace(program, digests, self.layout_indices, unseen)
         self.abandon()
@@ -158,8 +158,8 @@ class Recorder:
     def trace_so_far(self) -> StepTrace:
         """Return a copy of what the step under way did up to here, without counts; waits for devices that digest."""
         self.late.settle(self.digests)
-        program = Program(sites=with_occurrences(self.trie.rows()))
-        return self._trace(program, np.array(self.digests, dtype=np.uint64), list(self.layout_indices), frozenset())
+        program, digests = Program(with_occurrences(self.trie.rows())), np.array(self.digests, dtype=np.uint64)
+        return self._trace(program, digests, [*self.layout_indices], frozenset())
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
@@ -207,7 +207,7 @@ class Recorder:
             return reduced
         # a number that Python gets may become an argument of an op in any module
         may_be_passed_on = func is _READ_BACK and phase != "optimizer"
-        if not self._selects_all and not may_be_passed_on and not self.selects(phase, scope):
+        if not self.selects_all and not may_be_passed_on and not self.selects(phase, scope):
             return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
 
         digests = self.digests
@@ -375,7 +375,9 @@ class Recorder:
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the sites of this step that wrote a tensor's bytes."""
-        return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
+        if not has_parts(tensor):
+            return self.ledger.writers_of(tensor)
+        return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
 
     def run_unseen(self, label: str) -> None:
         """Note that something ran that may have written any memory, named so in the coverage.
@@ -388,7 +390,7 @@ class Recorder:
 
     def selects(self, phase: str, scope: OpScope) -> bool:
         """Return whether ops at this place are digested."""
-        if self._selects_all:
+        if self.selects_all:
             return True
         selected = self._selected.get(key := (phase, scope.module))
         if selected is None:
@@ -480,8 +482,7 @@ class Recorder:
             self.append_bits(0, self.layouts.special("no data"))
         else:
             self.append(output)
-            parts = parts_with_memory(output)
-            for part in parts:
+            for part in (parts := parts_with_memory(output)):
                 if not (is_fresh and part.untyped_storage()._cdata in self.ledger.writers):
                     self.ledger.write(part, position)
             if not parts:
