@@ -18,7 +18,7 @@ from det_callbacks.errors import DivergenceError, NothingComparedError, NotResum
 from det_callbacks.judge import compare_runs
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report.console import count
-from det_callbacks.resume.session import PATIENCE_SECONDS, Resume
+from det_callbacks.resume.session import Resume
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import free_folder
@@ -153,7 +153,7 @@ def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
 
 def _meet() -> None:
     """Wait until all processes are here; one that ended ends the others."""
-    group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
+    group = RankGroup().open()
     try:
         group.gather(lambda: b"", task="proving a resume")
     finally:

@@ -17,7 +17,6 @@ from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import say_beside
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicatedState
-from det_callbacks.ranks.replicas import TIMEOUT_SECONDS
 from det_callbacks.ranks.replicated import replicated_state
 from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.runs.selection import as_names
@@ -71,7 +70,7 @@ class Replicas:
             say_beside(trainer, no_replicas_line())
             return
         self._trainer = trainer
-        self._group = RankGroup(timeout_seconds=TIMEOUT_SECONDS).open()
+        self._group = RankGroup().open()
         told = self._group.agree(lambda: self._state(trainer).num_parameters, task="looking for replicas")
         if not any(told):
             raise NothingComparedError(
@@ -191,7 +190,7 @@ class ReplicaAuditCallback(Callback):
         SettingsError: there is one process only, or the strategy does not say what has to be equal.
         ReplicaError: replicas differ; ``.report`` says which tensors, on which ranks, and since when.
         NothingComparedError: no parameter has a replica, or the fit had nothing to train.
-        RankError: a rank failed, is at another step, or does not come within 5 minutes.
+        RankError: a rank failed, is at another step, or does not come.
 
     Example:
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[ReplicaAuditCallback()])  # doctest: +SKIP

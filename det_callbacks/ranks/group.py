@@ -16,8 +16,13 @@ from torch.utils._mode_utils import no_dispatch  # looked at in torch 2.13: hide
 from det_callbacks.errors import DetCallbacksError, RankError
 from det_callbacks.runs.peers import END_OF_FIT
 
-TIMEOUT_SECONDS = 30.0
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 1800.0
+"""That ranks wait for each other in: one may load, save or draw batches again for longer than another. A rank that ends
+is noticed all the same, since its connections close."""
+
+END_SECONDS = 30.0
+"""That a rank which has finished its training waits for the others, which may never come: it may have got fewer
+batches, and they wait for it in a collective of the training."""
 """For which the other ranks wait for what rank 0 does for all of them."""
 
 _HEAD_BYTES = 256
@@ -34,6 +39,7 @@ class RankGroup:
 
     Args:
         timeout_seconds: after which an exchange that a process does not come to is an error.
+        end_seconds: the same of the exchange at the end of a fit.
 
     Attributes:
         rank: of this process, from 0.
@@ -47,10 +53,11 @@ class RankGroup:
         RankError: from every method, when a process does not take part in time.
     """
 
-    def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, *, timeout_seconds: float = PATIENCE_SECONDS, end_seconds: float = END_SECONDS) -> None:
         self.rank, self.world_size, self.num_bytes = 0, 1, 0
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._end_seconds = timeout_seconds, end_seconds
         self._group: Any = None
+        self._end_group: Any = None  # a group has one timeout, and one that waits in it for ever cannot be left
 
     def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
         """Let a copy begin with a closed group."""
@@ -66,14 +73,18 @@ class RankGroup:
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+            self._group, self._end_group = (
+                dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+                for seconds in (self._timeout_seconds, self._end_seconds)
+            )
         return self
 
     def close(self) -> None:
         """Give the group back; may be called more than once."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        groups, self._group, self._end_group = (self._group, self._end_group), None, None
+        for group in groups:
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
@@ -96,18 +107,11 @@ class RankGroup:
         return [json.loads(row) for row in self.gather(lambda: json.dumps(action()).encode(), task=task)]
 
     def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank.
-
-        It may take longer than an exchange: the others wait for it in a group that is made for this.
-        """
+        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank."""
         if self.world_size == 1:
             return action()
-        group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
-        try:
-            result: Value = group.agree(lambda: action() if self.rank == 0 else None, task=task)[0]
-            return result
-        finally:
-            group.close()
+        result: Value = self.agree(lambda: action() if self.rank == 0 else None, task=task)[0]
+        return result
 
     def gather(self, action: Callable[[], bytes], *, task: str) -> list[bytes]:
         """Do something on every rank, and return the bytes that came out by rank, or raise on every rank.
@@ -168,11 +172,12 @@ class RankGroup:
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         self.num_bytes += len(content)
+        limit = self._end_seconds if task == END_OF_FIT else self._timeout_seconds
         try:
             with no_dispatch():
-                dist.all_gather(parts, mine, group=self._group)
+                dist.all_gather(parts, mine, group=self._end_group if task == END_OF_FIT else self._group)
         except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
-            seconds, reason = f"{self._timeout_seconds:.0f} seconds", str(error).splitlines()[0]
+            seconds, reason = f"{limit:.0f} seconds", str(error).splitlines()[0]
             text = (
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within {seconds}, or one of them "
                 f"ended, in {task}: {reason}. Look at the output of the other ranks: one raised, was killed, or left "

@@ -13,9 +13,6 @@ from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor
 from det_callbacks.runs.values import scalar_bits
 
-TIMEOUT_SECONDS = 300.0
-"""Of the exchanges: a rank may do something alone between two steps, such as writing a checkpoint."""
-
 TASK = "the audit of the replicas"
 
 _Key = tuple[str, tuple[int, ...]]

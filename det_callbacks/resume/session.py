@@ -35,10 +35,6 @@ from det_callbacks.runs.peers import ALONE, Peers
 
 Resume = Literal["exact", "warn", "plain"]
 
-PATIENCE_SECONDS = 1800.0
-"""That ranks wait for each other in: one may load, and draw batches again, for longer than another. A rank that ends
-is noticed all the same, since its connections close."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
@@ -180,7 +176,7 @@ class Resuming:
         self._path = path
         rank, num_ranks = trainer.global_rank, trainer.world_size
         if num_ranks > 1:
-            self._peers = self._group = RankGroup(timeout_seconds=PATIENCE_SECONDS).open()
+            self._peers = self._group = RankGroup().open()
 
         def take() -> dict[str, Any]:
             num_saved = 0 if sidecar is None else sidecar.num_ranks

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, ReferenceFormatError, SettingsError, Verdict, compare_runs, verification
+from det_callbacks.callback import together
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import RankGroup
 from det_callbacks.runs.store import Run
@@ -90,12 +91,28 @@ def test_workers_of_a_killed_rank_keep_no_connection_open(tmp_path: Path) -> Non
     assert (one.exit_code, other.exit_code > 0) == (-signal.SIGKILL, True), other.output
 
 
+class SleepAfter(pl.Callback):
+    """Does something on rank 0 alone at the end of step 2, as one that saves a large file does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+            time.sleep(12)
+
+
 @pytest.mark.slow
-def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also longer than our own exchanges wait."""
-    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "timeout_seconds", 5.0)  # for the forked processes
-    ended = end_one("sleep", tmp_path)
-    assert [one.exit_code for one in ended] == [0, 0], ended
+@pytest.mark.parametrize("slow", [EndAt("sleep", 1), SleepAfter()])
+def test_a_slow_rank_is_waited_for(slow: pl.Callback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in an exchange of our own, which the other rank comes to after each step here."""
+    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 5.0)  # for the forked processes
+    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", 1)
+
+    def body(mode: Any) -> list[Ended]:
+        callback = partial(DeterminismCallback, tmp_path / "run", mode=mode, current=tmp_path / "current")
+        return run_ranks(lambda _: train(callback(), slow), tmp_path / mode)
+
+    for mode in ("record", "verify"):
+        ended = body(mode)
+        assert [one.exit_code for one in ended] == [0, 0], ended
     assert Run.open(tmp_path / "run").is_complete
 
 
@@ -130,7 +147,7 @@ def test_a_verification_with_fewer_batches_on_one_rank_is_no_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes to the end of its fit, and rank 0 is in a collective of the training."""
-    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "timeout_seconds", 10.0)  # for the forked processes
+    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 10.0)  # for the forked processes
 
     def fit(callback: DeterminismCallback, model: Classifier) -> None:
         pl.seed_everything(11)
@@ -159,7 +176,7 @@ def test_a_verification_with_fewer_batches_on_one_rank_is_no_match(
 def test_a_judge_that_fails_is_no_match_and_a_slow_one_is_waited_for(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "timeout_seconds", 5.0)  # for the forked processes
+    monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 5.0)  # for the forked processes
 
     def judge(*paths: Path) -> Verdict:
         if how == "fails":
