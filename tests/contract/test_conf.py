@@ -54,15 +54,11 @@ def test_the_callback_file_is_the_signature() -> None:
     node = load("callbacks/determinism.yaml").determinism
     assert [name for name in node if not name.startswith("_")] == list(PARAMETERS)
     assert OmegaConf.is_missing(node, "reference")
+    lines = (CONF / "callbacks" / "determinism.yaml").read_text().splitlines()
     for name, parameter in PARAMETERS.items():
         if parameter.default is not inspect.Parameter.empty:
             assert node[name] == plain(parameter.default), name
-
-
-def test_every_choice_that_code_allows_is_named_in_its_comment() -> None:
-    text = (CONF / "callbacks" / "determinism.yaml").read_text()
-    for name, parameter in PARAMETERS.items():
-        (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{name}:")]
+        (line,) = [line for line in lines if line.strip().startswith(f"{name}:")]
         for kind in (parameter.annotation, *get_args(parameter.annotation)):  # Literal[...], or Literal[...] | None
             for choice in get_args(kind) if get_origin(kind) is Literal else ():
                 assert choice in line, f"{name} allows {choice}"
@@ -82,12 +78,84 @@ def test_the_options_are_the_signature_and_flow_into_the_callback() -> None:
     for name, parameter in PARAMETERS.items():
         if name not in ("reference", "mode", "settings"):
             assert options[name] == plain(parameter.default), name
+    assert list(options.settings) == [field.name for field in dataclasses.fields(DeterminismSettings)]
+    assert DeterminismSettings.from_mapping(options.settings) == DeterminismSettings()
 
 
-def test_the_settings_are_those_of_the_code() -> None:
-    options = load("determinism/disabled.yaml").determinism.settings
-    assert list(options) == [field.name for field in dataclasses.fields(DeterminismSettings)]
-    assert DeterminismSettings.from_mapping(options) == DeterminismSettings()
+def test_nothing_shipped_hides_a_users_file() -> None:
+    shipped = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
+    assert shipped == ["callbacks/determinism.yaml", *(f"determinism/{name}.yaml" for name in sorted(PRESETS))]
+    yaml_booleans = re.compile(r":\s*(off|on|yes|no)\s*(#|$)", re.IGNORECASE | re.MULTILINE)
+    assert not any(yaml_booleans.search((CONF / name).read_text()) for name in shipped)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset: str, user_conf: Path) -> None:
+    lines = (CONF / "determinism" / f"{preset}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    words = shlex.split(lines[1].removeprefix("# "))
+    assert words[:3] == ["python", "train.py", f"+determinism={preset}"]
+    config = compose_with(user_conf, *words[2:], "determinism.settings.seed=7")
+    assert (config.determinism.mode, config.seed) == (preset, 1)
+    assert config.hydra.callbacks.mine._target_ == "mine.JobCallback"
+    is_ours = preset != "disabled"
+    assert list(config.callbacks) == ["stopping", "determinism"][: 1 + is_ours]
+    assert ("determinism" in config.hydra.callbacks) is is_ours
+    if is_ours:
+        assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
+
+
+@pytest.mark.parametrize("preset", ["record", "verify"])
+def test_options_arrive_at_the_callback(preset: str, user_conf: Path) -> None:
+    options: dict[str, Any] = {
+        "reference": "refs/run1",
+        "current": "here",
+        "level": "module",
+        "modules": ["net.*"],
+        "phases": None,
+        "every_n_steps": 5,
+        "only_steps": None,
+        "compiled": None,
+        "steps": "common",
+        "on_divergence": "collect",
+        "replay": ["backward/net.*:aten.index_add_.*"],
+        "keep_tensors": ["backward/*:aten.mm.default"],
+        "tensor_budget_mib": 64,
+        "audit_replicas_every_n_steps": 50,
+        "overwrite": True,
+        "resume": "exact",
+        "log_metrics": True,
+    }
+    given = [f"determinism.{name}={'null' if value is None else value}" for name, value in options.items()]
+    config = compose_with(user_conf, f"+determinism={preset}", *given, "determinism.settings.seed=0")
+    callback = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
+    assert isinstance(callback, dict)
+    assert callback.pop("settings")["seed"] == 0
+    target = {"_target_": "det_callbacks.hydra.determinism_callback", "_convert_": "all", "mode": preset}
+    assert callback == {**options, **target}
+
+
+def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
+    config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
+    node = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
+    assert node == {
+        "_target_": "det_callbacks.ReplicaAuditCallback",
+        "_convert_": "all",
+        **{"every_n_steps": 100, "on_divergence": "warn", "ignore": []},
+    }
+    parameters = inspect.signature(ReplicaAuditCallback).parameters
+    assert list(parameters) == ["every_n_steps", "on_divergence", "ignore"]
+    assert parameters["every_n_steps"].default == 100
+
+
+def test_callbacks_that_are_a_list_or_null(user_conf: Path) -> None:
+    (user_conf / "callbacks" / "mine.yaml").write_text("defaults:\n  - default\n  - determinism\n")
+    config = compose_with(user_conf, "callbacks=mine", "callbacks.determinism.reference=refs/run1")
+    assert list(config.callbacks) == ["stopping", "determinism"]
+    assert config.callbacks.determinism._target_ == "det_callbacks.DeterminismCallback"
+    (user_conf / "config.yaml").write_text("callbacks: null\nhydra:\n  searchpath: ['pkg://det_callbacks.conf']\n")
+    config = compose_with(user_conf, "+determinism=record", "determinism.reference=refs/run1")
+    assert list(config.callbacks) == ["determinism"]
 
 
 def test_the_documented_table_is_made_of_the_list() -> None:
@@ -96,102 +164,3 @@ def test_the_documented_table_is_made_of_the_list() -> None:
     for setting in SETTINGS.values():
         default = json.dumps(setting.default) if isinstance(setting.default, str) else setting.default
         assert f"| `{setting.name}` | `{default}` | {setting.effect} |" in rows
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_command_in_the_first_comment_works(preset: str, user_conf: Path) -> None:
-    lines = (CONF / "determinism" / f"{preset}.yaml").read_text().splitlines()
-    assert lines[0] == "# @package _global_"
-    words = shlex.split(lines[1].removeprefix("# "))
-    assert words[:3] == ["python", "train.py", f"+determinism={preset}"]
-    assert compose_with(user_conf, *words[2:]).determinism.mode == preset
-
-
-@pytest.mark.parametrize("preset", ["record", "verify"])
-def test_a_preset_adds_and_takes_nothing_away(preset: str, user_conf: Path) -> None:
-    config = compose_with(
-        user_conf,
-        f"+determinism={preset}",
-        "determinism.reference=refs/run1",
-        "determinism.level=module",
-        "determinism.modules=[net.*]",
-        "determinism.every_n_steps=5",
-        "determinism.steps=common",
-        "determinism.on_divergence=collect",
-        "determinism.overwrite=true",
-        "determinism.current=here",
-        "determinism.replay=['backward/net.*:aten.index_add_.*']",
-        "determinism.keep_tensors=['backward/*:aten.mm.default']",
-        "determinism.tensor_budget_mib=64",
-        "determinism.audit_replicas_every_n_steps=50",
-        "determinism.settings.seed=0",
-    )
-    assert list(config.callbacks) == ["stopping", "determinism"]
-    assert config.hydra.callbacks.mine._target_ == "mine.JobCallback"
-    assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
-    assert config.seed == 1
-    callback = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
-    assert isinstance(callback, dict)
-    assert callback.pop("settings")["seed"] == 0
-    assert callback == {
-        "_target_": "det_callbacks.hydra.determinism_callback",
-        "_convert_": "all",
-        "reference": "refs/run1",
-        "mode": preset,
-        "current": "here",
-        "modules": ["net.*"],
-        "level": "module",
-        "phases": None,
-        "every_n_steps": 5,
-        "only_steps": None,
-        "compiled": None,
-        "steps": "common",
-        "on_divergence": "collect",
-        "audit_replicas_every_n_steps": 50,
-        "overwrite": True,
-        "replay": ["backward/net.*:aten.index_add_.*"],
-        "keep_tensors": ["backward/*:aten.mm.default"],
-        "tensor_budget_mib": 64,
-        "resume": "exact",
-        "log_metrics": True,
-    }
-
-
-def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
-    config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
-    assert list(config.callbacks) == ["stopping", "determinism"]
-    assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
-    node = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
-    assert isinstance(node, dict)
-    assert node.pop("_target_") == "det_callbacks.ReplicaAuditCallback"
-    assert node.pop("_convert_") == "all"
-    parameters = inspect.signature(ReplicaAuditCallback).parameters
-    assert list(node) == list(parameters)
-    assert node == {"every_n_steps": 100, "on_divergence": "warn", "ignore": []}
-    assert parameters["every_n_steps"].default == 100
-
-
-def test_disabled_adds_nothing_and_takes_the_same_options(user_conf: Path) -> None:
-    config = compose_with(user_conf, "+determinism=disabled", "determinism.reference=r", "determinism.settings.seed=7")
-    assert list(config.callbacks) == ["stopping"]
-    assert list(config.hydra.callbacks) == ["mine"]
-
-
-def test_the_callback_file_alone_fits_a_list_of_callbacks(user_conf: Path) -> None:
-    (user_conf / "callbacks" / "mine.yaml").write_text("defaults:\n  - default\n  - determinism\n")
-    config = compose_with(user_conf, "callbacks=mine", "callbacks.determinism.reference=refs/run1")
-    assert list(config.callbacks) == ["stopping", "determinism"]
-    assert config.callbacks.determinism._target_ == "det_callbacks.DeterminismCallback"
-
-
-def test_callbacks_that_are_null_become_ours(user_conf: Path) -> None:
-    (user_conf / "config.yaml").write_text("callbacks: null\nhydra:\n  searchpath: ['pkg://det_callbacks.conf']\n")
-    config = compose_with(user_conf, "+determinism=record", "determinism.reference=refs/run1")
-    assert list(config.callbacks) == ["determinism"]
-
-
-def test_nothing_shipped_hides_a_users_file() -> None:
-    shipped = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
-    assert shipped == ["callbacks/determinism.yaml", *(f"determinism/{name}.yaml" for name in sorted(PRESETS))]
-    yaml_booleans = re.compile(r":\s*(off|on|yes|no)\s*(#|$)", re.IGNORECASE | re.MULTILINE)
-    assert not any(yaml_booleans.search((CONF / name).read_text()) for name in shipped)

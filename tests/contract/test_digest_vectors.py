@@ -87,10 +87,6 @@ TENSORS = {
 }
 
 
-def test_the_version_is_that_of_the_vectors() -> None:
-    assert DIGEST_VERSION == 1
-
-
 @pytest.mark.parametrize(("num_bytes", "expected"), BYTES.items())
 def test_bytes(num_bytes: int, expected: str) -> None:
     data = pattern(num_bytes)
@@ -108,5 +104,6 @@ def test_tensors(make: object, expected: str) -> None:
     assert [format_digest(digest) for digest in digest_tensors([tensor])] == [expected]
 
 
-def test_memory_order_of_an_output() -> None:
+def test_the_version_and_the_memory_order_of_an_output() -> None:
+    assert DIGEST_VERSION == 1
     assert format_digest(digest_output(torch.arange(24.0).reshape(4, 6).t())) == "2c864c8f2361e00d"

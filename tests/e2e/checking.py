@@ -1,19 +1,14 @@
-"""Scripts to be checked, and processes that are forked: importing what a training needs takes longer than the test."""
+"""Scripts to be checked, each process a fork of this one."""
 
-import os
-import runpy
 import shutil
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-import torch
-from hydra.core.global_hydra import GlobalHydra
+from forks import fork_process
 
 from det_callbacks import check as checks
 from det_callbacks.check import CheckedRun, CheckReport
@@ -46,6 +41,8 @@ class Checked:
         (found,) = [run for run in self.report.runs if run.name == name]
         return found
 
+
+__all__ = ["Check", "Checked", "check", "fork_process", "write_app"]
 
 Check = Callable[..., Checked]
 
@@ -80,52 +77,3 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         return Checked(status=status, report=reports[-1], text=text, errors=errors)
 
     return run
-
-
-def fork_process(
-    words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
-) -> int:
-    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process.
-
-    Args:
-        words: Python, the script and its arguments.
-        variables: the environment.
-        folder: working directory; None is this one.
-        output: file that gets what is printed, errors included; None leaves both where they are.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if not process:
-        if output is not None:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-        if folder is not None:
-            os.chdir(folder)
-        _run(words, variables)
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
-    status = 1
-    try:
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        for name in set(os.environ) - set(variables):
-            del os.environ[name]
-        os.environ.update(variables)
-        sys.argv = [*words[1:]]
-        sys.path.insert(0, str(Path(words[1]).resolve().parent))
-        warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
-        torch.set_num_threads(1)  # threads of the parent's pool are not there
-        GlobalHydra.instance().clear()
-        runpy.run_path(words[1], run_name="__main__")
-        status = 0
-    except SystemExit as leaving:
-        status = int(leaving.code or 0)
-    except BaseException:  # a forked child has nobody above it: it prints what Python would, and ends
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

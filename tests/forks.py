@@ -1,0 +1,62 @@
+"""Processes that are forked: importing what a training needs takes longer than the test."""
+
+import os
+import runpy
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+
+def fork_process(
+    words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
+) -> int:
+    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process.
+
+    Args:
+        words: Python, the script and its arguments.
+        variables: the environment.
+        folder: working directory; None is this one.
+        output: file that gets what is printed, errors included; None leaves both where they are.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if not process:
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        if folder is not None:
+            os.chdir(folder)
+        _run(words, variables)
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    status = 1
+    try:
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update(variables)
+        sys.argv = [*words[1:]]
+        sys.path.insert(0, str(Path(words[1]).resolve().parent))
+        warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
+        torch.set_num_threads(1)  # threads of the parent's pool are not there
+        GlobalHydra.instance().clear()
+        runpy.run_path(words[1], run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except BaseException:  # a forked child has nobody above it: it prints what Python would, and ends
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
