@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from styles import Classifier, train
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -80,10 +79,11 @@ def model(make: Callable[..., Any], **changes: Any) -> type[OfObjects]:
 
 def verify(folder: Path, reference: type[OfObjects], current: type[OfObjects]) -> Verdict:
     """Record one training, verify another."""
-    train(reference, DeterminismCallback(folder / "reference", mode="record"))
+    if not (folder / "reference").exists():
+        train(reference, DeterminismCallback(folder / "reference", mode="record"), epochs=1)
     callback = DeterminismCallback(folder / "reference", current=folder / "current", on_divergence="collect")
     with suppress(DivergenceError):
-        train(current, callback)
+        train(current, callback, epochs=1)
     assert callback.verdict is not None
     return callback.verdict
 
@@ -93,17 +93,14 @@ def verify(folder: Path, reference: type[OfObjects], current: type[OfObjects]) -
     [(Graph, "batch.x"), (Slotted, "batch.x"), (Sample, "batch.x"), (Encoding, "batch['x']")],
 )
 def test_a_changed_sample_is_named_by_its_attribute(make: Callable[..., Any], name: str, tmp_path: Path) -> None:
-    same = verify(tmp_path / "same", model(make), model(make))
+    same = verify(tmp_path, model(make), model(make))
     assert same.verdict == "match"
     assert same.coverage.opaque_regions == ()
-    other = verify(tmp_path / "other", model(make), model(make, is_changed=True))
+    other = verify(tmp_path, model(make), model(make, is_changed=True))
     assert (other.verdict, other.cause) == ("diverged", "data_content")
     assert other.first_divergence is not None
     assert (other.first_divergence.phase, other.first_divergence.name) == ("data", name)
     assert other.first_divergence.shape == (8, 12)
-    plain = train(model(make))[0]
-    watched = train(model(make), DeterminismCallback(tmp_path / "run", mode="record"))[0]
-    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
 
 
 def unread(x: Any, y: Any) -> Sample:
@@ -123,9 +120,7 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(
     assert not found.origins
     assert "the batch holds a builtins.set, which cannot be looked into" in found.explanation
     assert "not looked into: batch.unread (builtins.set)" in capsys.readouterr().out
-
-
-def test_another_type_is_another_structure_of_the_batch(tmp_path: Path) -> None:
-    found = verify(tmp_path, model(unread), model(lambda x, y: Sample(x, y, unread=frozenset([1]))))
+    # another type is another structure
+    found = verify(tmp_path / "found", model(unread), model(lambda x, y: Sample(x, y, unread=frozenset([1]))))
     assert found.first_divergence is not None
     assert (found.first_divergence.name, found.first_divergence.kind) == ("batch.unread", "structure")

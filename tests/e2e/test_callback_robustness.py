@@ -27,18 +27,11 @@ pytestmark = LIGHTNING_ADVICE
 
 # exceptions
 
-HOOKS_BEFORE_AND_AFTER = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
+
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [(place, "record") for place in ("training_step", "backward", "optimizer", "in a mode")] + [("backward", "verify")],
 )
-
-
-@pytest.mark.parametrize("place", ["training_step", "backward", "optimizer", "in a mode"])
-@pytest.mark.parametrize("mode", ["record", "verify"])
 def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> None:
     make = raising_inside(place)
     folder = tmp_path / "run"
@@ -56,50 +49,47 @@ def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> No
     assert not (tmp_path / "current" / "verdict.json").exists()
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("hook", HOOKS_BEFORE_AND_AFTER)
-def test_an_exception_in_a_callback_before_or_after_ours(hook: str, is_before: bool, tmp_path: Path) -> None:
+# (hook, call that raises, whether it comes before ours, steps that are recorded; None where no run is there)
+HOOKS: list[tuple[str, int, bool, list[int] | None]] = [
+    ("setup", 1, True, None),
+    ("on_fit_start", 1, True, None),
+    ("on_sanity_check_start", 1, True, []),
+    ("on_train_start", 1, True, []),
+    ("on_train_batch_start", 3, True, [0, 1]),
+    ("on_train_batch_start", 3, False, [0, 1]),
+    ("on_before_backward", 3, False, [0, 1]),
+    ("on_after_backward", 3, True, [0, 1]),
+    ("on_before_optimizer_step", 3, False, [0, 1]),
+    ("on_before_zero_grad", 3, True, [0, 1]),
+    ("on_train_batch_end", 3, True, [0, 1]),
+    ("on_train_batch_end", 3, False, [0, 1, 2]),
+    ("on_validation_batch_start", 3, True, [0, 1]),
+    ("on_train_end", 1, True, [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("hook", "call", "is_before", "steps"), HOOKS)
+def test_an_exception_in_another_callback(
+    hook: str, call: int, is_before: bool, steps: list[int] | None, tmp_path: Path
+) -> None:
     callback = DeterminismCallback(tmp_path / "run", mode="record")
-    other = RaiseAt(hook, StopError(hook))
-    fit = Fit(*((other, callback) if is_before else (callback, other)))
+    other = RaiseAt(hook, StopError(hook), call=call)
+    fit = Fit(*((other, callback) if is_before else (callback, other)), model=Validated, val_check_interval=2)
     with pytest.raises(StopError, match=hook):
         fit.run()
     assert_nothing_left(fit, callback)
+    if steps is None:
+        assert not (tmp_path / "run").exists()
+        return
     run = Run.open(tmp_path / "run")
     assert not run.is_complete
-    has_third = hook == "on_train_batch_end" and not is_before
-    assert run.rank(0).steps(0).tolist() == ([0, 1, 2] if has_third else [0, 1])
     assert "process did not end as it should" in str(run.incomplete_reason)
+    assert run.rank(0).steps(0).tolist() == steps
 
 
-@pytest.mark.parametrize("hook", ["on_validation_batch_start", "on_validation_end", "on_sanity_check_start"])
-def test_an_exception_in_a_validation(hook: str, tmp_path: Path) -> None:
+def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = DeterminismCallback(tmp_path / "run", mode="record")
-    call = 1 if hook == "on_sanity_check_start" else 3
-    fit = Fit(RaiseAt(hook, StopError(hook), call=call), callback, model=Validated, val_check_interval=2, max_epochs=2)
-    with pytest.raises(StopError, match=hook):
-        fit.run()
-    assert_nothing_left(fit, callback)
-    assert not Run.open(tmp_path / "run").is_complete
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_end"])
-def test_an_exception_at_the_ends_of_a_fit(hook: str, tmp_path: Path) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    fit = Fit(RaiseAt(hook, StopError(hook), call=1), callback)
-    with pytest.raises(StopError, match=hook):
-        fit.run()
-    assert_nothing_left(fit, callback)
-    if hook in ("setup", "on_fit_start"):
-        assert not (tmp_path / "run").exists()
-    else:
-        assert not Run.open(tmp_path / "run").is_complete
-
-
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-def test_ctrl_c(hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = DeterminismCallback(tmp_path / "run", mode="record")
-    fit = Fit(RaiseAt(hook, KeyboardInterrupt()), callback)
+    fit = Fit(RaiseAt("on_after_backward", KeyboardInterrupt()), callback)
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit):
@@ -126,18 +116,25 @@ def test_a_verification_that_found_something_and_was_stopped_has_a_verdict(refer
     assert not Run.open(tmp_path / "current").is_complete
 
 
-@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}])
-@pytest.mark.parametrize("mode", ["record", "verify"])
-def test_a_fit_without_steps_is_an_error(mode: Any, options: Any, reference: Path, tmp_path: Path) -> None:
-    folder = reference if mode == "verify" else tmp_path / "run"
-    callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
+@pytest.mark.parametrize(
+    ("mode", "options", "error"),
+    [
+        ("record", {"limit_train_batches": 0}, NothingComparedError),
+        ("verify", {"limit_train_batches": 0}, DivergenceError),
+        ("record", {"max_epochs": 0}, NothingComparedError),
+    ],
+)
+def test_a_fit_without_steps_is_an_error(mode: Any, options: Any, error: Any, reference: Path, tmp_path: Path) -> None:
+    callback = DeterminismCallback(
+        reference if mode == "verify" else tmp_path / "run", mode=mode, current=tmp_path / "current"
+    )
     fit = Fit(callback, **options)
-    with pytest.raises(DivergenceError if mode == "verify" else NothingComparedError) as caught:
+    with pytest.raises(error) as caught:
         fit.run()
     assert caught.value.exit_code == (1 if mode == "verify" else 2)
     assert_nothing_left(fit, callback)
     if mode == "record":
-        assert not Run.open(folder).is_complete
+        assert not Run.open(tmp_path / "run").is_complete
 
 
 # other modes, other loops
@@ -150,28 +147,21 @@ def test_a_module_that_ends_its_epoch_by_minus_one(tmp_path: Path) -> None:
     assert Run.open(tmp_path / "run").rank(0).num_steps == 4
 
 
-def test_a_mode_below_the_whole_fit_counts_what_it_would_without_us(reference: Path, tmp_path: Path) -> None:
-    with FlopCounterMode(display=False) as alone:
-        Fit().run()
-    callback = DeterminismCallback(reference, current=tmp_path / "current")
-    with FlopCounterMode(display=False) as below:
-        Fit(callback).run()
-    assert callback.verdict is not None
-    assert callback.verdict.verdict == "match"
-    assert below.get_total_flops() == alone.get_total_flops() > 0
-
-
 class CountingFlops(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with FlopCounterMode(display=False) as self.flops:
             return super().training_step(batch, batch_idx)
 
 
-def test_a_mode_above_within_the_step_changes_nothing(tmp_path: Path) -> None:
+def test_modes_below_and_above_change_nothing(tmp_path: Path) -> None:
+    with FlopCounterMode(display=False) as alone:
+        Fit(model=Plain).run()
     callback = DeterminismCallback(record(tmp_path / "run", model=Plain), current=tmp_path / "current")
-    fit = Fit(callback, model=CountingFlops).run()
+    with FlopCounterMode(display=False) as below:
+        fit = Fit(callback, model=CountingFlops).run()
     assert callback.verdict is not None
     assert callback.verdict.verdict == "match"
+    assert below.get_total_flops() == alone.get_total_flops() > 0
     assert fit.model.flops.get_total_flops() > 0
 
 

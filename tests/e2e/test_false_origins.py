@@ -52,19 +52,11 @@ class Recurrent(nn.Module):
         return self.norm(self.lstm(inputs.view(-1, 4, 4))[0].flatten(1))
 
 
-class Normed(nn.BatchNorm1d):
-    def __init__(self) -> None:
-        super().__init__(16)
-
-
 MIDDLES: dict[str, tuple[type[nn.Module], dict[str, Any], str]] = {
     "the first of two writes into a buffer": (TwoWrites, {"op": "aten.copy_", "call": 0}, "middle"),
-    "the second of two writes into a buffer": (TwoWrites, {"op": "aten.copy_", "call": 1}, "middle"),
     "what one of two writes into a buffer reads": (TwoWrites, {"op": "aten.cos"}, "middle"),
-    "a view written in place": (WrittenViews, {"op": "aten.mul_"}, "middle"),
     "a view of a view written in place": (WrittenViews, {"op": "aten.add_"}, "middle"),
     "an op before an LSTM": (Recurrent, {"op": "aten.addmm"}, "net.9.up"),
-    "an op before a batch norm": (Normed, {"op": "aten.native_layer_norm"}, "net.9.norm"),
 }
 
 
@@ -101,10 +93,9 @@ class ThroughNumpy(nn.Module):
 UNSHIFTED = partial(Deep, middle=partial(ThroughNumpy, 0.0))
 
 
-@pytest.mark.parametrize("shift", [1e-3, 10.0])
-def test_an_unseen_writer_makes_no_origin(shift: float, tmp_path: Path, references: Callable[..., Path]) -> None:
+def test_an_unseen_writer_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:
     reference = references(UNSHIFTED)
-    training = Training(model=partial(Deep, middle=partial(ThroughNumpy, shift)))
+    training = Training(model=partial(Deep, middle=partial(ThroughNumpy, 1e-3)))
     verdict = verify(reference, training, tmp_path / "current")
     first = first_of(verdict)
     assert (first.module, first.op, first.kind, first.is_origin) == ("middle", "aten.tanh.default", "content", None)
@@ -126,7 +117,6 @@ class WritesBeforeUpdate(pl.Callback):
 
 UPDATES: dict[str, tuple[Any, str]] = {
     "SGD": (Deep, "aten.add_.Tensor"),
-    "AdamW": (partial(Deep, optimizer=torch.optim.AdamW), "aten.mul_.Tensor"),
     "AdamW, foreach": (partial(Deep, optimizer=torch.optim.AdamW, foreach=True), "aten._foreach_mul_.Scalar"),
     "AdamW, fused": (partial(Deep, optimizer=torch.optim.AdamW, fused=True), "aten._fused_adamw_.default"),
 }
@@ -166,7 +156,7 @@ class WrongUpdate(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", ["SGD", "AdamW, foreach"])
 def test_an_update_that_computes_something_else_is_the_origin(
     update: str, tmp_path: Path, references: Callable[..., Path]
 ) -> None:

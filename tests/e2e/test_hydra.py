@@ -1,11 +1,14 @@
 """The Hydra job callback in applications that hydra.main runs in this process, without a training."""
 
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,10 @@ import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, ReferenceNotFoundError, SettingsError
+from det_callbacks.runs.store import Run
+
+MULTIRUN = ("--multirun", "seed=1,2")
+Errors = Callable[[], str]
 
 
 def process_state() -> dict[str, Any]:
@@ -34,7 +41,7 @@ def process_state() -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
-        "variables": dict(os.environ),
+        "variables": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "filters": list(warnings.filters),
     }
 
@@ -53,50 +60,55 @@ def make_a_mess() -> None:
     warnings.filterwarnings("ignore", message="left behind")  # the filter that is left behind on purpose
 
 
-def test_settings_are_in_force_before_the_task_and_gone_after_it(run_app: RunApp) -> None:
-    before, seen = process_state(), {}
-
-    def task(config: DictConfig) -> None:
-        seen.update(algorithms=torch.get_deterministic_debug_mode(), seed=torch.initial_seed(), draw=torch.rand(()))
-        make_a_mess()
-        finish_a_fit()
-
-    assert run_app(task, *VERIFY, "determinism.settings.seed=0") == 0
-    assert (seen["algorithms"], seen["seed"]) == (2, 0)
-    assert torch.equal(seen["draw"], torch.rand((), generator=torch.Generator().manual_seed(0)))
+@pytest.fixture
+def unchanged() -> Iterator[dict[str, Any]]:
+    """What the process is before an application runs, and has to be after it."""
+    before = process_state()
+    yield before
     assert process_state() == before
 
 
+@pytest.fixture
+def errors(capsys: pytest.CaptureFixture[str]) -> Errors:
+    return lambda: capsys.readouterr().err
+
+
 @pytest.mark.parametrize("settings", [("determinism.settings.seed=3",), ("determinism.settings=null",)])
-def test_every_job_of_a_multirun_starts_where_the_first_did(settings: tuple[str, ...], run_app: RunApp) -> None:
-    before: dict[str, Any] = process_state()
+def test_every_job_of_a_multirun_starts_where_the_first_did(
+    settings: tuple[str, ...], run_app: RunApp, unchanged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts: list[dict[str, Any]] = []
+    handlers: list[Any] = []
+    register = SimpleNamespace(register=lambda handler, *_: handlers.append(handler), unregister=handlers.remove)
+    monkeypatch.setattr(job_callback, "atexit", register)
 
     def task(config: DictConfig) -> None:
         starts.append(process_state())
+        assert len(handlers) == 1
         make_a_mess()
         finish_a_fit()
         if config.seed == 2:
             raise DivergenceError("the way back does not depend on success")
 
     assert run_app(task, "--multirun", *VERIFY, "seed=1,2,3", *settings) == 1
-    assert len(starts) == 3
-    assert starts[1] == starts[0]
-    assert starts[2] == starts[0]
-    assert process_state() == before
+    assert starts == [starts[0]] * 3
+    assert starts[0]["algorithms"] == (0 if "null" in settings[0] else 2)
+    seeded = torch.Generator().manual_seed(3).get_state().tolist()
+    assert (starts[0]["torch"] == seeded) is ("null" not in settings[0])
+    assert handlers == []
 
 
 @pytest.mark.parametrize(
     ("error", "status", "multirun"),
     [
-        (DivergenceError("it diverged"), 1, False),
-        (ReferenceNotFoundError("no such run", "refs/run1"), 2, False),
-        (SettingsError("not in force"), 2, True),
-        (NotComparableError("another machine"), 3, False),
+        (DivergenceError("it diverged"), 1, ()),
+        (ReferenceNotFoundError("no such run", "refs/run1"), 2, ()),
+        (SettingsError("not in force"), 2, MULTIRUN),
+        (NotComparableError("another machine"), 3, ()),
     ],
 )
 def test_our_errors_are_a_message_and_their_own_status(
-    error: Exception, status: int, multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
+    error: Exception, status: int, multirun: tuple[str, ...], run_app: RunApp, errors: Errors
 ) -> None:
     jobs = []
 
@@ -106,68 +118,118 @@ def test_our_errors_are_a_message_and_their_own_status(
         if config.seed == 1:
             raise error
 
-    assert run_app(task, *(("--multirun", "seed=1,2") if multirun else ()), *VERIFY) == status
+    assert run_app(task, *multirun, *VERIFY) == status
     assert jobs == ([1, 2] if multirun else [1])
-    told = capsys.readouterr().err
-    assert f"{type(error).__name__}: {error}" in told
-    assert "Traceback" not in told
+    printed = errors()
+    assert f"{type(error).__name__}: {error}" in printed
+    assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("determinism.level=opp", "got 'opp'"),
-        ("determinism.phases=[fwd]", "fwd"),
-        ("determinism.steps=some", "got 'some'"),
-        ("determinism.on_divergence=stop", "got 'stop'"),
-        ("determinism.every_n_steps=0", "every_n_steps=0"),
-    ],
-)
-def test_an_argument_that_hydra_passes_on_is_our_error(
-    override: str, told: str, run_app: RunApp, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def task(config: DictConfig) -> None:
-        hydra.utils.instantiate(config.callbacks)
-        pytest.fail("the callback was built")
-
-    assert run_app(task, *VERIFY, override) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert "Traceback" not in error
-
-
-def test_full_error_adds_the_traceback(
-    run_app: RunApp, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_error_adds_the_traceback(run_app: RunApp, errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
     def task(config: DictConfig) -> None:
         raise DivergenceError("it diverged")
 
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert run_app(task, *VERIFY) == 1
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert "in task" in told
+    printed = errors()
+    assert "Traceback" in printed
+    assert "in task" in printed
 
 
-@pytest.mark.parametrize("multirun", [False, True])
-def test_a_job_without_a_fit_is_not_verified(
-    multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_failures_are_left_to_hydra(run_app: RunApp, errors: Errors, unchanged: dict[str, Any]) -> None:
     def task(config: DictConfig) -> None:
-        if config.seed == 1:
-            finish_a_fit()
+        make_a_mess()
+        raise ZeroDivisionError("mine")
 
-    if multirun:
-        assert run_app(task, "--multirun", *VERIFY, "seed=1,2") == 2
-    else:
-        assert run_app(task, *VERIFY, "seed=2") == 2
-    told = capsys.readouterr().err
-    assert told.count("no DeterminismCallback ran a fit in this job") == 1
-    assert "determinism.mode=verify" in told
+    assert run_app(task, *VERIFY) == 1
+    assert "ZeroDivisionError: mine" in errors()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            (*MULTIRUN, *VERIFY, "determinism.settings.deterministic_algorithms=off"),
+            "deterministic_algorithms='off' is not allowed",
+        ),
+        ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
+        ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
+        ((*MULTIRUN, "+determinism=verify"), "determinism.reference is not set"),
+        (
+            ("+hydra.callbacks.determinism._target_=det_callbacks.hydra.DeterminismJobCallback",),
+            "determinism.mode is not",
+        ),
+    ],
+)
+def test_what_cannot_be_applied_starts_no_job(
+    arguments: tuple[str, ...], words: str, run_app: RunApp, errors: Errors, unchanged: dict[str, Any]
+) -> None:
+    jobs: list[Any] = []
+    assert run_app(jobs.append, *arguments) == 2
+    assert words in errors()
+    assert jobs == []
+
+
+def test_an_argument_that_hydra_passes_on_is_our_error(run_app: RunApp, errors: Errors) -> None:
+    def task(config: DictConfig) -> None:
+        hydra.utils.instantiate(config.callbacks)
+        pytest.fail("the callback was built")
+
+    assert run_app(task, *VERIFY, "determinism.phases=[fwd]") == 2
+    printed = errors()
+    assert "fwd" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_defect_of_ours_is_not_a_warning(run_app: RunApp, errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(settings: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(job_callback, "enforce_determinism", defect)
+    jobs: list[Any] = []
+    assert run_app(jobs.append, *VERIFY) == 2
+    assert "KeyError: 'a defect'" in errors()
+    assert jobs == []
+
+
+def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp, unchanged: dict[str, Any]) -> None:
+    def task(config: DictConfig) -> None:
+        assert {**process_state(), "filters": unchanged["filters"]} == unchanged
+
+    assert run_app(task, "+determinism=disabled") == 0
+    assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
+
+
+def forked(task: Callable[[], object]) -> None:
+    """Run a task in a child, as a strategy does."""
+    child = multiprocessing.get_context("fork").Process(target=task)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("runs_in", [lambda task: task(), forked], ids=["the job", "its process"])
+def test_a_job_without_a_fit_is_not_verified(
+    runs_in: Callable[[Callable[[], object]], object], run_app: RunApp, errors: Errors
+) -> None:
+    files = set()
+
+    def task(config: DictConfig) -> None:
+        files.add(Path(os.environ[fits_of_process.FITS_FILE]))
+        runs_in(fits_of_process.note_ended if config.seed == 1 else time.thread_time)
+
     assert run_app(task, *VERIFY, "seed=1") == 0
+    assert run_app(task, *MULTIRUN, *VERIFY) == 2
+    printed = errors()
+    assert printed.count("no DeterminismCallback ran a fit in this job") == 1
+    assert "determinism.mode=verify" in printed
+    # the jobs have ended: what their processes are counted in is gone, and nobody asks for another
+    assert fits_of_process.FITS_FILE not in os.environ
+    assert not any(path.exists() for path in files)
+    runs_in(fits_of_process.note_ended)
 
 
-def test_an_audit_of_replicas_has_to_run(run_app: RunApp, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:
     built: list[object] = []
 
     def task(config: DictConfig) -> None:
@@ -176,92 +238,22 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, capsys: pytest.Capture
             finish_a_fit()
 
     assert run_app(task, "+determinism=replicas", "seed=2") == 2
-    assert "determinism.mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in capsys.readouterr().err
+    assert "determinism.mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in errors()
     assert run_app(task, "+determinism=replicas", 'callbacks.determinism.ignore=["a.*"]') == 0
     callback = built[-1]
     assert isinstance(callback, ReplicaAuditCallback)
     assert (callback.every_n_steps, callback.ignore) == (100, ("a.*",))
 
 
-@pytest.mark.parametrize("multirun", [False, True])
-def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(
-    multirun: bool, run_app: RunApp, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(run_app: RunApp, errors: Errors) -> None:
     def task(config: DictConfig) -> None:
         finish_a_fit()
         if config.seed == 1:
             error = DivergenceError("one fit of two")
             fits_of_process.wait(task, fits_of_process.Waiting(error=error, is_fatal=True))
 
-    assert run_app(task, *(("--multirun", "seed=1,2") if multirun else ()), *VERIFY) == 1
-    assert capsys.readouterr().err.count("DivergenceError: one fit of two") == 1
-
-
-def test_other_failures_are_left_to_hydra(run_app: RunApp, capsys: pytest.CaptureFixture[str]) -> None:
-    before = process_state()
-
-    def task(config: DictConfig) -> None:
-        make_a_mess()
-        raise ZeroDivisionError("mine")
-
-    assert run_app(task, *VERIFY) == 1
-    assert "ZeroDivisionError: mine" in capsys.readouterr().err
-    assert process_state() == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (
-            ("--multirun", "seed=1,2", *VERIFY, "determinism.settings.deterministic_algorithms=off"),
-            "deterministic_algorithms='off' is not allowed",
-        ),
-        ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
-        ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
-        (("--multirun", "seed=1,2", "+determinism=verify"), "determinism.reference is not set"),
-        (
-            ("+hydra.callbacks.determinism._target_=det_callbacks.hydra.DeterminismJobCallback",),
-            "determinism.mode is not",
-        ),
-    ],
-)
-def test_what_cannot_be_applied_starts_no_job(
-    arguments: tuple[str, ...],
-    told: str,
-    run_app: RunApp,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    before, jobs = process_state(), []
-    assert run_app(jobs.append, *arguments) == 2
-    assert told in capsys.readouterr().err
-    assert jobs == []
-    assert process_state() == before
-
-
-def test_a_defect_of_ours_is_not_a_warning(
-    run_app: RunApp, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def defect(settings: Any) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(job_callback, "enforce_determinism", defect)
-    jobs: list[Any] = []
-    assert run_app(jobs.append, *VERIFY) == 2
-    assert "KeyError: 'a defect'" in capsys.readouterr().err
-    assert jobs == []
-
-
-def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp) -> None:
-    before = process_state()
-    seen = []
-
-    def task(config: DictConfig) -> None:
-        seen.append({key: value for key, value in process_state().items() if key != "filters"})
-
-    assert run_app(task, "+determinism=disabled") == 0
-    assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
-    expected = {key: value for key, value in before.items() if key != "filters"}
-    assert seen == [expected, expected]
+    assert run_app(task, *MULTIRUN, *VERIFY) == 1
+    assert errors().count("DivergenceError: one fit of two") == 1
 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])
@@ -274,17 +266,16 @@ def test_folders_start_where_the_program_was_started(chdir: str, run_app: RunApp
         assert (Path.cwd() == tmp_path) is (chdir == "false")
         assert HydraConfig.initialized()
 
-    run_app(task, *VERIFY, f"hydra.job.chdir={chdir}")
-    run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", "determinism.current=here")
+    def paths() -> list[tuple[str, str | None]]:
+        return [(str(callback.reference), callback.current and str(callback.current)) for callback in built]
+
+    run_app(task, *MULTIRUN, *VERIFY, f"hydra.job.chdir={chdir}", "hydra.sweep.subdir=${hydra.job.num}")
+    assert paths() == [(f"{tmp_path}/refs/run1/job-{job}", f"{tmp_path}/outs/{job}/determinism") for job in (0, 1)]
+    built.clear()
+    run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *(("determinism.current=here",) if chdir == "true" else ()))
     run_app(task, "+determinism=record", "determinism.reference=/refs/run1", f"hydra.job.chdir={chdir}")
-    run_app(task, "--multirun", *VERIFY, f"hydra.job.chdir={chdir}", "seed=1,2", "hydra.sweep.subdir=${hydra.job.num}")
-    assert [(str(callback.reference), callback.current and str(callback.current)) for callback in built] == [
-        (f"{tmp_path}/refs/run1", f"{tmp_path}/out/determinism"),
-        (f"{tmp_path}/refs/run1", f"{tmp_path}/here"),
-        ("/refs/run1", None),
-        (f"{tmp_path}/refs/run1/job-0", f"{tmp_path}/outs/0/determinism"),
-        (f"{tmp_path}/refs/run1/job-1", f"{tmp_path}/outs/1/determinism"),
-    ]
+    current = f"{tmp_path}/here" if chdir == "true" else f"{tmp_path}/out/determinism"
+    assert paths() == [(f"{tmp_path}/refs/run1", current), ("/refs/run1", None)]
 
 
 def test_a_callback_built_outside_hydra_main_takes_the_working_directory(
@@ -295,46 +286,64 @@ def test_a_callback_built_outside_hydra_main_takes_the_working_directory(
     assert callback.reference == tmp_path / "refs" / "run1"
 
 
-def test_jobs_leave_no_exit_handlers(run_app: RunApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers: list[Any] = []
-    register = SimpleNamespace(register=lambda handler, *_: handlers.append(handler), unregister=handlers.remove)
-    monkeypatch.setattr(job_callback, "atexit", register)
+SCRIPT = """
+    import sys
 
-    def task(config: DictConfig) -> None:
-        assert len(handlers) == 1
-        finish_a_fit()
+    import hydra
 
-    assert run_app(task, "--multirun", *VERIFY, "seed=1,2,3") == 0
-    assert handlers == []
+    sys.path[:0] = {paths!r}
+
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="config")
+    def main(config):
+        {body}
+
+
+    if __name__ == "__main__":
+        main()
+"""
+LEAVING = """
+        from det_callbacks.callback import fits
+        fits._num_ended += config.seed
+        sys.exit(0)
+"""
+SPAWNING = """
+        from styles import Classifier, Samples
+        from torch.utils.data import DataLoader
+        from trainers import quiet_trainer
+        callback = hydra.utils.instantiate(config.callbacks.determinism)
+        trainer = quiet_trainer(callback, devices=2, strategy="ddp_spawn")
+        trainer.fit(Classifier(), DataLoader(Samples(), batch_size=8))
+"""
+
+
+def run_script(folder: Path, body: str, *arguments: str) -> tuple[int, str]:
+    """Run an application as a program; return its exit status and what it printed."""
+    (folder / "conf").mkdir(exist_ok=True)
+    (folder / "conf" / "config.yaml").write_text(CONFIG)
+    paths = [str(path) for path in Path(__file__).parents[:2]]
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(paths=paths, body=body.strip())))
+    words = [sys.executable, "-W", "ignore", str(script), *arguments]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fits", "status"), [(0, 2), (1, 0)])
-def test_leaving_by_sys_exit_does_not_look_verified(fits: int, status: int, tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text(CONFIG)
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent(
-            f"""
-            import sys
-
-            import hydra
-
-            from det_callbacks.callback import fits
+def test_leaving_by_sys_exit_does_not_look_verified(tmp_path: Path) -> None:
+    for num_fits, status in ((0, 2), (1, 0)):
+        ended, text = run_script(tmp_path, LEAVING, *VERIFY, f"seed={num_fits}")
+        assert ended == status, text
+        assert ("no DeterminismCallback ran a fit" in text) is (status == 2)
 
 
-            @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-            def main(config):
-                fits._num_ended += {fits}
-                sys.exit(0)
-
-
-            main()
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, "train.py", *VERIFY], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == status, done.stderr
-    assert ("no DeterminismCallback ran a fit" in done.stderr) is (status == 2)
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_an_application_that_spawns_its_ranks(tmp_path: Path) -> None:
+    status, text = run_script(tmp_path, SPAWNING, "+determinism=record", *VERIFY[1:])
+    assert status == 0, text
+    run = Run.open(tmp_path / "refs" / "run1")
+    assert run.is_complete
+    assert run.ranks == [0, 1]
+    # the flags of the process that built the model are those of the ranks
+    assert run.environment.entries["settings.cudnn_deterministic"].value is True

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,32 +11,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fits import StopError
-from logging_fits import (
-    Also,
-    Changed,
-    Draws,
-    LateChanged,
-    Logged,
-    Rounds,
-    Session,
-    Silent,
-    Timed,
-    assert_diff_agrees,
-    loader,
-    record,
-    verdict_of,
-)
 from processes import Ended, run_ranks
-from styles import Samples
+from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.callback.fits import take_unfinished
 from det_callbacks.errors import (
     DivergenceError,
-    DivergenceWarning,
     NothingComparedError,
     ReferenceFormatError,
     ReferenceNotFoundError,
@@ -48,114 +33,225 @@ from det_callbacks.verdict import Verdict
 pytestmark = [LIGHTNING_ADVICE]
 
 
+class Logged(Classifier):
+    """Logs in training, validation and test."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def _look(self, name: str, batch: Any) -> None:
+        inputs, labels = batch
+        predicted = self(inputs)
+        self.log_dict({f"{name}/loss": cross_entropy(predicted, labels), f"{name}/largest": predicted.max()})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._look("test", batch)
+
+
+class Draws(Logged):
+    """Draws from torch's generator in the validation after step 5, of which a metric shows what came."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        is_due = self.trainer.fit_loop.epoch_loop.total_batch_idx == 5 and not self.trainer.sanity_checking
+        self.log("val/drawn", torch.rand(()) if is_due else torch.zeros(()))
+
+
+class Timed(Logged):
+    """Logs a wall clock."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_time", time.perf_counter())
+
+
+class Also(Logged):
+    """Logs one metric more in its second epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch:
+            self.log("also", 1.0)
+
+
+class Rounds(Logged):
+    """Computes a validation's loss otherwise, on the same data with the same weights."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, labels = batch
+        self.log_dict({"val/loss": cross_entropy(self(inputs), labels) + 1e-3, "val/largest": self(inputs).max()})
+
+
+class Silent(Classifier):
+    """Logs nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any]:
+    """Return batches of four samples, of which one may be another."""
+    samples = Samples()
+    if other is not None:
+        samples.inputs[other] += 1
+    return DataLoader(Subset(samples, range(num_samples)), 4, generator=torch.Generator())  # draws from no other
+
+
+class Session:
+    """One process's use of one callback: fits, tests and so on, with one model."""
+
+    def __init__(
+        self, mode: str, reference: Path, *, model: Callable[[], Any] = Logged, seed: int = 0, **arguments: Any
+    ) -> None:
+        torch.manual_seed(seed)
+        defaults = {"level": "state"} if mode == "record" else {}
+        self.callback = DeterminismCallback(reference, mode=mode, **{**defaults, **arguments})
+        self.model = model()
+        self.root = reference.parent
+
+    def trainer(self, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+        given = {"max_epochs": 2, "num_sanity_val_steps": 1, "default_root_dir": self.root, **options}
+        return quiet_trainer(self.callback, *callbacks, **given)
+
+    def fit(self, validation: Any = None, *callbacks: pl.Callback, **options: Any) -> "Session":
+        fit = {name: options.pop(name) for name in ("ckpt_path", "weights_only") if name in options}
+        data = loader() if validation is None else validation
+        self.trainer(*callbacks, **options).fit(self.model, loader(), data, **fit)
+        return self
+
+    def test(self, data: Any = None, **options: Any) -> "Session":
+        self.trainer(**options).test(self.model, loader() if data is None else data, verbose=False)
+        return self
+
+    def validate(self, data: Any = None) -> "Session":
+        self.trainer().validate(self.model, loader() if data is None else data, verbose=False)
+        return self
+
+
+def verdict_of(session: Session) -> Verdict:
+    assert session.callback.verdict is not None
+    return session.callback.verdict
+
+
+def record(folder: Path, *args: Any, **options: Any) -> Path:
+    Session("record", folder, **options).fit(*args)
+    return folder
+
+
+def assert_diff_agrees(reference: Path, verdict: Verdict) -> None:
+    """What a verification found is what two recordings, or its folder, are said to be."""
+    again = compare_runs(reference, verdict.current)
+    assert (again.verdict, again.cause, again.first_divergence) == (
+        verdict.verdict,
+        verdict.cause,
+        verdict.first_divergence,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fit of two epochs with their validations; nobody writes to it."""
+    return record(tmp_path_factory.mktemp("whole") / "run")
+
+
+def diverges(session: Session, words: str, run: Callable[[Session], object]) -> Verdict:
+    """Return the verdict on a session that has to be found to differ; its folder is said the same of."""
+    with pytest.raises(DivergenceError, match=words or None) as caught:
+        run(session)
+    verdict = verdict_of(session)
+    assert caught.value.verdict == verdict
+    assert verdict.first_divergence is not None
+    assert_diff_agrees(session.callback.reference, verdict)
+    return verdict
+
+
 def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session("record", tmp_path / "run").fit()
-    readings = [*read_metrics(Run.open(tmp_path / "run"), 0).by_key.values()]
-    assert [(reading.where, reading.step, reading.epoch) for reading in readings] == [
-        ("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1),
-    ]  # fmt: skip
+    session = Session("record", tmp_path / "other").fit()
+    readings = [*read_metrics(Run.open(tmp_path / "other"), 0).by_key.values()]
+    places = [("validation", 2, 0), ("epoch", 2, 0), ("validation", 5, 1), ("epoch", 5, 1)]
+    assert [(reading.where, reading.step, reading.epoch) for reading in readings] == places
     assert {"val/loss", "val/largest"} <= set(readings[0].metrics)
     assert {"train/loss", "train/loss_epoch"} <= set(readings[1].metrics)
     computed = session.model.trainer.callback_metrics
     for name in ("val/loss", "train/loss_epoch"):
-        shown = {**readings[2].metrics, **readings[3].metrics}[name].value
-        assert shown == repr(computed[name].item())
-    again = Session("verify", tmp_path / "run").fit()
-    verdict = verdict_of(again)
+        assert {**readings[2].metrics, **readings[3].metrics}[name].value == repr(computed[name].item())
     num_metrics = sum(len(reading.metrics) for reading in readings)
+    verdict = verdict_of(Session("verify", whole).fit())
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", num_metrics)
     assert f"{num_metrics} metrics, against" in capsys.readouterr().out
-    record(tmp_path / "other")
-    compared = compare_runs(tmp_path / "run", tmp_path / "other")
+    compared = compare_runs(whole, tmp_path / "other")
     assert (compared.verdict, compared.coverage.metrics) == ("match", num_metrics)
 
 
 @pytest.mark.parametrize(
-    ("changed", "cause", "name", "said"),
+    ("data", "model", "cause", "name", "words"),
     [
-        ({"validation": lambda: loader(Changed)}, "data_content", "val/loss", "first batch of loader 0: batch[0]"),
-        ({"validation": lambda: loader(LateChanged)}, "unknown", "val/loss", "what is known of the data"),
-        ({"validation": lambda: loader(num_samples=8)}, "data_content", "val/loss", "samples of loader 0"),
-        ({"model": Draws}, "structure", "val/drawn", "only in the current run"),
-        ({"model": Rounds}, "unknown", "val/loss", '"!metric/val/loss"'),
+        ({"other": 0}, Logged, "data_content", "val/loss", "first batch of loader 0: batch[0]"),
+        ({"other": 9}, Logged, "unknown", "val/loss", "what is known of the data"),
+        ({"num_samples": 8}, Logged, "data_content", "val/loss", "samples of loader 0"),
+        ({}, Draws, "structure", "val/drawn", "only in the current run"),
+        ({}, Rounds, "unknown", "val/loss", '"!metric/val/loss"'),
     ],
     ids=["first batch", "later batch", "fewer", "one more", "computed otherwise"],
-)  # fmt: skip
-def test_a_metric_that_differs_alone(tmp_path: Path, changed: dict[str, Any], cause: str, name: str, said: str) -> None:
-    reference = record(tmp_path / "run")
-    make = changed.pop("validation", loader)
-    session = Session("verify", reference, current=tmp_path / "current", **changed)
-    with pytest.raises(DivergenceError) as caught:
-        session.fit(make())
-    verdict = verdict_of(session)
-    assert caught.value.verdict == verdict
+)
+def test_a_metric_that_differs_alone(
+    data: dict[str, Any], model: Any, cause: str, name: str, words: str, whole: Path, tmp_path: Path
+) -> None:
+    session = Session("verify", whole, current=tmp_path / "current", model=model)
+    verdict = diverges(session, "", lambda session: session.fit(loader(**data)))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
     assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", name, 0, 2, None)
     assert f"etric {name} in the validation after step 2" in verdict.explanation
-    assert said in str(caught.value)
+    assert words in verdict.explanation
     assert verdict.counts.steps_compared == 3  # stopped at the end of the validation
-    assert_diff_agrees(reference, verdict)
-    other = Session("record", tmp_path / "other", **changed).fit(make())
-    compared = compare_runs(reference, other.callback.reference)
-    assert (compared.verdict, compared.cause, compared.first_divergence) == ("diverged", cause, first)
 
 
-@pytest.mark.parametrize("selection", [{"every_n_steps": 2}, {"every_n_steps": 5}, {"only_steps": [3]}], ids=str)
-def test_metrics_are_compared_whatever_steps_are_recorded(tmp_path: Path, selection: dict[str, Any]) -> None:
-    reference = record(tmp_path / "run", **selection)
+def test_metrics_are_compared_whatever_steps_are_recorded(tmp_path: Path) -> None:
+    reference = record(tmp_path / "run", only_steps=[3])
     assert verdict_of(Session("verify", reference).fit()).verdict == "match"
     with pytest.raises(DivergenceError, match="Metric val/loss in the validation after step 2 differs"):
-        Session("verify", reference).fit(loader(Changed))
+        Session("verify", reference).fit(loader(other=0))
 
 
-@pytest.mark.parametrize("on_divergence", ["collect", "warn"])
-def test_metrics_go_on_being_compared_where_nothing_stops(tmp_path: Path, on_divergence: str) -> None:
+def test_metrics_go_on_being_compared_where_nothing_stops(tmp_path: Path) -> None:
     reference = record(tmp_path / "run", model=Draws)
-    session = Session("verify", reference, current=tmp_path / "current", on_divergence=on_divergence, model=Draws)
 
     class Draw(pl.Callback):
         def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
                 torch.rand(1)
 
-    with pytest.raises(DivergenceError) if on_divergence == "collect" else pytest.warns(DivergenceWarning):
-        session.fit(None, Draw(), max_epochs=2)
-    verdict = verdict_of(session)
+    session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Draws)
+    verdict = diverges(session, "", lambda session: session.fit(None, Draw()))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
     assert verdict.counts.steps_compared == 6
     assert any("generator torch.cpu" in line for line in verdict.evidence)
-    assert_diff_agrees(reference, verdict)
 
 
-def test_a_metric_comes_after_the_steps_of_its_epoch(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run")
-    with pytest.warns(DivergenceWarning):
-        other = Session("verify", reference, seed=1, on_divergence="warn", current=tmp_path / "current").fit()
-    verdict = verdict_of(other)
-    assert (verdict.cause, verdict.first_divergence.phase) == ("initial_weights", "state")
-    assert_diff_agrees(reference, verdict)
-
-
-def test_metrics_of_which_one_run_has_more(tmp_path: Path) -> None:
-    reference, other = record(tmp_path / "run"), record(tmp_path / "other", model=Also)
-    session = Session("verify", reference, model=Also, current=tmp_path / "more")
-    with pytest.raises(DivergenceError, match="Metric also of epoch 1 is only in the current run"):
-        session.fit()
-    assert verdict_of(session).first_divergence.kind == "extra"
-    assert_diff_agrees(reference, verdict_of(session))
-    session = Session("verify", other, current=tmp_path / "less")
-    with pytest.raises(DivergenceError, match="Metric also of epoch 1 is only in the reference"):
-        session.fit()
-    assert verdict_of(session).first_divergence.kind == "missing"
-    assert_diff_agrees(other, verdict_of(session))
-    session = Session("verify", reference, current=tmp_path / "seldom")
-    with pytest.raises(DivergenceError, match="in the validation after step 2 is only in the reference, and 1 more"):
-        session.fit(check_val_every_n_epoch=2)
-    assert_diff_agrees(reference, verdict_of(session))
-    common = Session("verify", reference, steps="common")
+def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
+    other = record(tmp_path / "other", model=Also)
+    for reference, current, kind, words in (
+        (whole, other, "extra", "only in the current run"),
+        (other, whole, "missing", "only in the reference"),
+    ):
+        verdict = compare_runs(reference, current)
+        assert (verdict.verdict, verdict.first_divergence.kind) == ("diverged", kind)
+        assert f"Metric also of epoch 1 is {words}" in verdict.explanation
+    verdict = diverges(Session("verify", other, current=tmp_path / "less"), "also of epoch 1", Session.fit)
+    assert verdict.first_divergence.kind == "missing"
+    verdict = diverges(Session("verify", whole, current=tmp_path / "more", model=Also), "also of epoch 1", Session.fit)
+    assert verdict.first_divergence.kind == "extra"
+    seldom = Session("verify", whole, current=tmp_path / "seldom")
+    words = "in the validation after step 2 is only in the reference, and 1 more"
+    diverges(seldom, words, lambda session: session.fit(check_val_every_n_epoch=2))
+    common = Session("verify", whole, steps="common")
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
 
 
@@ -165,11 +261,9 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("verify", reference, model=Timed).fit()
     modules = ["*", "!metric/*_time"]
     reference = record(tmp_path / "left-out", model=Timed, modules=modules)
-    assert verdict_of(Session("verify", reference, model=Timed).fit()).verdict == "match"
     assert verdict_of(Session("verify", reference, model=Timed, modules=modules).fit()).verdict == "match"
-    names = [name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics]
-    assert "val/loss" in names
-    assert "epoch_time" not in names
+    names = {name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics}
+    assert ("val/loss" in names, "epoch_time" in names) == (True, False)
     for wrong in ("metric/val", "!net.*"):
         with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
             Session("record", tmp_path / "wrong", modules=["*", wrong])
@@ -185,18 +279,13 @@ def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, call: str, capsys
     run = CALLS[call]
     run(Session("record", tmp_path / "run"))
     assert f"recorded 2 metrics of {call}, in {tmp_path / 'run'}" in capsys.readouterr().out
-    session = run(Session("verify", tmp_path / "run"))
-    verdict = verdict_of(session)
+    verdict = verdict_of(run(Session("verify", tmp_path / "run")))
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
     assert f"match: verified 2 metrics, against {tmp_path / 'run'}" in capsys.readouterr().out
     changed = Session("verify", tmp_path / "run", current=tmp_path / "current")
-    with pytest.raises(DivergenceError, match=rf" in {call} differs"):
-        run(changed, loader(Changed))
-    assert (verdict_of(changed).cause, verdict_of(changed).first_divergence.phase) == ("data_content", "metric")
-    assert_diff_agrees(tmp_path / "run", verdict_of(changed))
-    run(Session("record", tmp_path / "other"))
-    assert compare_runs(tmp_path / "run", tmp_path / "other").verdict == "match"
+    verdict = diverges(changed, rf" in {call} differs", lambda session: run(session, loader(other=0)))
+    assert (verdict.cause, verdict.first_divergence.phase) == ("data_content", "metric")
 
 
 def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,23 +306,17 @@ def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_parts_of_a_session_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(session: Session, test: Any = None) -> Session:
-        return session.validate().fit().test().test(test)
-
-    run(Session("record", tmp_path / "run"))
+    Session("record", tmp_path / "run").validate().fit().test().test()
     assert Run.open(tmp_path / "run").is_complete
     capsys.readouterr()
     session = Session("verify", tmp_path / "run").validate()
     assert "part 1 (trainer.validate) of 4 agrees" in capsys.readouterr().out
     assert session.callback.verdict is None
-    session.fit().test().test()
-    verdict = verdict_of(session)
+    verdict = verdict_of(session.fit().test().test())
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 6)
-    run(Session("record", tmp_path / "other"))
-    compared = compare_runs(tmp_path / "run", tmp_path / "other")
-    assert (compared.verdict, compared.coverage.metrics) == ("match", verdict.coverage.metrics)
+    other = Session("verify", tmp_path / "run", on_divergence="collect").validate().fit().test()
     with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) differs"):
-        run(Session("verify", tmp_path / "run", on_divergence="collect"), loader(Changed))
+        other.test(loader(other=0))
 
 
 def test_a_test_that_never_comes_is_missing(tmp_path: Path) -> None:
@@ -253,14 +336,12 @@ class Broken(pl.Callback):
 
 
 def test_a_test_that_breaks_off_is_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session("record", tmp_path / "run").fit()
-    with pytest.raises(OSError, match="the disk is gone"):
-        session.trainer(Broken()).test(session.model, loader(), verbose=False)
+    sessions = [Session("record", tmp_path / "run").fit(), Session("record", tmp_path / "alone")]
+    for session in sessions:
+        with pytest.raises(OSError, match="the disk is gone"):
+            session.trainer(Broken()).test(session.model, loader(), verbose=False)
     assert "trainer.test was stopped by OSError" in capsys.readouterr().out
     assert verdict_of(Session("verify", tmp_path / "run").fit()).verdict == "match"
-    alone = Session("record", tmp_path / "alone")
-    with pytest.raises(OSError, match="the disk is gone"):
-        alone.trainer(Broken()).test(alone.model, loader(), verbose=False)
     with pytest.raises(ReferenceFormatError, match="incomplete"):
         Session("verify", tmp_path / "alone").test()
 
@@ -282,29 +363,6 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.folder / f"validation-{trainer.current_epoch}.ckpt")
 
 
-@pytest.mark.parametrize("saved", ["epoch-0", "validation-0", "batch-3"])
-def test_metrics_of_a_resumed_run(tmp_path: Path, saved: str) -> None:
-    whole = record(tmp_path / "run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeterminismCallback, "_read_epoch", _killed_after_two(DeterminismCallback._read_epoch))
-        first = Session("record", tmp_path / "resumed")
-        with pytest.raises(StopError):
-            first.fit(None, Saves(tmp_path))
-    options = {"ckpt_path": tmp_path / f"{saved}.ckpt", "weights_only": False}
-    Session("record", tmp_path / "resumed").fit(**options)
-    for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
-        verdict = compare_runs(reference, current)
-        assert verdict.verdict == "match", verdict.explanation
-        assert verdict.coverage.metrics >= 4
-    assert verdict_of(Session("verify", tmp_path / "resumed").fit()).verdict == "match"
-    verdict = verdict_of(Session("verify", whole).fit(**options))
-    assert (verdict.verdict, verdict.coverage.metrics > 0) == ("match", True)
-    session = Session("verify", whole, current=tmp_path / "current")
-    with pytest.raises(DivergenceError, match="Metric val/loss in the validation after step 5 differs"):
-        session.fit(loader(Changed), **options)
-    assert_diff_agrees(whole, verdict_of(session))
-
-
 def _killed_after_two(read: Any) -> Any:
     calls = itertools.count()
 
@@ -316,35 +374,51 @@ def _killed_after_two(read: Any) -> Any:
     return read_or_die
 
 
+@pytest.mark.parametrize("saved", ["validation-0", "batch-3"])
+def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeterminismCallback, "_read_epoch", _killed_after_two(DeterminismCallback._read_epoch))
+        with pytest.raises(StopError):
+            Session("record", tmp_path / "resumed").fit(None, Saves(tmp_path))
+    options = {"ckpt_path": tmp_path / f"{saved}.ckpt", "weights_only": False}
+    Session("record", tmp_path / "resumed").fit(**options)
+    for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
+        verdict = compare_runs(reference, current)
+        assert verdict.verdict == "match", verdict.explanation
+        assert verdict.coverage.metrics >= 4
+    verdict = verdict_of(Session("verify", whole).fit(**options))
+    assert (verdict.verdict, verdict.coverage.metrics > 0) == ("match", True)
+    session = Session("verify", whole, current=tmp_path / "current")
+    words = "Metric val/loss in the validation after step 5 differs"
+    diverges(session, words, lambda session: session.fit(loader(other=0), **options))
+
+
 def test_a_resumed_run_keeps_its_last_test(tmp_path: Path) -> None:
     first = Session("record", tmp_path / "run").fit(None, Saves(tmp_path), max_epochs=2)
-    first.test(loader(Changed))
+    first.test(loader(other=0))
     options = {"ckpt_path": tmp_path / "epoch-1.ckpt", "weights_only": False, "max_epochs": 3}
     second = Session("record", tmp_path / "run").fit(**options)
     assert not [key for key in read_metrics(Run.open(tmp_path / "run"), 0).by_key if key[0] == "trainer.test"]
     second.test()
-    whole = Session("verify", tmp_path / "run").fit(max_epochs=3).test()
-    assert (verdict_of(whole).verdict, verdict_of(whole).counts.steps_compared) == ("match", 9)
+    again = Session("verify", tmp_path / "run").fit(max_epochs=3).test()
+    assert (verdict_of(again).verdict, verdict_of(again).counts.steps_compared) == ("match", 9)
 
 
-def test_damaged_metrics_are_an_error(tmp_path: Path) -> None:
-    reference, other = record(tmp_path / "run"), record(tmp_path / "other")
+def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
+    reference = record(tmp_path / "run")
     path = reference / "rank-00000" / "attempt-000.metrics.jsonl"
     content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    for damaged in (
-        content[:-1].replace(b"0", b"1", 1) + b"\n",
-        b"{}\n" + content,
-        content.replace(b'"step":2', b'"step":4', 1),
-    ):
+    flipped, moved = content[:-1].replace(b"0", b"1", 1) + b"\n", content.replace(b'"step":2', b'"step":4', 1)
+    for damaged in (flipped, b"{}\n" + content, moved):
         path.write_bytes(damaged)
-        for compare in (lambda: compare_runs(reference, other), lambda: Session("verify", reference).fit()):
-            with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged: line 1"):
-                compare()
-    path.write_bytes(content[: -len(lines[-1]) // 2])  # torn: what was written whole counts
-    assert compare_runs(reference, other).first_divergence.kind == "extra"
+        with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged: line 1"):
+            compare_runs(reference, whole)
+    with pytest.raises(ReferenceFormatError, match=r"attempt-000\.metrics\.jsonl is damaged: line 1"):
+        Session("verify", reference).fit()
+    path.write_bytes(content[: -len(content.splitlines()[-1]) // 2])  # torn: what was written whole counts
+    assert compare_runs(reference, whole).first_divergence.kind == "extra"
     path.unlink()
-    assert compare_runs(reference, other).first_divergence.kind == "extra"
+    assert compare_runs(reference, whole).first_divergence.kind == "extra"
 
 
 class OnRanks(Logged):
@@ -352,14 +426,14 @@ class OnRanks(Logged):
 
     is_faulty = False
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, labels = batch
         if self.is_faulty and self.global_rank == 1 and self.global_step == 4:
             inputs = inputs + 1
         self.log("val/loss", cross_entropy(self(inputs), labels), sync_dist=True)
         self.log("val/own", cross_entropy(self(inputs), labels), rank_zero_only=True)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         inputs, labels = batch
         self.log("test/loss", cross_entropy(self(inputs), labels), sync_dist=True)
 
@@ -368,55 +442,38 @@ class FaultyOnRank1(OnRanks):
     is_faulty = True
 
 
+def run_two(root: Path, mode: str, model: type[OnRanks], folder: str) -> list[Ended]:
+    """Fit and test on two ranks."""
+
+    def body(rank: int) -> None:
+        pl.seed_everything(0, verbose=False)
+        level = {"level": "state"} if mode == "record" else {}
+        callback = DeterminismCallback(root / "run", mode=mode, current=root / folder, **level)
+        options = {"devices": 2, "strategy": "ddp", "default_root_dir": root, "num_sanity_val_steps": 1}
+        module = model()
+        data = [DataLoader(Samples(), 4) for _ in range(3)]
+        quiet_trainer(callback, max_epochs=2, val_check_interval=2, **options).fit(module, *data[:2])
+        quiet_trainer(callback, **options).test(module, data[2], verbose=False)
+
+    return run_ranks(body, root / f"output-{folder}")
+
+
 @pytest.mark.ddp
 def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
-    def run(mode: str, model: type[OnRanks], folder: str) -> list[Ended]:
-        def body(rank: int) -> None:
-            pl.seed_everything(0, verbose=False)
-            level = {"level": "state"} if mode == "record" else {}
-            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / folder, **level)
-            options = {"devices": 2, "strategy": "ddp", "default_root_dir": tmp_path, "num_sanity_val_steps": 1}
-            module = model()
-            data = [DataLoader(Samples(), 4) for _ in range(3)]
-            quiet_trainer(callback, max_epochs=2, val_check_interval=2, **options).fit(module, *data[:2])
-            quiet_trainer(callback, **options).test(module, data[2], verbose=False)
-
-        return run_ranks(body, tmp_path / f"output-{folder}")
-
-    ended = run("record", OnRanks, "record")
+    ended = run_two(tmp_path, "record", OnRanks, "record")
     assert [one.exit_code for one in ended] == [0, 0], ended
     assert "recorded 1 metric of trainer.test" in ended[0].output
     assert not (tmp_path / "run" / "rank-00001" / "attempt-000.metrics.jsonl").exists()
-    ended = run("verify", OnRanks, "equal")
+    ended = run_two(tmp_path, "verify", OnRanks, "equal")
     assert [one.exit_code for one in ended] == [0, 0], ended
     assert "match: verified 16 steps of 2 ranks" in ended[0].output
-    ended = run("verify", FaultyOnRank1, "current")
+    ended = run_two(tmp_path, "verify", FaultyOnRank1, "current")
     assert [one.exit_code for one in ended] == [1, 1], ended
     for one in ended:
         assert "etric val/loss in the validation after step 3 differs" in one.output
     verdict = Verdict.from_dict(json.loads((tmp_path / "current" / "verdict.json").read_text()))
     assert (verdict.counts.steps_compared, verdict.first_divergence.rank, verdict.cause) == (8, 0, "unknown")
     assert_diff_agrees(tmp_path / "run", verdict)
-
-
-@pytest.mark.ddp
-def test_a_test_alone_on_two_ranks(tmp_path: Path) -> None:
-    def run(mode: str) -> list[Ended]:
-        def body(rank: int) -> None:
-            pl.seed_everything(0, verbose=False)
-            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / mode)
-            options = {"devices": 2, "strategy": "ddp", "default_root_dir": tmp_path}
-            quiet_trainer(callback, **options).test(OnRanks(), DataLoader(Samples(), 4), verbose=False)
-
-        return run_ranks(body, tmp_path / f"output-{mode}")
-
-    for mode, line in (
-        ("record", "recorded 1 metric of trainer.test"),
-        ("verify", "match: verified 1 metric, against"),
-    ):
-        ended = run(mode)
-        assert [one.exit_code for one in ended] == [0, 0], ended
-        assert line in ended[0].output
 
 
 def test_nothing_of_the_training_changes(tmp_path: Path) -> None:

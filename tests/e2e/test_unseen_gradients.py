@@ -88,11 +88,8 @@ def planted(folder: Path, **training: Any) -> tuple[Verdict, ...]:
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, foreach=False),
     "SGD, foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
-    "AdamW": partial(torch.optim.AdamW, lr=0.1, foreach=False),
-    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
     "AdamW, fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
-    "mul_": partial(InPlace, change=lambda gradient: gradient.mul_(0.5)),
     "mul_ of a part": partial(InPlace, change=scaled_in_part),
     "transpose_": partial(InPlace, change=transposed_twice),
 }
@@ -116,11 +113,7 @@ def test_clipping_that_reads_the_gradient_first_is_no_origin(algorithm: str, tmp
         assert (first.step, first.phase, first.kind, first.is_origin) == (1, "gradient", "content", None)
         assert (verdict.origins, verdict.cause, first.op.startswith("aten._foreach_")) == ((), "backward", True)
         assert "something that the trace did not see wrote what it reads" in verdict.explanation
-
-
-def test_evidence_that_cannot_be_read_leaves_nothing_proven(tmp_path: Path) -> None:
-    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
-    planted(tmp_path, optimizer=OPTIMIZERS["SGD"], options=options)
+    # evidence that cannot be read leaves nothing proven
     (evidence,) = (tmp_path / "current" / "rank-00000").glob("*.evidence.arrows")
     evidence.write_bytes(b"damaged" + evidence.read_bytes()[7:])
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
