@@ -256,13 +256,6 @@ def test_what_could_not_be_done_is_written_to_standard_error(words: str, message
     assert message in err
 
 
-def test_torch_without_its_docstring_is_an_error(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    monkeypatch.setattr(torch.use_deterministic_algorithms, "__doc__", None)
-    status, out, err = command("ops")
-    assert (status, out) == (2, "")
-    assert "has no list of ops for: alternate algorithm, error" in err
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning's use of torch's trees
 ]
-BACKENDS = ["aot_eager", "inductor"]
 
 
 class Training(pl.LightningModule):
@@ -120,8 +119,9 @@ def small_data() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("compile_it", [whole, network, wrapped])
+@pytest.mark.parametrize(
+    ("compile_it", "backend"), [(whole, "inductor"), (network, "aot_eager"), (wrapped, "inductor")]
+)
 def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_it: Callable[..., Any]) -> None:
     def run(mode: str, fault: str = "") -> Verdict | None:
         options = {"overwrite": True} if mode == "record" else {}
@@ -162,50 +162,35 @@ def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_i
     assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        ("transformer", "aot_eager"),
-        ("transformer", "inductor"),
-        pytest.param("resnet", "aot_eager", marks=pytest.mark.soak),
-        pytest.param("resnet", "inductor", marks=pytest.mark.soak),
-    ],
-)
-def test_the_networks_of_the_overhead_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, name: str
-) -> None:
+def test_the_transformer_of_the_overhead_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(OVERHEAD))
     models = __import__("models")
     monkeypatch.setattr(models, "VOCABULARY", 500)
-    generator = torch.Generator().manual_seed(1)
-    if name == "transformer":
-        tokens = torch.randint(500, (8, 33), generator=generator)
-        data = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    tokens = torch.randint(500, (8, 33), generator=torch.Generator().manual_seed(1))
+    data = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-        def make() -> nn.Module:
-            return models.Transformer(width=48, layers=2, heads=2)
-    else:
-        data = torch.randn(8, 3, 32, 32, generator=generator), torch.randint(1000, (8,), generator=generator)
-        make = models.ResNet
+    def make() -> nn.Module:
+        return models.Transformer(width=48, layers=1, heads=2)
+
     # inductor's embedding backward adds up with several threads at once unless told otherwise: other bits in each run
     with enforce_determinism(DeterminismSettings(deterministic_algorithms="error")):
-        fit(tmp_path, "record", make, data, network, backend)
-        verdict, watched = fit(tmp_path, "verify", make, data, network, backend)
-        _, alone = fit(tmp_path, "disabled", make, data, network, backend)
+        fit(tmp_path, "record", make, data, network, "inductor")
+        verdict, watched = fit(tmp_path, "verify", make, data, network, "inductor")
+        _, alone = fit(tmp_path, "disabled", make, data, network, "inductor")
     assert verdict is not None
     assert verdict.verdict == "match", verdict.explanation
-    assert bool(verdict.coverage.opaque_regions) is (backend == "inductor")
+    assert verdict.coverage.opaque_regions
     assert all(map(torch.equal, watched, alone)), "no observer effect"
     sys.modules.pop("models", None)
 
 
-@pytest.mark.parametrize("backend", ["opaque", "inductor"])
-@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize(("backend", "level"), [("opaque", "op"), ("inductor", "module")])
 def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(
-    tmp_path: Path, backend: str, level: str
+    tmp_path: Path, backend: str, level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler = opaque_backend() if backend == "opaque" else backend
     fit(tmp_path, "record", net, small_data(), every_module, compiler, level=level)
+    assert "compiled region" in capsys.readouterr().out
     verdict, _ = fit(tmp_path, "verify", net, small_data(), every_module, compiler)
     assert verdict is not None
     assert verdict.verdict == "match"
@@ -244,7 +229,7 @@ def test_eager_and_compiled_runs_are_not_compared(tmp_path: Path, capsys: pytest
         fit(tmp_path / "run", "verify", net, small_data(), network, "inductor", compiled="eager")
 
 
-@pytest.mark.parametrize("compile_it", [whole, network, wrapped])
+@pytest.mark.parametrize("compile_it", [whole, wrapped])
 def test_eager_steps_change_no_bit_of_the_same_steps_forced_to_be_eager(
     tmp_path: Path, compile_it: Callable[..., Any]
 ) -> None:
@@ -260,10 +245,3 @@ def test_eager_steps_change_no_bit_of_the_same_steps_forced_to_be_eager(
     _, watched = fit(tmp_path, "record", net, small_data(), compile_it, "inductor", **options)
     _, alone = fit(tmp_path, "disabled", net, small_data(), compile_it, "inductor", beside=[Forced()])
     assert all(map(torch.equal, watched, alone))
-
-
-def test_the_closing_lines_say_what_was_seen_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(tmp_path, "record", net, small_data(), network, opaque_backend())
-    assert "1 compiled region seen from outside" in capsys.readouterr().out
-    fit(tmp_path, "verify", net, small_data(), network, opaque_backend())
-    assert "1 compiled region seen from outside" in capsys.readouterr().out

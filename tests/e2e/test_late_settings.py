@@ -35,9 +35,10 @@ def outcome(**settings):
         return {"message": str(error), "exit_code": error.exit_code, "is_unchanged": state() == before}
     in_force = settings_in_force()
     left = [problem.name for problem in check_settings(enforced.settings)]
+    permanent = list(enforced.permanent)
     enforced.restore()
     after = state()
-    return {"message": None, "in_force": in_force, "left": left,
+    return {"message": None, "in_force": in_force, "left": left, "permanent": permanent,
             "is_unchanged": [a == b for a, b in zip(before, after)]}
 
 def interop():
@@ -80,59 +81,41 @@ def as_case(**settings: Any) -> str:
     return json.dumps(settings)
 
 
-@pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process that was started without any of them."""
-    cases = [as_case(**{name: value}) for name, (value, _, _) in START.items()]
-    every = as_case(**{name: value for name, (value, _, _) in START.items()})
-    return run(tmp_path_factory.mktemp("late"), *cases, every, "interop")
-
-
-@pytest.mark.parametrize("name", START)
-def test_what_only_a_start_sets_is_refused_with_the_command_line(late: dict[str, Any], name: str) -> None:
-    value, variable, text = START[name]
-    case = as_case(**{name: value})
-    found = late[case]
-    assert found["exit_code"] == 2
-    assert found["message"].startswith(f"{name}={value!r} comes too late: {variable} is read when the process starts")
-    assert f"Nothing was changed. Start the program with {variable}={text} set:\n" in found["message"]
-    command = found["message"].splitlines()[-1]
-    assert command.startswith(f"    {variable}={text} {sys.executable} -W error train.py ")
-    assert found["is_unchanged"] is True
-
-
-def test_all_that_come_too_late_are_in_one_command_line(late: dict[str, Any]) -> None:
-    found = late[as_case(**{name: value for name, (value, _, _) in START.items()})]
+def test_what_comes_too_late(tmp_path: Path) -> None:
+    """One process that was started without any of them, and one that was started as its messages say."""
+    values = {name: value for name, (value, _, _) in START.items()}
+    cases = {name: as_case(**{name: value}) for name, value in values.items()}
+    every = as_case(**values)
+    late = run(tmp_path, *cases.values(), every, "interop")
+    for name, (value, variable, text) in START.items():
+        found = late[cases[name]]
+        assert (found["exit_code"], found["is_unchanged"]) == (2, True)
+        words = f"{name}={value!r} comes too late: {variable} is read when the process starts"
+        assert found["message"].startswith(words)
+        assert f"Nothing was changed. Start the program with {variable}={text} set:\n" in found["message"]
+        command = found["message"].splitlines()[-1]
+        assert command.startswith(f"    {variable}={text} {sys.executable} -W error train.py ")
+    found = late[every]
     words = found["message"].splitlines()[-1].split()
     assert set(words[:3]) == {f"{variable}={text}" for _, variable, text in START.values()}
     assert words[3:7] == [sys.executable, "-W", "error", "train.py"]
     assert all(f"{name}=" in found["message"] for name in START)
-    assert found["is_unchanged"] is True
 
-
-def test_the_command_line_works(late: dict[str, Any], tmp_path: Path) -> None:
-    """The same settings, in a process that was started as the message says."""
-    every = as_case(**{name: value for name, (value, _, _) in START.items()})
     other = as_case(python_hash_seed=12)
-    found = run(tmp_path, every, other, **{variable: text for _, variable, text in START.values()})
-    accepted = found[every]
+    again = run(tmp_path, every, other, **{variable: text for _, variable, text in START.values()})
+    accepted = again[every]
     assert accepted["message"] is None
-    assert {name: accepted["in_force"][name] for name in START} == {
-        name: value for name, (value, _, _) in START.items()
-    }
-    assert accepted["left"] == []
+    assert {name: accepted["in_force"][name] for name in START} == values
+    assert accepted["left"] == accepted["permanent"] == []
     assert all(accepted["is_unchanged"])
-    assert "PYTHONHASHSEED is read when the process starts, and 11 was in force then" in found[other]["message"]
-    assert found[other]["is_unchanged"] is True
+    assert "PYTHONHASHSEED is read when the process starts, and 11 was in force then" in again[other]["message"]
+    assert again[other]["is_unchanged"] is True
 
-
-def test_interop_threads_can_be_set_once_and_stay(late: dict[str, Any]) -> None:
-    found = late["interop"]
-    assert found["first"]["message"] is None
-    assert found["first"]["in_force"]["num_interop_threads"] == 5
-    assert found["first"]["is_unchanged"].count(False) == 1, "nothing but the interop threads stays"
-    assert found["now"] == 5
-    assert found["second"]["message"].startswith("num_interop_threads=7 comes too late: the pool of 5 threads has been")
-    assert found["second"]["exit_code"] == 2
-    assert found["second"]["is_unchanged"] is True
-    assert found["same"]["message"] is None, "what is in force is not too late"
+    found = late["interop"]  # threads that can be set once, and stay
+    first, second, same = (found[name] for name in ("first", "second", "same"))
+    assert (first["message"], first["permanent"], found["now"]) == (None, ["num_interop_threads"], 5)
+    assert first["in_force"]["num_interop_threads"] == 5
+    assert first["is_unchanged"].count(False) == 1, "nothing but the interop threads stays"
+    assert second["message"].startswith("num_interop_threads=7 comes too late: the pool of 5 threads has been")
+    assert (second["exit_code"], second["is_unchanged"]) == (2, True)
+    assert (same["message"], same["permanent"]) == (None, []), "what is in force is not too late"

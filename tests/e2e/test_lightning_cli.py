@@ -1,11 +1,11 @@
 """The callback, built by LightningCLI from arguments."""
 
-import subprocess
+import os
 import sys
 import textwrap
 from pathlib import Path
 
-import pytest
+from forks import fork_process
 
 from det_callbacks.runs.store import Run
 
@@ -32,43 +32,28 @@ LightningCLI(Model, save_config_callback=None, trainer_defaults={
 """
 
 
-@pytest.mark.slow
 def test_lightning_cli_builds_it_from_arguments(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(textwrap.dedent(CLI_APPLICATION))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [
-                sys.executable,
-                "app.py",
-                "fit",
-                "--seed_everything=3",
-                "--trainer.callbacks+=det_callbacks.DeterminismCallback",
-                "--trainer.callbacks.reference=refs/run",
-                *arguments,
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
+    def run(*arguments: str) -> tuple[int, str]:
+        ours = ["--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run"]
+        words = [sys.executable, str(tmp_path / "app.py"), "fit", "--seed_everything=3", *ours, *arguments]
+        with (tmp_path / "printed").open("w+b") as printed:
+            status = fork_process(words, variables=os.environ, folder=tmp_path, output=printed.fileno())
+        return status, (tmp_path / "printed").read_text()
 
-    recording = run(
+    status, printed = run(
         "--trainer.callbacks.mode=record",
         '--trainer.callbacks.modules=["net", "*"]',
         '--trainer.callbacks.settings={"seed": 3, "deterministic_algorithms": null, "cudnn_deterministic": null, '
         '"cublas_workspace_config": null}',
     )
-    assert recording.returncode == 0, recording.stderr
-    assert "recorded 3 steps" in recording.stdout
+    assert status == 0, printed
+    assert "recorded 3 steps" in printed
     assert Run.open(tmp_path / "refs" / "run").selection.modules == ("net", "*")
-    verifying = run("--trainer.callbacks.current=now", "--trainer.callbacks.on_divergence=collect")
-    assert verifying.returncode == 0, verifying.stderr
-    assert "det_callbacks: match: verified 3 steps" in verifying.stdout
-    wrong = run("--trainer.callbacks.mode=on")
-    assert wrong.returncode == 2
-    assert "mode" in wrong.stderr
-    gone = run("--trainer.callbacks.sync_every_n_steps=2")
-    assert gone.returncode == 2
-    assert "sync_every_n_steps" in gone.stderr
+    status, printed = run("--trainer.callbacks.current=now", "--trainer.callbacks.on_divergence=collect")
+    assert status == 0, printed
+    assert "det_callbacks: match: verified 3 steps" in printed
+    for wrong in ("mode=on", "sync_every_n_steps=2"):
+        status, printed = run(f"--trainer.callbacks.{wrong}")
+        assert (status, wrong.partition("=")[0] in printed) == (2, True)

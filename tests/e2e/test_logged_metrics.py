@@ -53,15 +53,6 @@ class Logged(Classifier):
         self._look("test", batch)
 
 
-class Draws(Logged):
-    """Draws from torch's generator in the validation after step 5, of which a metric shows what came."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        is_due = self.trainer.fit_loop.epoch_loop.total_batch_idx == 5 and not self.trainer.sanity_checking
-        self.log("val/drawn", torch.rand(()) if is_due else torch.zeros(()))
-
-
 class Timed(Logged):
     """Logs a wall clock."""
 
@@ -195,10 +186,9 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
         ({"other": 0}, Logged, "data_content", "val/loss", "first batch of loader 0: batch[0]"),
         ({"other": 9}, Logged, "unknown", "val/loss", "what is known of the data"),
         ({"num_samples": 8}, Logged, "data_content", "val/loss", "samples of loader 0"),
-        ({}, Draws, "structure", "val/drawn", "only in the current run"),
         ({}, Rounds, "unknown", "val/loss", '"!metric/val/loss"'),
     ],
-    ids=["first batch", "later batch", "fewer", "one more", "computed otherwise"],
+    ids=["first batch", "later batch", "fewer", "computed otherwise"],
 )
 def test_a_metric_that_differs_alone(
     data: dict[str, Any], model: Any, cause: str, name: str, words: str, whole: Path, tmp_path: Path
@@ -211,28 +201,6 @@ def test_a_metric_that_differs_alone(
     assert f"etric {name} in the validation after step 2" in verdict.explanation
     assert words in verdict.explanation
     assert verdict.counts.steps_compared == 3  # stopped at the end of the validation
-
-
-def test_metrics_are_compared_whatever_steps_are_recorded(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", only_steps=[3])
-    assert verdict_of(Session("verify", reference).fit()).verdict == "match"
-    with pytest.raises(DivergenceError, match="Metric val/loss in the validation after step 2 differs"):
-        Session("verify", reference).fit(loader(other=0))
-
-
-def test_metrics_go_on_being_compared_where_nothing_stops(tmp_path: Path) -> None:
-    reference = record(tmp_path / "run", model=Draws)
-
-    class Draw(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
-                torch.rand(1)
-
-    session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Draws)
-    verdict = diverges(session, "", lambda session: session.fit(None, Draw()))
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert verdict.counts.steps_compared == 6
-    assert any("generator torch.cpu" in line for line in verdict.evidence)
 
 
 def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
@@ -393,17 +361,6 @@ def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> No
     diverges(session, words, lambda session: session.fit(loader(other=0), **options))
 
 
-def test_a_resumed_run_keeps_its_last_test(tmp_path: Path) -> None:
-    first = Session("record", tmp_path / "run").fit(None, Saves(tmp_path), max_epochs=2)
-    first.test(loader(other=0))
-    options = {"ckpt_path": tmp_path / "epoch-1.ckpt", "weights_only": False, "max_epochs": 3}
-    second = Session("record", tmp_path / "run").fit(**options)
-    assert not [key for key in read_metrics(Run.open(tmp_path / "run"), 0).by_key if key[0] == "trainer.test"]
-    second.test()
-    again = Session("verify", tmp_path / "run").fit(max_epochs=3).test()
-    assert (verdict_of(again).verdict, verdict_of(again).counts.steps_compared) == ("match", 9)
-
-
 def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
     reference = record(tmp_path / "run")
     path = reference / "rank-00000" / "attempt-000.metrics.jsonl"
@@ -476,15 +433,34 @@ def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     assert_diff_agrees(tmp_path / "run", verdict)
 
 
-def test_nothing_of_the_training_changes(tmp_path: Path) -> None:
+class Draws(pl.Callback):
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 5:
+            torch.rand(1)
+
+
+class Drawn(Logged):
+    """Its validations draw from torch's generator, of which a metric shows what came."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val/drawn", torch.rand(()))
+
+
+def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> None:
     def bits(*callbacks: pl.Callback) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Draws()
-        trainer = quiet_trainer(*callbacks, max_epochs=2, num_sanity_val_steps=1, val_check_interval=2)
+        model = Drawn()
+        trainer = quiet_trainer(*callbacks, max_epochs=2, num_sanity_val_steps=1)
         trainer.fit(model, loader(), DataLoader(Samples(), 4, shuffle=True))
         metrics = [value for _, value in sorted(trainer.callback_metrics.items())]
         return [*model.state_dict().values(), *metrics, torch.get_rng_state()]
 
-    callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
-    for alone, watched in zip(bits(), bits(callback), strict=True):
+    watch = DeterminismCallback(tmp_path / "bits", mode="record", level="state", only_steps=[3])
+    for alone, watched in zip(bits(), bits(watch), strict=True):
         assert torch.equal(alone, watched)
+    # also where that step is not recorded, and nothing stops
+    reference = record(tmp_path / "run", model=Drawn, only_steps=[3])
+    session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Drawn)
+    verdict = diverges(session, "", lambda session: session.fit(None, Draws()))
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")

@@ -146,52 +146,6 @@ def phase_of(place: str) -> str:
     return "backward" if place == "backward" else "forward"
 
 
-@pytest.mark.parametrize(("place", "level"), PLACES)
-def test_it_is_refused_with_module_and_line(place: str, level: str, tmp_path: Path) -> None:
-    with pytest.raises(NondeterministicOpError) as refused:
-        watched(tmp_path / "run", place, settings(), level=level)
-    line = put.__code__.co_firstlineno + 1
-    error, phase = refused.value, phase_of(place)
-    assert (error.op, error.module, error.exit_code) == (PUT, "decoder", 2)
-    assert str(error).startswith(f"{PUT} in decoder at ")
-    assert f"test_nondeterministic_ops.py:{line} in put ({phase}) has no deterministic implementation" in str(error)
-    assert f"DeterminismSettings(allow=('decoder:{PUT}',))" in str(error)
-    if place not in ("test", "predict"):
-        (found,) = listed(tmp_path / "run")
-        assert (found["op"], found["module"], found["phase"], found["num_calls"]) == (PUT, "decoder", phase, 1)
-        assert found["is_allowed"] is False
-        assert not Run.open(tmp_path / "run").is_complete
-
-
-@pytest.mark.parametrize(("place", "level"), PLACES)
-def test_what_is_allowed_is_let_through_and_listed(
-    place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage]
-) -> None:
-    watched(tmp_path / "run", place, settings("error", f"{phase_of(place)}/decoder*:{PUT}"), level=level)
-    assert of_ops(heard) == of_torch(heard) == []
-    if place not in ("test", "predict"):
-        (found,) = listed(tmp_path / "run")
-        assert (found["op"], found["module"], found["phase"]) == (PUT, "decoder", phase_of(place))
-        assert (found["is_allowed"], found["num_calls"]) == (True, NUM_STEPS)
-        assert found["source"][0].endswith("in put")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "place", "level"),
-    [
-        (f"encoder:{PUT}", "backward", "op"),
-        (f"backward/{PUT}", "forward", "state"),
-        (f"decoder.linear:{PUT}", "forward", "op"),
-        ("aten.put.default", "validation", "state"),
-    ],
-)
-def test_a_pattern_of_another_place_does_not_let_it_through(
-    pattern: str, place: str, level: str, tmp_path: Path
-) -> None:
-    with pytest.raises(NondeterministicOpError, match=r"in decoder at"):
-        watched(tmp_path / "run", place, settings("error", pattern), level=level)
-
-
 class Formula(Decoder):
     """Its backward is torch's own formula of ``put_``, which calls ``put``."""
 
@@ -225,29 +179,11 @@ def test_backward_of_torch_and_of_a_hook(
     assert line in found["source"][0]
 
 
-@pytest.mark.parametrize(("place", "level"), PLACES)
-def test_it_is_warned_of_once_per_place_instead_of_torch(
-    place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage]
-) -> None:
-    watched(tmp_path / "run", place, settings("warn"), level=level)
-    (message,) = of_ops(heard)
-    assert message.startswith(f"{PUT} in decoder at ")
-    assert f"test_nondeterministic_ops.py:{put.__code__.co_firstlineno + 1} in put" in message
-    assert of_torch(heard) == []
-    if place not in ("test", "predict"):
-        (found,) = listed(tmp_path / "run")
-        assert (found["module"], found["is_allowed"], found["num_calls"]) == ("decoder", False, NUM_STEPS)
-    with enforce_determinism(settings("warn")):
-        put(torch.zeros(2))
-    assert len(of_torch(heard)) == 1, "torch is heard again after the fit"
-
-
-@pytest.mark.parametrize(("place", "level"), [("forward", "op"), ("backward", "state"), ("test", "op")])
 def test_of_what_is_not_caught_torch_itself_is_heard(
-    place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, heard: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NondeterministicOps, "may_warn", lambda self, base: False)
-    watched(tmp_path / "run", place, settings("warn"), level=level)
+    watched(tmp_path / "run", "backward", settings("warn"), level="state")
     assert of_ops(heard) == []
     assert len(of_torch(heard)) == NUM_STEPS
 
@@ -321,3 +257,46 @@ class Harmless(Decoder):
 def test_ops_that_are_deterministic_on_the_cpu_are_not_refused(level: str, tmp_path: Path) -> None:
     trained(tmp_path / "run", Harmless, settings(), level=level)
     assert not (tmp_path / "run" / "rank-00000" / "nondeterministic_ops.json").exists()
+
+
+@pytest.mark.parametrize(("place", "level"), PLACES)
+def test_it_is_refused_let_through_or_warned_of(
+    place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage]
+) -> None:
+    phase, is_fit = phase_of(place), place not in ("test", "predict")
+    where = f"test_nondeterministic_ops.py:{put.__code__.co_firstlineno + 1} in put"
+    with pytest.raises(NondeterministicOpError) as refused:
+        watched(tmp_path / "refused", place, settings(), level=level)
+    error = refused.value
+    assert (error.op, error.module, error.exit_code) == (PUT, "decoder", 2)
+    assert str(error).startswith(f"{PUT} in decoder at ")
+    assert f"{where} ({phase}) has no deterministic implementation" in str(error)
+    assert f"DeterminismSettings(allow=('decoder:{PUT}',))" in str(error)
+    watched(tmp_path / "allowed", place, settings("error", f"{phase}/decoder*:{PUT}"), level=level)
+    assert of_ops(heard) == of_torch(heard) == []
+    watched(tmp_path / "warned", place, settings("warn"), level=level)
+    (message,) = of_ops(heard)
+    assert message.startswith(f"{PUT} in decoder at ")
+    assert where in message
+    assert of_torch(heard) == []
+    if is_fit:
+        assert not Run.open(tmp_path / "refused").is_complete
+        for name, is_allowed, num_calls in (("refused", False, 1), ("allowed", True, 2), ("warned", False, 2)):
+            (found,) = listed(tmp_path / name)
+            assert (found["op"], found["module"], found["phase"]) == (PUT, "decoder", phase)
+            assert (found["is_allowed"], found["num_calls"]) == (is_allowed, num_calls)
+            assert found["source"][0].endswith("in put")
+    with enforce_determinism(settings("warn")):
+        put(torch.zeros(2))
+    assert len(of_torch(heard)) == 1, "torch is heard again after the fit"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "level"),
+    [(f"encoder:{PUT}", "backward", "op"), (f"backward/{PUT}", "forward", "state")],
+)
+def test_a_pattern_of_another_place_does_not_let_it_through(
+    pattern: str, place: str, level: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NondeterministicOpError, match=r"in decoder at"):
+        watched(tmp_path / "run", place, settings("error", pattern), level=level)

@@ -8,10 +8,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from styles import Classifier, Samples
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
+from det_callbacks import (
+    DeterminismCallback,
+    DeterminismSettings,
+    NotComparableError,
+    SettingsError,
+    Verdict,
+    enforce_determinism,
+)
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import settings_in_force
 
@@ -59,26 +66,14 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
         assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
         assert "Seed before the model is built: " in message
         late = Counted()
+        late.last = early.last
+        assert "(last.weight, last.bias) existed when it was set" in refused(tmp_path / "run", late)
+        # without a seed in the settings the age of the model does not matter
+        fit(tmp_path / "unseeded", early, settings=DeterminismSettings())
+        late = Counted()
         fit(tmp_path / "run", late)
-        assert late.num_calls > 0
+        assert (early.num_calls, late.num_calls) == (4, 4)
         assert Run.open(tmp_path / "run").manifest.settings["seed"] == 0
-
-
-def test_one_early_parameter_is_enough(tmp_path: Path) -> None:
-    head = torch.nn.Linear(4, 2)
-    with enforce_determinism({"seed": 4}):
-        model = Counted()
-        model.head = head
-        message = refused(tmp_path / "run", model, settings={"seed": 4})
-        assert "2 of the model's" in message
-        assert "(head.weight, head.bias) existed when it was set" in message
-
-
-def test_without_a_seed_in_the_settings_the_age_of_the_model_does_not_matter(tmp_path: Path) -> None:
-    model = Counted()
-    with enforce_determinism(SETTINGS):
-        fit(tmp_path / "run", model, settings=DeterminismSettings())
-    assert model.num_calls > 0
 
 
 class Watching(pl.Callback):
@@ -157,3 +152,45 @@ def test_cublas_after_its_first_use_is_refused_by_name(tmp_path: Path, monkeypat
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     message = refused(tmp_path / "run", Counted(), settings=DeterminismSettings())
     assert message.startswith("cublas_workspace_config=':4096:8' comes too late: a CUDA context exists")
+
+
+class Mean(pl.LightningModule):
+    """Its loss is a mean over all elements, which torch splits among threads from 32,768 elements on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(width))
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+        return (batch[0] * self.scale).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def fit_mean(path: Path, mode: str, width: int, num_threads: int) -> Verdict | None:
+    with enforce_determinism({"seed": 0, "num_threads": num_threads}):
+        callback = DeterminismCallback(path / "reference", mode=mode, current=path / "current")
+        quiet_trainer(callback).fit(Mean(width), DataLoader(TensorDataset(torch.randn(4, width)), batch_size=2))
+    return callback.verdict
+
+
+def test_another_thread_count_excuses_other_bits_and_nothing_else(tmp_path: Path) -> None:
+    fit_mean(tmp_path, "record", 500_000, 2)
+    with pytest.raises(NotComparableError, match=r"torch\.num_threads: 2 in the reference, 1 now") as caught:
+        fit_mean(tmp_path, "verify", 500_000, 1)
+    assert caught.value.exit_code == 3
+    verdict = caught.value.verdict
+    assert verdict is not None
+    assert verdict.verdict == "not_comparable"
+    assert [(entry.name, entry.reference, entry.current) for entry in verdict.environment] == [
+        ("torch.num_threads", 2, 1)
+    ]
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.op == "aten.sum.default"
+    assert verdict.first_divergence.is_origin
+    fit_mean(tmp_path / "equal", "record", 64, 2)
+    verdict = fit_mean(tmp_path / "equal", "verify", 64, 1)
+    assert verdict is not None
+    assert verdict.verdict == "match"
+    assert [entry.name for entry in verdict.environment] == ["torch.num_threads"]

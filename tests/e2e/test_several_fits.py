@@ -50,9 +50,9 @@ def test_two_fits_are_two_segments_and_verified_together(
 
 def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
     callback = DeterminismCallback(reference, current=tmp_path / "current")
-    fit = Fit(callback).run().run()  # the second has nothing left to do
+    fit = Fit(callback).run().run()  # fit 1 has nothing left to do
     assert verdict_of(callback).verdict == "match"
-    with pytest.raises(DivergenceError, match="only in the current run of fit 1"):
+    with pytest.raises(DivergenceError, match="only in the current run of fit 2"):
         fit.again(epochs=2)
     assert verdict_of(callback).verdict == "diverged"
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, next_step, write
 
-from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.judge import compare_runs
+from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 
@@ -104,24 +103,6 @@ def test_whole_steps_survive_every_kill(tmp_path: Path, kill_a_writer: Callable[
             counts.append(check(path))
     assert sum(counts) > 10 * KILLS, "the writers were killed before they wrote"
     assert len(set(counts)) > KILLS / 3, "the moments were not random"
-
-
-@pytest.mark.soak
-def test_what_a_kill_left_can_be_compared_up_to_there(
-    tmp_path: Path, kill_a_writer: Callable[[Path, float], None]
-) -> None:
-    killed = tmp_path / "killed"
-    kill_a_writer(killed, LONGEST)
-    num_steps = check(killed)
-    assert num_steps > 1
-    whole = record_whole(tmp_path / "whole", max(Run.open(killed).rank(0).segments) + 1)
-    with pytest.raises(ReferenceFormatError, match="is incomplete"):
-        compare_runs(killed, whole)
-    for reference, current in ((killed, whole), (whole, killed)):
-        verdict = compare_runs(reference, current, steps="common")
-        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", num_steps)
-        assert "incomplete" in verdict.explanation
-    assert compare_runs(whole, killed).verdict == "diverged"
 
 
 def test_a_fit_killed_before_its_first_step_is_gone_on_with(tmp_path: Path) -> None:
