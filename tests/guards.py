@@ -26,19 +26,6 @@ ROOT = Path(__file__).parents[1]
 _FOREIGN_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 _FOREIGN_FILES = frozenset({".git", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"})
 
-_MODULE_HOOKS = (
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_hooks_always_called",
-    "_global_forward_hooks_with_kwargs",
-    "_global_buffer_registration_hooks",
-    "_global_module_registration_hooks",
-    "_global_parameter_registration_hooks",
-)
-_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
@@ -60,8 +47,8 @@ def watched_things(root: Path = ROOT) -> dict[str, Watched]:
         ),
         "dispatch modes": _modes(_get_current_dispatch_mode_stack),
         "function modes": _modes(_get_current_function_mode_stack),
-        "module hooks": _dictionaries(module_hooks, _MODULE_HOOKS),
-        "optimizer hooks": _dictionaries(optimizer_hooks, _OPTIMIZER_HOOKS),
+        "module hooks": _dictionaries(module_hooks),
+        "optimizer hooks": _dictionaries(optimizer_hooks),
         "deterministic algorithms": Watched(
             read=lambda: torch.get_deterministic_debug_mode(), put_back=torch.set_deterministic_debug_mode
         ),
@@ -128,14 +115,16 @@ def _modes(stack: Callable[[], list[AbstractContextManager[Any]]]) -> Watched:
     return Watched(read=lambda: list(stack()), put_back=pop_new)
 
 
-def _dictionaries(owner: Any, names: tuple[str, ...]) -> Watched:
-    def put_back(before: dict[str, dict[Any, Any]]) -> None:
-        for name in names:
-            hooks = getattr(owner, name)
-            hooks.clear()
-            hooks.update(before[name])
+def _dictionaries(owner: Any) -> Watched:
+    """All global hooks of a module of torch."""
+    found = [hooks for name, hooks in vars(owner).items() if name.startswith("_global_") and isinstance(hooks, dict)]
 
-    return Watched(read=lambda: {name: dict(getattr(owner, name)) for name in names}, put_back=put_back)
+    def put_back(before: list[dict[Any, Any]]) -> None:
+        for hooks, old in zip(found, before, strict=True):
+            hooks.clear()
+            hooks.update(old)
+
+    return Watched(read=lambda: [dict(hooks) for hooks in found], put_back=put_back)
 
 
 def _variables() -> dict[str, str]:

@@ -8,9 +8,6 @@ import pytest
 from compiling import compiling_anew
 from faults import Deep, Training
 from fits import record
-from hydra_apps import run_app
-
-__all__ = ["run_app"]
 
 
 @pytest.fixture(scope="session")

@@ -122,9 +122,9 @@ Train = Callable[..., list[Ended]]
 @pytest.fixture
 def train(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Train the recipe's model on processes that are forked from this one."""
-    module = program("ddp_audit", "train", "planted")
     for name, value in (("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")):
         monkeypatch.setenv(name, value)  # as scikit-learn does when it is imported
+    module = program("ddp_audit", "train", "planted")
 
     def run(name: str, *overrides: str, world_size: int = 3) -> list[Ended]:
         config = config_of("ddp_audit", [*overrides, f"trainer.devices={world_size}"])
