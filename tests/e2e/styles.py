@@ -169,14 +169,6 @@ class Scripted(Classifier):
             self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
 
 
-class TensorHooks(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, labels = batch
-        hidden = torch.relu(self.norm(self.first(inputs)))
-        hidden.register_hook(lambda gradient: gradient * 0.5 + 0.0)
-        return cross_entropy(self.last(hidden), labels)
-
-
 class Checkpointed(Classifier):
     use_reentrant = False
 
@@ -188,35 +180,6 @@ class Checkpointed(Classifier):
 
 class CheckpointedReentrant(Checkpointed):
     use_reentrant = True
-
-
-class Tied(Classifier):
-    """An autoencoder head with tied weights, and a module that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(16, 16)
-        self.again = nn.Linear(16, 16)
-        self.again.weight = self.shared.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(inputs))
-        return self.last(self.again(torch.relu(self.shared(torch.relu(self.shared(hidden))))))
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class CustomFunction(Classifier):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(Double.apply(torch.relu(self.first(inputs))))
 
 
 class Recurrent(Classifier):
@@ -319,14 +282,11 @@ STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "gradient_penalty": (GradientPenalty, {}),
     "undefined_gradients": (UndefinedGradients, {}),
     "scripted": (Scripted, {}),
-    "tensor_hooks": (TensorHooks, {}),
     "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
     "clipping": (Classifier, {"gradient_clip_val": 0.1}),
     "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
     "checkpoint": (Checkpointed, {}),
     "checkpoint_reentrant": (CheckpointedReentrant, {}),
-    "tied": (Tied, {}),
-    "custom_function": (CustomFunction, {}),
     "recurrent": (Recurrent, {}),
     "attention": (Attention, {}),
     "in_place": (InPlace, {}),

@@ -134,13 +134,10 @@ def record(folder: Path, *args: Any, **options: Any) -> Path:
 
 
 def assert_diff_agrees(reference: Path, verdict: Verdict) -> None:
-    """What a verification found is what two recordings, or its folder, are said to be."""
+    """What a verification found is what its folder is said to hold."""
     again = compare_runs(reference, verdict.current)
-    assert (again.verdict, again.cause, again.first_divergence) == (
-        verdict.verdict,
-        verdict.cause,
-        verdict.first_divergence,
-    )
+    found = (again.verdict, again.cause, again.first_divergence)
+    assert found == (verdict.verdict, verdict.cause, verdict.first_divergence)
 
 
 @pytest.fixture(scope="module")
@@ -315,16 +312,13 @@ def test_a_test_that_breaks_off_is_not_recorded(tmp_path: Path, capsys: pytest.C
 
 
 class Saves(pl.Callback):
-    """Saves after a validation, at the end of an epoch, or in the middle of one."""
+    """Saves after a validation, and in the middle of an epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.save_checkpoint(self.folder / f"batch-{trainer.global_step - 1}.ckpt")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self.folder / f"epoch-{trainer.current_epoch}.ckpt")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:

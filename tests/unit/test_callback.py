@@ -239,7 +239,6 @@ MANIFEST, STREAM = "run.json", "rank-00000/attempt-000.arrows"
 UNUSABLE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing": ("", shutil.rmtree, "There is no run at"),
     "an empty folder": ("", lambda run: (shutil.rmtree(run), run.mkdir()), "is not a run"),
-    "an empty run.json": (MANIFEST, lambda file: file.write_text(""), "is empty"),
     "half a run.json": (MANIFEST, partial(shorten, to=99), "is damaged"),
     "another format version": (
         MANIFEST,
@@ -249,7 +248,6 @@ UNUSABLE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another digest version": (MANIFEST, rewrite(digest_version=0), "has digest_version 0"),
     "a changed run.json": (MANIFEST, rewrite(selection={"level": "op"}), "not what its digest says"),
     "no steps": (STREAM, Path.unlink, "missing"),
-    "an empty file of steps": (STREAM, partial(shorten, to=0), "is empty"),
     "half a header": (STREAM, partial(shorten, to=100), "header"),
     "no end": (STREAM, partial(shorten, to=-8), "2 is the last whole step"),
     "half a step": (STREAM, partial(shorten, to=-60), "1 is the last whole step"),

@@ -97,53 +97,37 @@ def test_one_change_is_one_difference_of_its_kind(
     assert differences[name].changes_bits is changes_bits
 
 
+# hyperparameter -> what is given, and what is written
+WRITTEN: dict[str, tuple[Any, Any]] = {
+    "lr": (0.1, 0.1),
+    "betas": ((0.9, np.float32(0.5)), [0.9, 0.5]),
+    "num_tokens": (512, 512),
+    "pad_token": ("<pad>", "<pad>"),
+    "dtype": (torch.bfloat16, "bfloat16"),
+    "device": (torch.device("cpu"), "cpu"),
+    "colour": (Colour.RED, "red"),
+    "limit": (float("inf"), "inf"),
+    "data": (Path("/home/alice/data"), "<place>"),
+    "relative": (Path("data/train"), "data/train"),
+    "command": (
+        "train --data /home/alice/x --url https://alice:pw@example.org/x, twice",
+        "train --data <place> --url <place>, twice",
+    ),
+    "layers": ([torch.nn.Linear(1, 1)], ["<torch.nn.modules.linear.Linear>"]),
+    "kinds": ({"b", "a"}, ["a", "b"]),
+    "hf_token": ("abc", "<withheld>"),
+    "login": ([{"password": "abc"}], [{"password": "<withheld>"}]),
+    "empty": ({}, {}),
+}
+
+
 def test_choices_are_flat_and_written_so_that_anyone_may_read_them() -> None:
-    environment = capture_environment(
-        choices={
-            "hparams": {
-                "lr": 0.1,
-                "optimizer": {"betas": (0.9, np.float32(0.5))},
-                "num_tokens": 512,
-                "pad_token": "<pad>",
-                "dtype": torch.bfloat16,
-                "device": torch.device("cpu"),
-                "colour": Colour.RED,
-                "limit": float("inf"),
-                "data": Path("/home/alice/data"),
-                "relative": Path("data/train"),
-                "command": "train --data /home/alice/x --url https://alice:pw@example.org/x, twice",
-                "layers": [torch.nn.Linear(1, 1)],
-                "kinds": {"b", "a"},
-                "hf_token": "abc",
-                "login": [{"password": "abc"}],
-                "empty": {},
-            },
-            "strategy": None,
-        }
-    )
-    entries = {
-        name: entry.value for name, entry in environment.entries.items() if name.startswith(("hparams", "strategy"))
-    }
-    assert entries == {
-        "hparams.lr": 0.1,
-        "hparams.optimizer.betas": [0.9, 0.5],
-        "hparams.num_tokens": 512,
-        "hparams.pad_token": "<pad>",
-        "hparams.dtype": "bfloat16",
-        "hparams.device": "cpu",
-        "hparams.colour": "red",
-        "hparams.limit": "inf",
-        "hparams.data": "<place>",
-        "hparams.relative": "data/train",
-        "hparams.command": "train --data <place> --url <place>, twice",
-        "hparams.layers": ["<torch.nn.modules.linear.Linear>"],
-        "hparams.kinds": ["a", "b"],
-        "hparams.hf_token": "<withheld>",
-        "hparams.login": [{"password": "<withheld>"}],
-        "hparams.empty": {},
-        "strategy": None,
-    }
-    assert not any(environment.entries[name].is_machine for name in entries)
+    given = {name: value for name, (value, _) in WRITTEN.items()}
+    environment = capture_environment(choices={"hparams": {"all": given}, "strategy": None})
+    entries = {name: entry for name, entry in environment.entries.items() if name.startswith(("hparams", "strategy"))}
+    written = {f"hparams.all.{name}": value for name, (_, value) in WRITTEN.items()}
+    assert {name: entry.value for name, entry in entries.items()} == {**written, "strategy": None}
+    assert not any(entry.is_machine for entry in entries.values())
 
 
 def test_a_choice_must_not_hide_what_is_captured() -> None:
