@@ -138,18 +138,25 @@ def test_every_job_of_a_multirun_starts_where_the_first_did(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "multirun"),
+    ("error", "status", "multirun", "is_full"),
     [
-        (DivergenceError("it diverged"), 1, ()),
-        (ReferenceNotFoundError("no such run", "refs/run1"), 2, ()),
-        (SettingsError("not in force"), 2, MULTIRUN),
-        (NotComparableError("another machine"), 3, ()),
+        (DivergenceError("it diverged"), 1, (), "1"),
+        (ReferenceNotFoundError("no such run", "refs/run1"), 2, (), "0"),
+        (SettingsError("not in force"), 2, MULTIRUN, "0"),
+        (NotComparableError("another machine"), 3, (), "0"),
     ],
 )
 def test_our_errors_are_a_message_and_their_own_status(
-    error: Exception, status: int, multirun: tuple[str, ...], run_app: RunApp, errors: Errors
+    error: Exception,
+    status: int,
+    multirun: tuple[str, ...],
+    is_full: str,
+    run_app: RunApp,
+    errors: Errors,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs = []
+    monkeypatch.setenv("HYDRA_FULL_ERROR", is_full)
 
     def task(config: DictConfig) -> None:
         jobs.append(config.seed)
@@ -161,18 +168,7 @@ def test_our_errors_are_a_message_and_their_own_status(
     assert jobs == ([1, 2] if multirun else [1])
     printed = errors()
     assert f"{type(error).__name__}: {error}" in printed
-    assert "Traceback" not in printed
-
-
-def test_full_error_adds_the_traceback(run_app: RunApp, errors: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
-    def task(config: DictConfig) -> None:
-        raise DivergenceError("it diverged")
-
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert run_app(task, *VERIFY) == 1
-    printed = errors()
-    assert "Traceback" in printed
-    assert "in task" in printed
+    assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
 
 
 def test_other_failures_are_left_to_hydra(run_app: RunApp, errors: Errors, unchanged: dict[str, Any]) -> None:

@@ -220,12 +220,6 @@ def test_a_run_that_selects_no_step_is_an_error(tmp_path: Path) -> None:
 # references
 
 
-def flipped(content: bytes, at: int) -> bytes:
-    changed = bytearray(content)
-    changed[at] ^= 1
-    return bytes(changed)
-
-
 def shorten(path: Path, to: int) -> None:
     os.truncate(path, to if to >= 0 else path.stat().st_size + to)
 
@@ -239,19 +233,15 @@ MANIFEST, STREAM = "run.json", "rank-00000/attempt-000.arrows"
 UNUSABLE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing": ("", shutil.rmtree, "There is no run at"),
     "an empty folder": ("", lambda run: (shutil.rmtree(run), run.mkdir()), "is not a run"),
-    "half a run.json": (MANIFEST, partial(shorten, to=99), "is damaged"),
     "another format version": (
         MANIFEST,
         rewrite(format_version=99),
         "has format_version 99, and this version of det_callbacks reads 1",
     ),
-    "another digest version": (MANIFEST, rewrite(digest_version=0), "has digest_version 0"),
     "a changed run.json": (MANIFEST, rewrite(selection={"level": "op"}), "not what its digest says"),
     "no steps": (STREAM, Path.unlink, "missing"),
-    "half a header": (STREAM, partial(shorten, to=100), "header"),
     "no end": (STREAM, partial(shorten, to=-8), "2 is the last whole step"),
     "half a step": (STREAM, partial(shorten, to=-60), "1 is the last whole step"),
-    "a flipped bit": (STREAM, lambda file: file.write_bytes(flipped(file.read_bytes(), -40)), "damaged"),
 }
 
 
@@ -278,27 +268,16 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(
         assert str(reference / file) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("part", "damage", "message"),
-    [
-        ("programs", Path.unlink, "it is missing"),
-        ("layouts", partial(shorten, to=-30), "is not Parquet"),
-        ("programs", lambda path: path.write_bytes(flipped(path.read_bytes(), 300)), "damaged"),
-    ],
-)
+@pytest.mark.parametrize("part", ["programs", "layouts"])
 def test_a_damaged_program_is_an_error_also_where_the_steps_agree(
-    part: str,
-    damage: Callable[[Path], object],
-    message: str,
-    reference: Path,
-    recorded: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    part: str, reference: Path, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (reference / part).iterdir():
-        damage(path)
+        content = bytearray(path.read_bytes())
+        content[300] ^= 1
+        path.write_bytes(content)
     callback = DeterminismCallback(reference, current=tmp_path / "current")
-    with pytest.raises(ReferenceFormatError, match=message) as caught:
+    with pytest.raises(ReferenceFormatError, match="damaged") as caught:
         fit(callback)
     assert Path(caught.value.path).parent == reference / part
     assert caught.value.path in str(caught.value)
