@@ -35,10 +35,9 @@ def outcome(**settings):
         return {"message": str(error), "exit_code": error.exit_code, "is_unchanged": state() == before}
     in_force = settings_in_force()
     left = [problem.name for problem in check_settings(enforced.settings)]
-    permanent = list(enforced.permanent)
     enforced.restore()
     after = state()
-    return {"message": None, "in_force": in_force, "left": left, "permanent": permanent,
+    return {"message": None, "in_force": in_force, "left": left,
             "is_unchanged": [a == b for a, b in zip(before, after)]}
 
 def interop():

@@ -91,7 +91,7 @@ def test_observations_are_sites_of_the_run_at_every_level(level: str, tmp_path: 
     assert callback.verdict.verdict == "match"
     assert callback.verdict.coverage.replayed["after noise"]["differing"] == 0
     if level == "op":
-        with pytest.raises(DivergenceError, match="aten.add_.Tensor"):  # the noise itself is an op
+        with pytest.raises(DivergenceError, match=r"aten\.add_\.Tensor"):  # the noise itself is an op
             verify(tmp_path / "run", tmp_path / "noisy", Noisy)
 
 
