@@ -1,8 +1,8 @@
 """The proof that a resumed training is the training that was interrupted."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +82,8 @@ def prove_resume(
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
     place = _Place(None if folder is None else Path(folder))
 
-    @_undrawn()
     def train(callback: DeterminismCallback, *others: pl.Callback, ckpt_path: str | None = None) -> None:
+        generators = RewindPoint()
         trainer = _make(make_trainer)
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             raise SelectionError(
@@ -96,9 +96,12 @@ def prove_resume(
         callbacks.extend(others)
         model, data = make_model(), make_data()
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
-        trainer.fit(model, training, validation, ckpt_path=ckpt_path)
+        try:
+            trainer.fit(model, training, validation, ckpt_path=ckpt_path)
+        finally:
+            generators.put_back(restarts_new=True)  # also those of devices that it was the first to use
 
-    stop = _StopAfter(steps)
+    stop = _End(steps)
     train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)
     if stop.num_done < steps:
         raise SelectionError(
@@ -107,7 +110,7 @@ def prove_resume(
         )
     reference, interrupted = place.folder / "reference", place.folder / "interrupted"
     with suppress(TrainingInterruptedError):
-        place.interrupt = _Interrupt(stop_at)
+        place.interrupt = _End(stop_at, saves=True)
         train(DeterminismCallback("interrupted", mode="record", level=level, resume=resume), place.interrupt)
     place.interrupt = None
     _meet()  # all have written what is compared
@@ -116,7 +119,7 @@ def prove_resume(
         return before
     resumed = DeterminismCallback("reference", current="resumed", resume=resume)
     try:
-        train(resumed, _StopAfter(steps), ckpt_path=str(place.folder / CHECKPOINT))
+        train(resumed, _End(steps), ckpt_path=str(place.folder / CHECKPOINT))
     except DivergenceError as error:
         if error.verdict is None:
             raise
@@ -129,16 +132,6 @@ def prove_resume(
             f"The resumed training began with step {first}, and not with step {stop_at}.", (f"step {first}",)
         )
     return resumed.verdict
-
-
-@contextmanager
-def _undrawn() -> Iterator[None]:
-    """Put the process's generators back after a training, also those of devices that it was the first to use."""
-    generators = RewindPoint()
-    try:
-        yield
-    finally:
-        generators.put_back(restarts_new=True)
 
 
 def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
@@ -174,7 +167,7 @@ class _Place(pl.Callback):
     def __init__(self, folder: Path | None) -> None:
         self._given = folder
         self.callback: DeterminismCallback | None = None
-        self.interrupt: _Interrupt | None = None
+        self.interrupt: _End | None = None
 
     @property
     def folder(self) -> Path:
@@ -206,47 +199,39 @@ class TrainingInterruptedError(Exception):
     """Ends a training as a user would, between two batches."""
 
 
-class _StopAfter(pl.Callback):
-    """Ends a training after so many batches."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self.num_done = 0
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.fit_loop.min_epochs = 0  # no minimum that the Trainer would go on to
-        trainer.fit_loop.epoch_loop.min_steps = None
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        self.num_done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if self.num_done >= self._num_steps:
-            trainer.should_stop = True
-
-
-class _Interrupt(pl.Callback):
-    """Saves a checkpoint after so many batches; the training ends when the next batch has been drawn.
+class _End(pl.Callback):
+    """Ends a training after so many batches, or saves a checkpoint then, after which it is interrupted.
 
     It stands behind all other callbacks, so that what they did at that moment is in the checkpoint.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, *, saves: bool = False) -> None:
         self._num_steps = num_steps
+        self._saves = saves
+        self.num_done = 0
         self.is_saved = False
         self.path = Path(CHECKPOINT)
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._saves:
+            trainer.fit_loop.min_epochs = 0  # no minimum that the Trainer would go on to
+            trainer.fit_loop.epoch_loop.min_steps = None
+
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         epoch_loop = trainer.fit_loop.epoch_loop
-        if epoch_loop.total_batch_idx + 1 == self._num_steps and not epoch_loop._num_ready_batches_reached():
+        self.num_done = epoch_loop.total_batch_idx + 1
+        if not self._saves:
+            trainer.should_stop |= self.num_done >= self._num_steps
+        elif not epoch_loop._num_ready_batches_reached():
             self._save(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self._num_steps:
-            self._save(trainer)
+        self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.path)
-        self.is_saved = True
+        if self._saves and self.num_done == self._num_steps and not self.is_saved:
+            trainer.save_checkpoint(self.path)
+            self.is_saved = True
