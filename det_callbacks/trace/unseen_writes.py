@@ -133,6 +133,8 @@ class UnseenWriteCheck:
         differing = [at for at in sorted(late) if sites[at].role == "output" and expected.differs(at, digests[at])]
         differing = differing[: expected.checks_left]
         expected.checks_left -= len(differing)
+        if not differing:
+            return
         changed = self._changed({writer for at in differing for writer in sites[at].inputs})
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
