@@ -12,7 +12,7 @@ CODE := det_callbacks recipes tests
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-soak mutations lint format clean
+.PHONY: demo docs test test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -48,6 +48,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
+
+# The pages of docs/ as a site, in build/site; needs no network.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CODE)

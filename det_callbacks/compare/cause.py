@@ -1,6 +1,6 @@
 """Why a step differs: one table of rules, asked in order, and the first that applies names the cause.
 
-The order is that of time: what a run starts with, what it is given, what it draws, what it computes. The README lists
+The order is that of time: what a run starts with, what it is given, what it draws, what it computes. The docs list
 the rules by name. Their sentences are made in ``report/sentences.py``.
 """
 
@@ -221,7 +221,7 @@ class Rule:
     """One way to a cause.
 
     Attributes:
-        name: by which the README lists it, and ``report/sentences.py`` knows what to advise.
+        name: by which the docs list it, and ``report/sentences.py`` knows what to advise.
         applies: whether it does.
         cause: that it leads to, or what finds it.
     """

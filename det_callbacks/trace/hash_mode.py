@@ -37,7 +37,7 @@ class HashMode:
     """Record the digests of one step: everything that runs inside the ``with`` block.
 
     The results survive the block. A mode can be entered again for the next step; it is not reentrant, and one step at
-    a time is kept. Cost and limits: see the README.
+    a time is kept. Cost and limits: docs/explanation.
 
     Args:
         model: module that names are relative to; its parameters and buffers are recorded when the block ends. None

@@ -1,4 +1,4 @@
-"""The README lists the rules of a cause as they are asked."""
+"""The docs list the rules of a cause as they are asked."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import get_args
 from det_callbacks.compare.cause import RULES
 from det_callbacks.verdict import Cause
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "verdict.md").read_text()
 
 
-def test_the_readme_lists_every_rule_in_its_order() -> None:
-    section = README.split("### Why it differs")[1].split("\n### ")[0].split("\n## ")[0]
+def test_the_docs_list_every_rule_in_its_order() -> None:
+    section = PAGE.split("## Why it differs")[1].split("\n## ")[0]
     listed = re.findall(r"^\| ([a-z ]+) \| (.*?) \| (.+) \|$", section, flags=re.M)
     rows = [row for row in listed if row[0] != "rule"]
     assert [row[0] for row in rows] == [rule.name for rule in RULES]

@@ -159,7 +159,7 @@ def test_callbacks_that_are_a_list_or_null(user_conf: Path) -> None:
 
 
 def test_the_documented_table_is_made_of_the_list() -> None:
-    pages = [Path(__file__).parents[2] / "README.md", *(Path(__file__).parents[2] / "docs").glob("*.md")]
+    pages = [Path(__file__).parents[2] / "README.md", *(Path(__file__).parents[2] / "docs").rglob("*.md")]
     rows = [line for page in pages for line in page.read_text().splitlines()]
     for setting in SETTINGS.values():
         default = json.dumps(setting.default) if isinstance(setting.default, str) else setting.default

@@ -1,4 +1,4 @@
-"""The commands of a recipe's README, run in the order in which they stand there."""
+"""The commands of a recipe's README, or of another page, run in the order in which they stand there."""
 
 import os
 import re
@@ -31,23 +31,28 @@ def pattern_of(line: str) -> str:
 
 
 def run_readme(recipe: str, folder: Path, *, added: str = "") -> int:
-    """Run all commands of a recipe in a folder, and check what they promise; return how many there are.
+    """Run all commands of a recipe, as ``run_page`` does."""
+    return run_page(ROOT / "recipes" / recipe / "README.md", folder, added=added)
+
+
+def run_page(page: Path, folder: Path, *, added: str = "") -> int:
+    """Run all commands of a page in a folder, and check what they promise; return how many there are.
 
     Args:
-        recipe: name of its folder.
+        page: a file in Markdown.
         folder: working directory.
         added: further arguments of each command that trains.
     """
     (folder / "recipes").symlink_to(ROOT / "recipes")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
-    commands = commands_of((ROOT / "recipes" / recipe / "README.md").read_text())
+    commands = commands_of(page.read_text())
     status = 0
     for command, promised in commands:
         if command == "echo $?":
             assert promised == [str(status)]
             continue
-        words = shlex.split(command)
+        words = shlex.split(command, comments=True)
         with (folder / "said").open("w+b") as said:
             if words[0] == "python":
                 words = [sys.executable, *words[1:], *shlex.split(added)]

@@ -1,4 +1,4 @@
-"""What the README says of many ranks: its queries in DuckDB, its recipe, and the sizes it promises."""
+"""What the docs say of many ranks: their queries in DuckDB, its recipe, and the sizes it promises."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ from det_callbacks.runs.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "scale"
-QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+QUERIES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "how-to" / "query.md").read_text(), re.DOTALL)
 
 
 def record(path: Path, **changes) -> None:
@@ -43,13 +43,13 @@ def record(path: Path, **changes) -> None:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, capsys):
-    """Two exported runs, where the README's queries look for them."""
+    """Two exported runs, where the docs' queries look for them."""
     monkeypatch.chdir(tmp_path)
     record(tmp_path / "reference")
     record(tmp_path / "other", noise_at=5)
     for name, to in (("reference", "exported"), ("other", "current")):
         assert cli.main(["export", name, "--to", to]) == 0
-    assert "of 8 steps and 2 ranks in 2 files" in capsys.readouterr().out
+    assert "of 8 steps and 2 ranks, " in capsys.readouterr().out
     return tmp_path
 
 
@@ -70,7 +70,7 @@ def test_the_queries_of_the_readme_answer_what_they_say(folder):
 
 def test_export_refuses_what_is_there(folder, capsys):
     assert cli.main(["export", "reference", "--to", "current"]) == 2
-    assert "holds rank=0, rank=1 already. Nothing was changed" in " ".join(capsys.readouterr().err.split())
+    assert "is no empty folder. Nothing was changed" in " ".join(capsys.readouterr().err.split())
     assert cli.main(["export", "nowhere", "--to", "to"]) == 2
 
 

@@ -71,7 +71,7 @@ def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
     assert trace.unseen_writes == {position_of(trace, "mul_.Tensor")}
 
 
-# on a device it is told only when it comes after the launch that reads what was there before (README, Limits)
+# on a device it is told only when it comes after the launch that reads what was there before (docs, what it sees)
 def test_a_write_in_another_thread_is_unseen():
     def body(is_written: bool):
         x = torch.ones(4)

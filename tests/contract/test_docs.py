@@ -1,0 +1,67 @@
+"""README and docs: links lead somewhere, examples are Python, tables name what there is."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import det_callbacks
+from det_callbacks import DeterminismCallback, errors
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as they are made for Markdown."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere_and_examples_are_python(page: Path) -> None:
+    text = page.read_text()
+    prose = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", text)
+    for link in LINK.findall(prose):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name} links to {link}"
+    for example in re.findall(r"(?s)```python\n(.*?)```", text):
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.ImportFrom) and node.module == "det_callbacks":
+                assert {alias.name for alias in node.names} <= set(det_callbacks.__all__)
+
+
+def test_the_readme_is_short_and_leads_to_every_page_of_use() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 220
+    linked = set(re.findall(r"\]\(docs/([^)#]*\.md)", readme))
+    reached = {"index.md", "how-to/elsewhere.md", "reference/cli.md"}  # from the site's own navigation
+    assert linked | reached == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def test_the_site_has_every_page() -> None:
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def test_arguments_are_listed() -> None:
+    arguments = re.findall(r"(?m)^\| `(\w+)` \|", (DOCS / "reference" / "callback.md").read_text())
+    parameters = inspect.signature(DeterminismCallback).parameters.values()
+    assert arguments == [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def test_the_api_page_names_everything_public() -> None:
+    named = set(re.findall(r"::: det_callbacks\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE))
+    assert named - {"errors"} <= set(det_callbacks.__all__)
+    of_errors = {name for name in det_callbacks.__all__ if hasattr(errors, name)}
+    told_elsewhere = {name for name in det_callbacks.__all__ if name in ("enable_hash_mode", "disable_hash_mode")}
+    results = {"AuditFinding", "AuditReport", "CheckpointReport", "Counts", "Coverage", "EntryDifference"}
+    results |= {"EnvironmentDifference", "OpMismatch", "ReplicaDifference", "ReplicaReport", "StateDigest"}
+    results |= {"TensorComparison"}
+    assert set(det_callbacks.__all__) - named - of_errors - told_elsewhere == results

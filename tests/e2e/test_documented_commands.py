@@ -1,0 +1,62 @@
+"""What README and docs tell a user to do, done."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from readme_commands import ROOT, commands_of, pattern_of, run_page
+from styles import Classifier, Samples
+from torch.utils.data import DataLoader
+
+from det_callbacks import DeterminismCallback, enforce_determinism
+
+QUIET = "enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False"
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"(?s)```python\n(.*?)```", (ROOT / page).read_text())
+
+
+def test_the_readmes_lines_record_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = python_of("README.md")
+    (comparison,) = python_of("docs/how-to/elsewhere.md")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"Model": Classifier, "loader": DataLoader(Samples(), batch_size=8)}
+    example = example.replace("max_epochs=2", f"max_epochs=2, {QUIET}")
+    with enforce_determinism({}):  # puts back what the example leaves in force
+        exec(example, names)
+        assert isinstance(names["callback"], DeterminismCallback)
+        exec(example.replace('mode="record"', 'mode="verify", current="runs/current"'), names)
+        assert names["callback"].verdict.verdict == "match"
+        exec(example.replace("refs/run1", "refs/run2"), names)
+        exec(comparison.replace("runs/current", "refs/run2"), names)
+    assert names["verdict"].verdict == "match"
+    assert isinstance(names["callback"], pl.Callback)
+
+
+@pytest.mark.slow
+def test_the_tutorial_tells_the_truth(tmp_path: Path) -> None:
+    assert run_page(ROOT / "docs" / "tutorial.md", tmp_path) == 8
+
+
+@pytest.mark.slow
+def test_the_readme_opens_with_the_truth(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    first = re.findall(r"(?s)```console\n.*?```", (ROOT / "README.md").read_text())[0]
+    page.write_text(first)
+    assert run_page(page, tmp_path) == 2
+    assert len(commands_of(first)) == 2
+    assert re.search(pattern_of("a ... c"), "a b c")
+
+
+@pytest.mark.slow
+def test_the_docs_are_built(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
+    assert "on_divergence" in page
