@@ -21,7 +21,7 @@ from trainers import LIGHTNING_ADVICE
 from verdicts import DIVERGED
 
 from det_callbacks import DeterminismCallback, cli, compare_runs, verification
-from det_callbacks.callback import reporting
+from det_callbacks.callback import verifying
 from det_callbacks.errors import DivergenceError, DivergenceWarning
 from det_callbacks.report.html import write_report
 from det_callbacks.report.html.model import MAX_SITES, group_modules
@@ -371,7 +371,7 @@ def test_what_goes_wrong_with_it_hides_nothing(
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(reporting, "write_report", fail)
+    monkeypatch.setattr(verifying, "write_report", fail)
     with pytest.raises(DivergenceError) as caught:
         verify(runs, tmp_path / "current", training=Training(around=below(**SPREADING)))
     assert caught.value.verdict is not None

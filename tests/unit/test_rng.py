@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ from device_stand_ins import StandInDevices, StandInGenerator
 from torch import nn
 
 from det_callbacks import HashMode, enforce_determinism
-from det_callbacks.callback.proof import _undrawn
 from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from det_callbacks.resume import find_generators
 from det_callbacks.resume.held import MAX_ITEMS
@@ -248,13 +248,20 @@ def test_an_op_is_run_again_from_where_it_began_on_any_device(cuda: StandInDevic
     assert positions(cuda) == after == [0, 4, 4, 0]
 
 
-def test_settings_and_proofs_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
+def test_settings_and_points_leave_the_generators_as_they_were(cuda: StandInDevices) -> None:
     cuda.generators[2].offset = 8
-    for within in (lambda: enforce_determinism(DeterminismSettings(seed=3, cublas_workspace_config=None)), _undrawn):
-        with within():
+    point = RewindPoint()
+    settings = DeterminismSettings(seed=3, cublas_workspace_config=None)
+    ways: list[tuple[Any, Callable[[], None]]] = [
+        (enforce_determinism(settings), lambda: None),
+        (nullcontext(), lambda: point.put_back(restarts_new=True)),
+    ]
+    for within, after in ways:
+        with within:
             cuda.current = 3
             for generator in cuda.generators:
                 generator.manual_seed(3).draw()
+        after()
         assert positions(cuda) == [0, 0, 8, 0]
         cuda.current = 1
 
