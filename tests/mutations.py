@@ -28,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".txt")
-COPIED = ("det_callbacks", "conf", "tests", "recipes", "pyproject.toml", "README.md")
+COPIED = ("det_callbacks", "conf", "tests", "recipes", "pyproject.toml", "README.md", "docs")
 SECONDS = 300
 """After which a mutation's tests are given up: it may have made one of them endless."""
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
