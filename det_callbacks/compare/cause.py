@@ -221,7 +221,7 @@ class Rule:
     """One way to a cause.
 
     Attributes:
-        name: by which the docs list it, and ``report/sentences.py`` knows what to advise.
+        name: by which the docs list it, and ``report/advice.py`` knows what to advise.
         applies: whether it does.
         cause: that it leads to, or what finds it.
     """
