@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 MANIFEST = "run.json"
 PROGRAMS = "programs"
 LAYOUTS = "layouts"
+SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
 PROGRAM_SCHEMA = pa.schema(
@@ -58,7 +59,7 @@ LAYOUT_SCHEMA = pa.schema(
 )
 
 _OUR_NAME = re.compile(
-    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|verdict\.json|report\.html|rank-\d{{5}}"
+    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
     r"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
 )
 _READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -111,8 +112,7 @@ def write_program(folder: Path, program: Program) -> None:
     if path.exists():
         return
     columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
-    # a path that is not UTF-8 has surrogates in it, which no text column takes
-    sources = [[line.encode(errors="backslashreplace").decode() for line in lines] for lines in columns["source"]]
+    sources = [[_without_surrogates(line) for line in lines] for lines in columns["source"]]
     columns["source"] = sources
     counts = {
         "ops_seen": program.ops_seen,
@@ -172,6 +172,31 @@ def read_layout(folder: Path, identity: int) -> Layout:
     if not is_whole:
         raise damaged(path, "its content is not what its name says")
     return layout
+
+
+def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
+    """Write the text of source lines: "train.py:41" -> the lines 40, 41 and 42."""
+    content = msgspec.json.encode({_without_surrogates(place): lines for place, lines in text.items()}, order="sorted")
+    path = folder / SOURCES / f"{format_digest(digest_bytes(content))}.json"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        replace_atomically(path, content)
+
+
+def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return the text of the source lines of all programs; none of lines whose text changed from attempt to attempt.
+
+    Raises:
+        ReferenceFormatError: a file is damaged.
+    """
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for path in sorted((folder / SOURCES).glob("*.json")):
+        text = read_json(path, dict[str, tuple[str, ...]])
+        if path.stem != format_digest(digest_bytes(path.read_bytes())):
+            raise damaged(path, "its content is not what its name says")
+        for place, lines in text.items():
+            found.setdefault(place, set()).add(lines)
+    return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
 
 
 def make_room(path: Path, *, overwrite: bool) -> None:
@@ -250,6 +275,11 @@ def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
     if not np.array_equal(table.column("position"), np.arange(len(table))):
         raise damaged(path, "its rows are not in order")
     return table.drop_columns(["position"])
+
+
+def _without_surrogates(text: str) -> str:
+    # a path that is not UTF-8 has them, and neither a text column nor JSON takes them
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _counts_digest(sources: list[list[str]], counts: Mapping[str, Any]) -> str:

@@ -132,7 +132,9 @@ class Program:
     """The ordered sites of one step.
 
     ``ops_seen``, ``ops_digested`` and ``ops_skipped`` count the ops of one step of this program; they are for the
-    coverage and are, like source lines, not part of the identity.
+    coverage and are, like source lines, not part of the identity. ``text`` is what stood in those lines when they were
+    traced: "train.py:41" -> the lines 40 to 42. A run keeps each once for all programs (``Run.source_text``), so that a
+    program that was read from one has none.
     """
 
     sites: tuple[Site, ...]
@@ -140,6 +142,7 @@ class Program:
     ops_digested: int = 0
     ops_skipped: Mapping[str, int] = field(default_factory=dict)
     opaque_regions: tuple[str, ...] = ()
+    text: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.sites)

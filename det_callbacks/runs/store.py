@@ -2,6 +2,7 @@
 
     run.json                                    versions, selection, settings, environment, attempts
     programs/<id>.parquet                       one row a site; shared by all ranks and attempts
+    sources/<id>.json                           the text of the source lines that sites name
     layouts/<id>.parquet                        one row a site: dtype, shape and stride
     rank-00000/attempt-000.arrows               Arrow IPC stream, one record batch a step
     rank-00000/attempt-000.segment-001.arrows   the steps of a second ``fit`` of the same process
@@ -15,7 +16,7 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from det_callbacks.runs.files import (
     read_json,
     read_layout,
     read_program,
+    read_source_text,
     stream_path,
 )
 from det_callbacks.runs.manifest import Manifest, read_manifest
@@ -254,6 +256,28 @@ class Run:
     def layout(self, identity: int) -> Layout:
         """Return a layout; the last 64 are kept."""
         return self._layout(self.path, identity)
+
+    @cached_property
+    def _text(self) -> dict[str, tuple[str, ...]]:
+        return read_source_text(self.path)
+
+    def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
+        """Return the text that a line had when it was recorded, with one line before and one after it, by number.
+
+        Args:
+            line: of ``Site.source`` or ``Divergence.source``: "train.py:41 in forward".
+
+        Returns:
+            ((40, "..."), (41, "..."), (42, "...")); () where the run has no text of it.
+
+        Raises:
+            ReferenceFormatError: a file is damaged.
+        """
+        place = line.partition(" in ")[0]
+        number = place.rpartition(":")[2]
+        if not number.isdecimal():
+            return ()
+        return tuple(enumerate(self._text.get(place, ()), start=max(1, int(number) - 1)))
 
     def view(self, rank: int, segment: int, step: int) -> StepView:
         """Return a step opened for comparison.

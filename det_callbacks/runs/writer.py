@@ -20,6 +20,7 @@ from det_callbacks.runs.files import (
     stream_path,
     write_layout,
     write_program,
+    write_source_text,
 )
 from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
@@ -49,6 +50,7 @@ class RunWriter:
         self._segment = segment
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
+        self._places: set[str] = set()
         self._last_step = -1
         self._chain: int | None = 0 if not attempt else None
         self._file: BinaryIO | None = None
@@ -126,6 +128,10 @@ class RunWriter:
     def put_program(self, program: Program) -> None:
         """Keep a program; nothing is done when it is there."""
         if program.id not in self._programs:
+            text = {place: lines for place, lines in program.text.items() if place not in self._places}
+            if text:
+                write_source_text(self.path, text)
+                self._places |= text.keys()
             write_program(self.path, program)
             self._programs[program.id] = len(program)
 

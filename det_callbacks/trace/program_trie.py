@@ -12,6 +12,7 @@ from typing import Any
 
 from det_callbacks.runs.program import Program, Site
 from det_callbacks.trace.arguments import exact_form
+from det_callbacks.trace.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
@@ -205,12 +206,14 @@ class ProgramTrie:
     ) -> Program:
         """Return the program of the step that ends here, built at most once."""
         if self.at.program is None:
+            sites = with_occurrences(self.rows())
             self.at.program = Program(
-                sites=with_occurrences(self.rows()),
+                sites=sites,
                 ops_seen=ops_seen,
                 ops_digested=ops_digested,
                 ops_skipped={reason: count for reason, count in sorted(skipped.items()) if count},
                 opaque_regions=opaque_regions,
+                text=read_text(site.source for site in sites),
             )
         return self.at.program
 

@@ -1,9 +1,10 @@
 """The user's lines behind an op: stack frames outside torch, Lightning, Hydra and this package."""
 
+import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 MAX_LINES = 4
 MAX_FRAMES = 200
+MAX_COLUMNS = 200
 
 # Unresolved, as frames have it: an environment may be reached through a symbolic link.
 _PACKAGE = str(Path(__file__).parents[1])
@@ -22,6 +24,9 @@ _APPLY_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _WRAPPERS = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eval_frame.py"))
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 """Name of the rest of a function that Dynamo compiled up to a graph break (torch 2.13)."""
+_PATHS: dict[str, str] = {}
+"""File as shown -> its path, "" where two files are shown alike; as many as there are files with code that ran."""
+
 _FOREIGN = ("lightning", "lightning_fabric", "pytorch_lightning", "hydra", "omegaconf")
 
 
@@ -48,6 +53,22 @@ def capture_source() -> tuple[str, ...]:
     if not lines and fallback is not None:
         return (fallback,)
     return tuple(lines)
+
+
+def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the text of lines that ``capture_source`` gave: "train.py:41" -> the lines 40, 41 and 42.
+
+    A file is read once, when it is first asked for; what was written to it between its import and then is not noticed.
+    A line without a file, or of one that two paths are shown alike with, has no text.
+    """
+    text = {}
+    for place in {line.partition(" in ")[0] for lines in sources for line in lines}:
+        file, _, digits = place.rpartition(":")
+        content = linecache.getlines(_PATHS.get(file, ""))
+        if digits.isdecimal() and (number := int(digits)) <= len(content):
+            around = content[max(0, number - 2) : number + 1]
+            text[place] = tuple(line.rstrip()[:MAX_COLUMNS] for line in around)
+    return text
 
 
 def is_of_torch(source: tuple[str, ...]) -> bool:
@@ -111,9 +132,16 @@ def _describe(path: str, function: str) -> tuple[tuple[str, str], str]:
 
     Not by code object: two of those are equal when their text and line are, whatever their files.
     """
+    shown, owner = _owner_of(path, _RESUMED.sub(r"\1", function))
+    is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
+    if owner in ("user", "torch") and _PATHS.setdefault(shown[0], path if is_file else "") != path:
+        _PATHS[shown[0]] = ""
+    return shown, owner
+
+
+def _owner_of(path: str, function: str) -> tuple[tuple[str, str], str]:
     if path.startswith((_PACKAGE + os.sep, "<frozen", "<eval_with_key>")):  # the last: code that torch.fx generated
         return (path, function), "other"
-    function = _RESUMED.sub(r"\1", function)
     if path.startswith(_TORCH + os.sep):
         relative = Path(path).relative_to(Path(_TORCH).parent).as_posix()
         is_plumbing = "/utils/_python_dispatch" in path or "/_ops.py" in path or "/_compile.py" in path

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_runs import layouts, programs, record, small_layout, small_program
+from stored_runs import create, layouts, programs, record, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
 from det_callbacks.runs.environment import EnvironmentEntry
@@ -24,10 +25,12 @@ from det_callbacks.runs.files import (
     stream_path,
     write_layout,
     write_program,
+    write_source_text,
 )
 from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, _digest, read_manifest, write_manifest
 from det_callbacks.runs.program import Program, Site
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import Run
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -177,6 +180,25 @@ def test_a_path_that_is_not_utf_8_can_be_a_source(folder):
     program = Program(sites=(site,))
     write_program(folder, program)
     assert read_program(folder, program.id).sites[0].source == ("caf\\udce9.py:3 in forward",)
+
+
+def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_path):
+    text = {"train.py:41": ("a", "b", "c"), "train.py:1": ("first", "second"), "caf\udce9.py:7": ("x", "y", "z")}
+    writer = create(tmp_path / "run")
+    for op in ("aten.mul.Tensor", "aten.add.Tensor"):
+        writer.put_program(replace(small_program(op=op), text=text))
+    writer.close(complete=True)
+    (path,) = (tmp_path / "run" / "sources").iterdir()
+    run = Run.open(tmp_path / "run")
+    assert run.source_text("train.py:41 in forward") == ((40, "a"), (41, "b"), (42, "c"))
+    assert run.source_text("train.py:1 in forward") == ((1, "first"), (2, "second"))
+    assert run.source_text("caf\\udce9.py:7 in forward")[1] == (7, "y")
+    assert run.source_text("train.py:42 in forward") == run.source_text("train.py") == ()
+    write_source_text(tmp_path / "run", {"train.py:41": ("a", "changed", "c")})
+    assert Run.open(tmp_path / "run").source_text("train.py:41 in forward") == ()
+    path.write_bytes(path.read_bytes().replace(b'"b"', b'"B"'))
+    with pytest.raises(ReferenceFormatError, match=path.name):
+        Run.open(tmp_path / "run").source_text("train.py:1 in forward")
 
 
 # run.json

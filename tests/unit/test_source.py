@@ -34,6 +34,25 @@ def test_lines_are_innermost_first_and_relative_to_the_working_directory():
     assert second == f"tests/unit/test_source.py:{outer.__code__.co_firstlineno + 1} in outer"
 
 
+def test_the_text_of_a_line_is_read_where_its_file_is_known_beyond_doubt(tmp_path):
+    code = "def f():\n    return capture()  # this one\n\n"
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "step_of_a_test.py"
+    path.write_text(code)
+    found = called(code, str(path), capture=capture_source)[:1]
+    text = {"a/step_of_a_test.py:2": ("def f():", "    return capture()  # this one", "")}
+    assert source.read_text([found]) == text
+    with HashMode() as mode:
+        called("def f():\n    return capture() + 1\n", str(path), capture=lambda: torch.ones(1))
+    assert mode.trace.program.text.items() >= text.items()
+    nowhere = called(code, str(tmp_path / "a" / "is_not_there.py"), capture=capture_source)
+    relative = called(code, "test_source.py", capture=capture_source)
+    assert source.read_text([nowhere[:1], relative[:1]]) == {}
+    like_it = called(code, str(tmp_path / "b" / "a" / "step_of_a_test.py"), capture=capture_source)
+    assert like_it[0] == found[0]
+    assert source.read_text([found]) == {}
+
+
 def test_equal_code_in_two_files_keeps_its_file():
     text = "def f():\n    return capture()\n"
     one = called(text, "one.py", capture=capture_source)
