@@ -35,6 +35,7 @@ most often come with the machine.
 """
 
 import enum
+import functools
 import importlib.metadata
 import math
 import os
@@ -258,6 +259,7 @@ def _plain(name: str, value: Any) -> Any:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
+@functools.cache  # 11 ms for all of them, and nobody installs while a process runs
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
