@@ -11,8 +11,8 @@ from det_callbacks.errors import SelectionError
 from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings
+from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
-from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, check_budget
 
 Mode = Literal["record", "verify", "audit", "disabled"]
 Level = Literal["op", "module", "state"]

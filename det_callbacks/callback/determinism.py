@@ -30,7 +30,7 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
-from det_callbacks.tensors.writer import require_room
+from det_callbacks.tensors.copies import require_room
 from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
 from det_callbacks.verdict import Verdict
 
@@ -73,7 +73,7 @@ class DeterminismCallback(CallbackArguments):
             patterns, or the path of a YAML file with a list of them, such as the ``replay.yaml`` of an audit.
         keep_tensors: ops whose outputs, and what they read, are kept with each step (verify: that differs), so that a
             verdict says by how much they differ: ``[phase/][module:]op`` patterns.
-        tensor_budget_mib: MiB that one step of a process may save for replay, and MiB that it may keep. What replay
+        tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together. What replay
             cannot save is a ReplayError; what is not kept is said.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
             uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"

@@ -35,11 +35,11 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.tensors.counts import KeptCounts
-from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep
+from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
+from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.tensors.writer import StepWriter
 
 
 class Recording(Session):
@@ -53,7 +53,7 @@ class Recording(Session):
         overwrite: replace a run that is there.
         replay: patterns of ops whose outputs are saved.
         keep: patterns of ops whose tensors are kept.
-        budget_mib: what one step may save, and keep.
+        budget_mib: what one step may save, for replay and to keep together.
         peers: the processes that record together.
 
     Attributes:
@@ -74,7 +74,7 @@ class Recording(Session):
         self.path = path
         self._patterns = replay, keep
         self._step_writers: list[StepWriter] = []
-        self._budget_mib = budget_mib
+        self._budget = TensorBudget(budget_mib)
         self._overwrite = overwrite
         self._writer: RunWriter | None = None
         self._agreement: Agreement | None = None
@@ -128,16 +128,16 @@ class Recording(Session):
             for step_writer in self._step_writers:
                 step_writer.start_segment(self._writer.stream, self._writer.segment)
             return
-        self.replay = Replay(self._step_writer(self._writer, REPLAY))
+        self.replay = Replay(self._step_writer(self._writer, REPLAY), self._budget)
         replay, keep = self._patterns
         if replay:
             self.exchange = OpReplay(replay, self.replay)
         if keep:
-            self.keeper = Keeper(keep, self._step_writer(self._writer, KEPT))
+            self.keeper = Keeper(keep, self._step_writer(self._writer, KEPT), self._budget)
 
     def _step_writer(self, writer: RunWriter, kind: str) -> StepWriter:
         place: dict[str, Any] = {"run_id": writer.run_id, "rank": self.peers.rank, "segment": writer.segment}
-        self._step_writers.append(StepWriter(writer.stream, kind, **place, budget_mib=self._budget_mib))
+        self._step_writers.append(StepWriter(writer.stream, kind, **place))
         return self._step_writers[-1]
 
     def _is_there(self) -> bool:

@@ -37,10 +37,10 @@ from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep
+from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, TensorBudget
+from det_callbacks.tensors.files import KEPT, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import Verification, free_folder, write_verdict
 
@@ -145,9 +145,8 @@ class Verifying(Session):
                 KEPT,
                 run_id=verification.run_id,
                 rank=verification.rank,
-                budget_mib=self._budget_mib,
             )
-            self.keeper = Keeper(patterns, writer)
+            self.keeper = Keeper(patterns, writer, TensorBudget(self._budget_mib))
             verification.keep_tensors = self.keeper.write
 
     @override

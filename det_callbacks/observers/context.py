@@ -21,9 +21,9 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
-from det_callbacks.tensors.files import REPLAY, SavedStep
+from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, TensorBudget, check_budget
+from det_callbacks.tensors.files import REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.tensors.writer import TENSOR_BUDGET_MIB, StepWriter, check_budget
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
 from det_callbacks.verification import Verification
@@ -188,8 +188,8 @@ class ObserverContext:
         }
         if self.reference is None:
             self._writer = writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
-            saving = StepWriter(writer.stream, REPLAY, run_id=writer.run_id, budget_mib=self.tensor_budget_mib)
-            self._replay = Replay(saving)
+            saving = StepWriter(writer.stream, REPLAY, run_id=writer.run_id)
+            self._replay = Replay(saving, TensorBudget(self.tensor_budget_mib))
             return
         run, _ = open_reference(self.reference, steps="all", alternative="")
         if run.manifest.recorded_by != _RECORDED_BY:

@@ -10,7 +10,7 @@ from rich.text import Text
 from det_callbacks.audit import AuditReport
 from det_callbacks.report.console import count, print_table, size, to_text
 from det_callbacks.runs.program import GRAPH, REGION
-from det_callbacks.tensors.counts import KeptCounts
+from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verdict import Verdict
 
 MAX_FINDINGS = 30

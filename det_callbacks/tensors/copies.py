@@ -1,4 +1,4 @@
-"""The bits of a tensor: copied out of its memory, and written into it.
+"""The bits of a tensor: copied out of its memory, within the budget of a step, and written into it.
 
 Everything goes through an integer tensor laid over the same memory. It has a version counter of its own, so what
 autograd saved stays valid; it carries no history and no inference flag. Integers, since float8 and sub-byte dtypes have
@@ -9,7 +9,10 @@ device that computes digests nothing here waits: copies are made in the order of
 memory, and have arrived when the step is settled.
 """
 
+import math
+from collections.abc import Sequence
 from ctypes import memmove
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 2.13
 
 from det_callbacks.digest import inner_tensors, require_storage, unobserved
-from det_callbacks.errors import ReplayError
-from det_callbacks.tensors.files import SavedTensor
+from det_callbacks.errors import ReplayError, SelectionError
+from det_callbacks.tensors.files import MIB, SavedTensor, require_free
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.late_sites import LateSites
+
+TENSOR_BUDGET_MIB = 1024.0
+"""What one step may save where nothing else is asked for."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -63,6 +69,53 @@ def require_apart(tensor: Tensor) -> None:
             layout = f"(shape {list(inner.shape)}, strides {list(inner.stride())})"
             raise _refused(tensor, f"has elements that share memory {layout}", "save a clone() of it")
         extent += max(length - 1, 0) * step
+
+
+class TensorBudget:
+    """Copies tensors of the step under way, of which one process may save so many MiB: replay and keep together."""
+
+    def __init__(self, mib: float = TENSOR_BUDGET_MIB) -> None:
+        self._mib = mib
+        self.num_bytes = 0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.num_bytes = 0
+
+    def copy(self, tensors: Sequence[Tensor], op: str, late: LateSites | None) -> list[SavedTensor]:
+        """Return copies of tensors as they are now.
+
+        Args:
+            tensors: plain ones.
+            op: what they are of, for the message.
+            late: of the step under way; None waits for devices.
+
+        Raises:
+            ReplayError: the budget of the step does not suffice, or one is no plain tensor; nothing was copied.
+        """
+        with unobserved():
+            num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
+        if num_bytes > self._mib * MIB:
+            raise ReplayError(
+                f"This step would save {num_bytes / MIB:.3g} MiB with {op}, and tensor_budget_mib is {self._mib:g}. "
+                "Save fewer tensors, or give a larger tensor_budget_mib."
+            )
+        copies = [copy_bits(tensor, late) for tensor in tensors]
+        self.num_bytes = num_bytes
+        return copies
+
+
+def check_budget(value: object) -> float:
+    """Return an argument ``tensor_budget_mib``; raise ``SelectionError`` where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SelectionError(f"tensor_budget_mib must be a number of MiB above 0; got {value!r}.")
+    return value
+
+
+def require_room(path: Path, budget_mib: float) -> None:
+    """Raise ``ReplayError`` where the disk that a run goes to has less free than one of its steps may save."""
+    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    require_free(folder, budget_mib, "Nothing was recorded: with this tensor_budget_mib a step may save")
 
 
 def copy_bits(tensor: Tensor, late: LateSites | None) -> SavedTensor:

@@ -11,8 +11,9 @@ digest covers the whole header. Keys are text in the header: they never become p
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -20,12 +21,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, ReplayError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 
 TENSORS_FORMAT_VERSION = 1
+
+MIB = 2**20
+_RESERVED_MIB = 64
+"""What is left free on the disk: the digests of the run still have to fit."""
 
 REPLAY = "replay"
 KEPT = "kept"
@@ -81,53 +86,72 @@ class SavedTensor:
         return digest_bytes(self.bits.data)
 
 
-def tensor_folder(stream: Path, kind: str) -> Path:
-    """Return the folder of the tensors of one kind whose steps are in a stream (``attempt-000.segment-001.arrows``)."""
+def tensor_path(stream: Path, kind: str, step: int) -> Path:
+    """Return the file of the tensors of one kind of a step that is in a stream."""
+    return _folder(stream, kind) / f"step-{step:09d}.safetensors"
+
+
+def _folder(stream: Path, kind: str) -> Path:
     known = _STREAM.fullmatch(stream.name)
     if known is None:
         raise ValueError(f"{stream} is no stream of steps")
     return stream.parent / kind / (known[1] + (known[2] or ".segment-000"))
 
 
-def tensor_path(stream: Path, kind: str, step: int) -> Path:
-    """Return the file of the tensors of one kind of a step that is in a stream."""
-    return tensor_folder(stream, kind) / f"step-{step:09d}.safetensors"
+class StepWriter:
+    """Writes the saved tensors of each step of a stream as one file.
 
+    A step's file is written before the step is appended to its stream: a kill in between leaves a file of a step that
+    is not there, which is never read, and is replaced when the step is recorded again.
 
-def write_tensors(path: Path, place: StepPlace, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
-    """Write the saved tensors of a step, and plain values by key; return the file's bytes.
-
-    A reader sees all of it or nothing. Not fsynced, like the stream: a power cut may lose it, a kill not.
+    Args:
+        stream: the stream that the steps are appended to; the files go beside it.
+        kind: ``REPLAY`` or ``KEPT``.
+        run_id: of the run.
+        rank: of this process.
+        segment: fit of the run.
     """
-    # large elements first, as the format's own writer does, so that all of them are aligned
-    order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
-    sections: dict[str, Any] = {}
-    offset = 0
-    for key in order:
-        name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
-        shape = list(tensors[key].shape) if name else [size]
-        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    entries = {}
-    for key, saved in tensors.items():
-        known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
-        entries[key] = known | dict(saved.options)
-    content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
-    text = json.dumps(content | asdict(place))
-    header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
-    header += b" " * (-len(header) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for key in order:
-                file.write(tensors[key].bits.data)
-        temporary.replace(path)
-    except BaseException:  # Ctrl-C too: raised again
-        temporary.unlink(missing_ok=True)
-        raise
-    return 8 + len(header) + offset
+
+    def __init__(self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0) -> None:
+        self._stream, self._kind = stream, kind
+        self._place = StepPlace(run_id=run_id, rank=rank, segment=segment, step=-1)
+
+    def start_segment(self, stream: Path, segment: int) -> None:
+        """Go on with the steps of another fit."""
+        self._stream, self._place = stream, replace(self._place, segment=segment)
+
+    def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
+        """Write the tensors of a step that is settled, and plain values by key; return the file's bytes.
+
+        Where there are none, a file that the step left before is removed. A reader sees all of it or nothing. It is not
+        fsynced, like the stream: a power cut may lose it, a kill not.
+
+        Raises:
+            ReplayError: the disk is too full; nothing was written.
+            OSError: likewise.
+        """
+        path = tensor_path(self._stream, self._kind, step)
+        path.unlink(missing_ok=True)
+        if not tensors and not values:
+            return 0
+        if tensors:
+            num_bytes = sum(saved.bits.nbytes for saved in tensors.values())
+            require_free(self._stream.parent, num_bytes / MIB, f"Step {step} would save")
+        return _write_tensors(path, replace(self._place, step=step), tensors, values)
+
+    def delete(self) -> None:
+        """Delete everything that was written beside the stream: its attempt is taken back."""
+        shutil.rmtree(_folder(self._stream, self._kind), ignore_errors=True)
+
+
+def require_free(folder: Path, needed_mib: float, who: str) -> None:
+    """Raise ``ReplayError`` where a disk has not so much free, with what is left for the rest of the run."""
+    free_mib = shutil.disk_usage(folder).free / MIB
+    if free_mib < needed_mib + _RESERVED_MIB:
+        raise ReplayError(
+            f"{who} {needed_mib:.3g} MiB, and the disk of {folder} has {free_mib:.3g} MiB free ({_RESERVED_MIB} MiB "
+            "are left for the rest of the run). Free some space, record elsewhere, or save fewer tensors."
+        )
 
 
 class SavedStep:
@@ -216,3 +240,35 @@ class SavedStep:
 
 def _seal(text: str, sections: Mapping[str, Any]) -> str:
     return format_digest(digest_bytes(json.dumps([text, sections], sort_keys=True).encode()))
+
+
+def _write_tensors(path: Path, place: StepPlace, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> int:
+    # large elements first, as the format's own writer does, so that all of them are aligned
+    order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(prod(tensors[key].shape), 1))
+    sections: dict[str, Any] = {}
+    offset = 0
+    for key in order:
+        name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
+        shape = list(tensors[key].shape) if name else [size]
+        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    entries = {}
+    for key, saved in tensors.items():
+        known = {"dtype": saved.dtype, "shape": saved.shape, "digest": format_digest(saved.digest)}
+        entries[key] = known | dict(saved.options)
+    content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
+    text = json.dumps(content | asdict(place))
+    header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
+    header += b" " * (-len(header) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for key in order:
+                file.write(tensors[key].bits.data)
+        temporary.replace(path)
+    except BaseException:  # Ctrl-C too: raised again
+        temporary.unlink(missing_ok=True)
+        raise
+    return 8 + len(header) + offset

@@ -12,11 +12,10 @@ from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import format_digest
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.tensors.counts import KeptCounts
-from det_callbacks.tensors.files import SavedTensor
-from det_callbacks.tensors.kept import LEFT_OUT
+from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.files import SavedTensor, StepWriter
+from det_callbacks.tensors.kept import LEFT_OUT, KeptCounts
 from det_callbacks.tensors.replay import OpSelection
-from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.late_sites import LateSites
 
@@ -34,12 +33,6 @@ class _Call:
     outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
     position: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(
-            copy.bits.nbytes for copy in (*(copy for *_, copy in self.reads), *(copy for _, copy in self.outputs))
-        )
-
 
 class Keeper(OpSelection):
     """Copies what chosen ops read and write, and writes the steps that are to be kept.
@@ -51,16 +44,17 @@ class Keeper(OpSelection):
     Args:
         patterns: which ops, ``[phase/][module:]op`` each.
         writer: of the steps.
+        budget: of a step.
 
     Attributes:
         counts: what was kept so far, and what was not, in all fits.
         writer: of the steps.
     """
 
-    def __init__(self, patterns: Sequence[str], writer: StepWriter) -> None:
+    def __init__(self, patterns: Sequence[str], writer: StepWriter, budget: TensorBudget | None = None) -> None:
         super().__init__(patterns)
         self.counts = KeptCounts()
-        self.writer = writer
+        self.writer, self._budget = writer, budget or TensorBudget()
         self.begin()
 
     def begin(self, *, is_wanted: bool = True) -> None:
@@ -72,7 +66,7 @@ class Keeper(OpSelection):
         self._is_wanted = is_wanted
         self._calls: list[_Call] = []
         self._left_out: list[str] = []
-        self.writer.num_bytes = 0
+        self._budget.begin()
 
     def begin_call(
         self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites | None = None
@@ -97,14 +91,14 @@ class Keeper(OpSelection):
             return
         call.outputs = list(zip(held, copies, strict=True))
         call.position = position
-        self.writer.num_bytes += call.num_bytes
         self._calls.append(call)
 
     def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
         """Return copies, None where they do not fit or cannot be made."""
         try:
-            return self.writer.copy(tensors, call.op, call.late, pending=call.num_bytes)
+            return self._budget.copy(tensors, call.op, call.late)
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
+            self._budget.num_bytes -= sum(copy.bits.nbytes for _, copy in call.reads)  # what it read is dropped too
             self._left_out.append(str(error))
             return None
 

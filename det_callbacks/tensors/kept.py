@@ -1,14 +1,54 @@
 """Reading what was kept of ops, without torch."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.counts import KeptCounts
 from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor
 from det_callbacks.verdict import Divergence
 
 LEFT_OUT = "left_out"
 """Value of a step's file: how many calls were not kept, and why the first was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCounts:
+    """What a run kept of the tensors of ops, and what it was asked to keep and did not.
+
+    Attributes:
+        num_tensors: outputs of ops and what they read.
+        num_steps: of which something was kept.
+        num_bytes: on the disk.
+        num_missing: calls of ops that were not kept.
+        first_missing: the first step of which a call is not there; -1 where nothing is missing.
+        reason: what was in the way the first time.
+    """
+
+    num_tensors: int = 0
+    num_steps: int = 0
+    num_bytes: int = 0
+    num_missing: int = 0
+    first_missing: int = -1
+    reason: str = ""
+
+    def with_missing(self, step: int, num_calls: int, reason: str) -> "KeptCounts":
+        """Return the counts with calls of a step that were not kept."""
+        first = self if self.num_missing else replace(self, first_missing=step, reason=reason)
+        return replace(first, num_missing=self.num_missing + num_calls)
+
+    def with_rank(self, other: "KeptCounts") -> "KeptCounts":
+        """Return the counts of two processes together; the steps are those of the one with more of them."""
+        both = replace(
+            self,
+            num_tensors=self.num_tensors + other.num_tensors,
+            num_steps=max(self.num_steps, other.num_steps),
+            num_bytes=self.num_bytes + other.num_bytes,
+        )
+        return both.with_missing(other.first_missing, other.num_missing, other.reason) if other.num_missing else both
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form; ``KeptCounts(**content)`` reads it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

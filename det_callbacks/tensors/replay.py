@@ -13,10 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.patterns import OpPattern, as_patterns
-from det_callbacks.tensors.copies import misfit, require_apart, write_bits
-from det_callbacks.tensors.counts import ReplayCounts
-from det_callbacks.tensors.files import SavedStep, SavedTensor
-from det_callbacks.tensors.writer import StepWriter
+from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits
+from det_callbacks.tensors.files import MIB, SavedStep, SavedTensor, StepWriter
 from det_callbacks.trace.components import unwrapped
 from det_callbacks.trace.late_sites import LateSites
 
@@ -44,6 +42,36 @@ def replay_patterns(replay: object) -> tuple[str, ...]:
     return as_patterns(f"replay (in {replay})", content)
 
 
+class ReplayCounts:
+    """Counts the tensors saved or put back, by op or by the name of an observation."""
+
+    def __init__(self) -> None:
+        self._by_op: dict[str, tuple[int, int, int]] = {}
+        self._num_steps = 0
+
+    def add(self, op: str, *, differs: bool = False, num_bytes: int = 0) -> None:
+        """Count one tensor, or plain value; ``differs`` where the live bits were others than the saved ones."""
+        count, differing, total = self._by_op.get(op, (0, 0, 0))
+        self._by_op[op] = count + 1, differing + differs, total + num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them together."""
+        return sum(total for _, _, total in self._by_op.values())
+
+    def end_step(self) -> None:
+        """Count a step, whether or not anything was saved or put back in it."""
+        self._num_steps += 1
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return what the coverage shows as ``replayed``: tensors in all, those that differed, MiB a step."""
+        steps = max(1, self._num_steps)
+        return {
+            op: {"count": count, "differing": differing, "mib_per_step": round(total / MIB / steps, 6)}
+            for op, (count, differing, total) in sorted(self._by_op.items())
+        }
+
+
 class Replay:
     """Saves tensors and plain values of a step under keys, or puts back what was saved of it.
 
@@ -52,7 +80,8 @@ class Replay:
     a device, and whether it had other bits, are there when the step is settled.
 
     Args:
-        writer: where the tensors of new steps go; None while verifying.
+        writer: writes the tensors of new steps; None while verifying.
+        budget: of a step.
 
     Attributes:
         saved: what was saved of the step under way, to be put back; None in a step that nobody has recorded.
@@ -60,10 +89,10 @@ class Replay:
         calls: of the ops at each place of the step under way, of those that are saved or put back.
     """
 
-    def __init__(self, writer: StepWriter | None = None) -> None:
+    def __init__(self, writer: StepWriter | None = None, budget: TensorBudget | None = None) -> None:
         self.saved: SavedStep | None = None
         self.counts = ReplayCounts()
-        self._writer = writer
+        self._writer, self._budget = writer, budget or TensorBudget()
         self._put_back = self.counts if writer is None else ReplayCounts()
         self.begin(None)
 
@@ -74,15 +103,10 @@ class Replay:
         self._values: dict[str, Any] = {}
         self._ops: list[tuple[str, int]] = []
         self.calls: Counter[str] = Counter()
-        if self._writer is not None:
-            self._writer.num_bytes = 0
+        self._budget.begin()
 
     def write(self, step: int) -> None:
-        """Write what was saved of a step that is settled, and count it.
-
-        Raises:
-            ReplayError, OSError: the disk is too full; nothing was written.
-        """
+        """Write what was saved of a step that is settled, and count it; raise as ``StepWriter.write`` does."""
         assert self._writer is not None, "it saves tensors"
         self._writer.write(step, self._copies, self._values)
         for op, num_bytes in self._ops:
@@ -106,45 +130,32 @@ class Replay:
             ReferenceFormatError: what was saved is missing, damaged or does not fit.
         """
         if isinstance(live, Tensor):
-            if self.saved is None and self._writer is None:
-                return live
-            require_apart(live)
-            if self.saved is None:
-                self._save(key, live, op, late)
-            elif self._count_difference(saved := self._take(self.saved, key, live), live, op, late):
+            if self.saved is not None or self._writer is not None:
+                require_apart(live)
+            saved = self._exchange(key, live, op, late)
+            if saved is not None:
                 write_bits(saved, live, late)
             return live
-        if self.saved is not None:
-            if key not in self.saved.values:
-                raise self.error(self.saved, f"it has no plain value {key!r}")
-            value = self.saved.values[key]
-            value = complex(*value) if isinstance(value, list) else value
-            self._put_back.add(op, differs=repr(value) != repr(live))
-            return value
-        self._values[key] = [live.real, live.imag] if isinstance(live, complex) else live
-        self._ops.append((op, 0))
-        return live
+        if self.saved is None:
+            self._values[key] = [live.real, live.imag] if isinstance(live, complex) else live
+            self._ops.append((op, 0))
+            return live
+        if key not in self.saved.values:
+            raise self.error(self.saved, f"it has no plain value {key!r}")
+        value = self.saved.values[key]
+        value = complex(*value) if isinstance(value, list) else value
+        self._put_back.add(op, differs=repr(value) != repr(live))
+        return value
 
     def exchange_apart(
         self, key: str, live: Tensor, *, op: str, late: LateSites | None, has_history: bool
     ) -> Tensor | None:
-        """Save a plain tensor, or return a new one with the saved bits: the live one stays as it is.
+        """Save a tensor, or return a new one with the saved bits: the live one, which may be expanded, stays as it is.
 
-        Args:
-            key: as for ``exchange``, and so the other arguments.
-            live: may be expanded.
-            op: what it is counted as.
-            late: of the step under way.
-            has_history: the new tensor is to have the live one's history.
-
-        Returns:
-            None where it was saved, or is known to have these bits.
+        The new one has the live one's history where ``has_history`` says so; None where nothing has to be replaced.
         """
-        if self.saved is None:
-            self._save(key, live, op, late)
-            return None
-        saved = self._take(self.saved, key, live)
-        if not self._count_difference(saved, live, op, late):
+        saved = self._exchange(key, live, op, late)
+        if saved is None:
             return None
         with _disable_current_modes(), torch.set_grad_enabled(has_history):  # the reference has no such op
             copy = live.clone()
@@ -160,45 +171,33 @@ class Replay:
             str(saved.path),
         )
 
-    def _take(self, saved: SavedStep, key: str, live: Tensor) -> SavedTensor:
-        if key not in saved.entries:
-            known = ", ".join(map(repr, list(saved.entries)[:4])) or "none"
-            raise self.error(saved, f"it has no tensor {key!r}; it has {known}")
-        tensor = saved.read(key)
-        if problem := misfit(tensor, live):
-            raise self.error(saved, f"{key!r} does not fit: {problem}")
-        return tensor
-
-    def _save(self, key: str, live: Tensor, op: str, late: LateSites | None) -> None:
-        if self._writer is None:
-            return
-        if key in self._copies:
-            raise ValueError(f"the step has saved {key!r} already")
-        (copy,) = self._writer.copy([live], op, late)
-        self._writer.num_bytes += copy.bits.nbytes
-        self._copies[key] = copy
-        self._ops.append((op, copy.bits.nbytes))
-
-    def _count_difference(self, saved: SavedTensor, live: Tensor, op: str, late: LateSites | None) -> bool:
-        """Count a tensor that is put back; return whether its bits have to be written."""
-        inner, digest, counts = unwrapped(live), saved.digest, self._put_back
-        if late is None or not late.is_late(inner):
-            differs = digest_tensor(inner) != digest
-            counts.add(op, differs=differs, num_bytes=saved.bits.nbytes)
-            return differs
-        late.ask(
-            (late.tensor_bits(inner),),
-            lambda found: counts.add(op, differs=found[0] != digest, num_bytes=saved.bits.nbytes),
-        )
-        return True
+    def _exchange(self, key: str, live: Tensor, op: str, late: LateSites | None) -> SavedTensor | None:
+        """Save a tensor; or count it, and return the saved bits where they have to be written."""
+        if self.saved is None:
+            if self._writer is not None:
+                if key in self._copies:
+                    raise ValueError(f"the step has saved {key!r} already")
+                (self._copies[key],) = self._budget.copy([live], op, late)
+                self._ops.append((op, self._copies[key].bits.nbytes))
+            return None
+        if key not in self.saved.entries:
+            known = ", ".join(map(repr, list(self.saved.entries)[:4])) or "none"
+            raise self.error(self.saved, f"it has no tensor {key!r}; it has {known}")
+        saved = self.saved.read(key)
+        if problem := misfit(saved, live):
+            raise self.error(self.saved, f"{key!r} does not fit: {problem}")
+        inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
+        if late is not None and late.is_late(inner):
+            bits = late.tensor_bits(inner)
+            late.ask((bits,), lambda found: self._put_back.add(op, differs=found[0] != digest, num_bytes=num_bytes))
+            return saved
+        differs = digest_tensor(inner) != digest
+        self._put_back.add(op, differs=differs, num_bytes=num_bytes)
+        return saved if differs else None
 
 
 class OpSelection:
-    """Which ops patterns mean.
-
-    Args:
-        patterns: ``[phase/][module:]op`` each.
-    """
+    """Which ops patterns mean, ``[phase/][module:]op`` each."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = {pattern: OpPattern.parse(pattern) for pattern in patterns}
@@ -222,12 +221,7 @@ class OpSelection:
 
 
 class OpReplay(OpSelection):
-    """Saves the outputs of chosen ops, or puts the saved bits into them; the recorder hands them over.
-
-    Args:
-        patterns: which ops; while verifying, those that the reference was recorded with.
-        replay: what saves and puts back.
-    """
+    """Saves the outputs of chosen ops, or puts the saved bits into them; the recorder hands them over."""
 
     def __init__(self, patterns: Sequence[str], replay: Replay) -> None:
         super().__init__(patterns)

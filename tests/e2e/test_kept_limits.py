@@ -22,7 +22,7 @@ from det_callbacks import DeterminismCallback, SelectionError, compare_runs
 from det_callbacks.cli import main
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors import writer
+from det_callbacks.tensors import files
 
 pytestmark = [
     LIGHTNING_ADVICE,
@@ -79,14 +79,14 @@ def test_a_full_disk_stops_no_run_and_is_said(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind == "little room":
-        monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
         reason = "has 1 MiB free"
     else:
 
         def fail(*_: Any) -> int:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(writer, "write_tensors", fail)
+        monkeypatch.setattr(files, "_write_tensors", fail)
         reason = "No space left on device"
     reference = record(tmp_path / "ref", [FIRST])
     line = capsys.readouterr().out

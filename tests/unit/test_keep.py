@@ -12,13 +12,14 @@ from verdicts import DIVERGED, MATCH
 
 from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
+from det_callbacks.errors import ReplayError
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.tensors.counts import KeptCounts
-from det_callbacks.tensors.files import KEPT, SavedStep, StepPlace, tensor_path
+from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.kept import KeptStep
-from det_callbacks.tensors.writer import StepWriter
+from det_callbacks.tensors.kept import KeptCounts, KeptStep
+from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.verdict import Divergence, Numbers
 
@@ -47,7 +48,8 @@ ADD = Divergence(
 def keeper(folder: Path, *patterns: str, segment: int = 0, budget: float = 8.0) -> Keeper:
     stream = stream_path(folder, 0, 0, segment)
     stream.parent.mkdir(parents=True, exist_ok=True)
-    return Keeper(patterns, StepWriter(stream, KEPT, run_id=folder.name, segment=segment, budget_mib=budget))
+    writer = StepWriter(stream, KEPT, run_id=folder.name, segment=segment)
+    return Keeper(patterns, writer, TensorBudget(budget))
 
 
 def kept_step(folder: Path, step: int, segment: int = 0) -> KeptStep:
@@ -182,7 +184,7 @@ def test_a_step_that_is_not_wanted_is_not_copied(tmp_path: Path, monkeypatch: py
         raise AssertionError("it was copied")
 
     keeping = keeper(tmp_path / "run", "*")
-    monkeypatch.setattr("det_callbacks.tensors.writer.copy_bits", refuse)
+    monkeypatch.setattr("det_callbacks.tensors.copies.copy_bits", refuse)
     with HashMode() as mode:
         mode.recorder.keeper = keeping
         keeping.begin(is_wanted=False)
@@ -201,21 +203,27 @@ def test_what_cannot_be_copied_is_left_out_and_said(tmp_path: Path, monkeypatch:
     def running_out(*_: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("det_callbacks.tensors.writer.copy_bits", running_out)
+    monkeypatch.setattr("det_callbacks.tensors.copies.copy_bits", running_out)
     assert keeping.begin_call("aten.exp.default", [("self", None, torch.ones(2))]) is None
 
 
-def test_a_call_that_raised_is_not_kept_and_takes_no_budget(tmp_path: Path) -> None:
-    keeping = keeper(tmp_path / "run", "aten.mm.default", budget=0.001)
+def test_a_call_is_kept_whole_or_not_at_all_within_one_budget_with_the_replay(tmp_path: Path) -> None:
+    keeping, budget = keeper(tmp_path / "run", "aten.mm.default"), TensorBudget(0.002)
+    stream = stream_path(tmp_path / "run", 0, 0, 0)
+    keeping = Keeper(["aten.mm.default"], keeping.writer, budget)
+    replay = Replay(StepWriter(stream, REPLAY, run_id="run"), budget)
 
     def body() -> None:
-        for _ in range(5):
-            with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                torch.mm(torch.ones(8, 8), torch.ones(3, 3))
-        torch.mm(torch.ones(8, 8), torch.ones(8, 1))
+        replay.exchange("key", torch.ones(256), op="op", late=None)  # a half of the budget
+        torch.mm(torch.ones(8, 8), torch.ones(8, 16))  # what it reads fits, what it wrote does not
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            torch.mm(torch.ones(2, 2), torch.ones(3, 3))
 
     trace(keeping, body)
-    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (3, 0)
+    assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (3, 1)
+    with pytest.raises(ReplayError, match=r"This step would save 0\.00229 MiB with op"):
+        replay.exchange("more", torch.ones(600), op="op", late=None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

@@ -5,6 +5,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ from det_callbacks import HashMode
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.tensors.files import REPLAY, SavedStep, StepPlace, tensor_path
+from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.files import REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.tensors.writer import StepWriter
 from det_callbacks.trace.late_sites import LateSites
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
@@ -35,7 +36,7 @@ KEY = "forward/net:aten.mm.default#0.0"
 def saver(folder: Path, budget_mib: float = 1024.0) -> Replay:
     (folder / "rank-00000").mkdir(exist_ok=True)
     stream = folder / "rank-00000" / "attempt-000.arrows"
-    return Replay(StepWriter(stream, REPLAY, run_id="run", budget_mib=budget_mib))
+    return Replay(StepWriter(stream, REPLAY, run_id="run"), TensorBudget(budget_mib))
 
 
 def saved_step(folder: Path, step: int = 12) -> SavedStep:
@@ -96,6 +97,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+GPU_DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+
+
 def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return a tensor of any bits at all, NaNs with payloads among them."""
     count = int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=dtype).element_size()
@@ -107,7 +111,7 @@ def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")  # torch's, of a dtype in the draw
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),
@@ -149,6 +153,11 @@ def test_any_bits_come_back(
     assert saving.counts.to_dict()["op"]["count"] == 1
 
 
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")  # torch calls sparse layouts beta
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls nested tensors a prototype
 @pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")  # torch deprecates quantised tensors, and has them
@@ -166,24 +175,18 @@ def test_any_bits_come_back(
         (lambda: torch.ones(2, device="meta"), "holds no data"),
         (lambda: torch.ones(3).expand(2, 3), "share memory .shape .2, 3., strides .0, 1.*clone"),
         (lambda: torch.ones(4).as_strided((2, 2), (1, 1)), "share memory"),
+        (lambda: freed(torch.ones(8)), "needs 32 bytes of storage and 0 are there"),
     ],
 )
 def test_odd_layouts_are_refused_by_name_before_anything_is_written(
     tmp_path: Path, place: Place, make: Callable[[], Tensor], says: str
 ) -> None:
     saving = saver(tmp_path)
-    with pytest.raises(ReplayError, match=says):
+    with pytest.raises(DetCallbacksError, match=says):
         saving.exchange(KEY, make(), op="op", late=place.late)
     save(tmp_path, torch.ones(2, 3))
     with pytest.raises(DetCallbacksError, match=says):
         reader(tmp_path).exchange(KEY, make(), op="op", late=place.late)
-
-
-def test_freed_memory_is_refused(tmp_path: Path) -> None:
-    tensor = torch.ones(8)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(DetCallbacksError, match="needs 32 bytes of storage and 0 are there"):
-        saver(tmp_path).exchange(KEY, tensor, op="op", late=None)
 
 
 def test_an_expanded_gradient_comes_back_apart(tmp_path: Path, place: Place) -> None:
@@ -264,22 +267,7 @@ def test_a_step_that_is_abandoned_writes_counts_and_holds_nothing(tmp_path: Path
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("live", "complaint"),
-    [
-        (torch.ones(4), r"float32 \[3\] and the live tensor is float32 \[4\]"),
-        (torch.ones(3, dtype=torch.float64), "float64"),
-    ],
-)
-def test_what_does_not_fit_is_an_error(tmp_path: Path, live: Tensor, complaint: str) -> None:
-    save(tmp_path, torch.ones(3))
-    with pytest.raises(ReferenceFormatError, match=complaint) as error:
-        reader(tmp_path).exchange(KEY, live, op="op", late=None)
-    assert "step-000000012.safetensors" in str(error.value)
-    assert "aten.mm.default#0.0" in str(error.value)
-
-
-def test_what_was_not_saved_is_an_error(tmp_path: Path) -> None:
+def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
     saving = saver(tmp_path)
     for key, value in (("one", torch.ones(3)), ("two", torch.ones(3)), ("three", 0.1)):
         saving.exchange(key, value, op="op", late=None)
@@ -287,55 +275,55 @@ def test_what_was_not_saved_is_an_error(tmp_path: Path) -> None:
         saving.exchange("one", torch.ones(3), op="op", late=None)
     saving.write(12)
     replaying = reader(tmp_path)
-    replaying.exchange("one", torch.ones(3), op="op", late=None)
     for key, value, complaint in (
         ("four", torch.ones(3), "no tensor 'four'; it has 'one', 'two'"),
         ("three", torch.ones(3), "no tensor 'three'"),
         ("two", 0.1, "no plain value 'two'"),
+        ("one", torch.ones(4), r"'one' does not fit: it is float32 \[3\] and the live tensor is float32 \[4\]"),
+        ("one", torch.ones(3, dtype=torch.float64), "step-000000012.safetensors.*float64"),
     ):
         with pytest.raises(ReferenceFormatError, match=complaint):
             replaying.exchange(key, value, op="op", late=None)
     with pytest.raises(ReferenceFormatError, match="there is no such file"):
         reader(tmp_path, step=13).exchange("one", torch.ones(3), op="op", late=None)
+    for change in ({"step": 13}, {"run_id": "other"}, {"rank": 1}):
+        with pytest.raises(ReferenceFormatError, match="another place"):
+            SavedStep(saved_step(tmp_path).path, replace(PLACE, **change)).read("one")
 
 
-@pytest.mark.parametrize("value", [None, True, 3, -(2**70), 0.1, float("nan"), -0.0, float("inf"), 1 - 2j, "tëxt"])
-def test_plain_values_come_back(tmp_path: Path, value: bool | int | float | complex | str | None) -> None:
+def test_plain_values_come_back(tmp_path: Path) -> None:
+    values = [None, True, 3, -(2**70), 0.1, float("nan"), -0.0, float("inf"), 1 - 2j, "tëxt"]
     saving = saver(tmp_path)
-    saving.exchange("key", value, op="op", late=None)
+    for index, value in enumerate(values):
+        saving.exchange(str(index), value, op="op", late=None)
     saving.write(12)
-    other = None if value is None else type(value)(1)
-    assert repr(reader(tmp_path).exchange("key", other, op="op", late=None)) == repr(value)
+    replaying = reader(tmp_path)
+    for index, value in enumerate(values):
+        other = None if value is None else type(value)(1)  # type: ignore[call-overload]  # any of them takes it
+        assert repr(replaying.exchange(str(index), other, op="op", late=None)) == repr(value)
+
+
+def test_keys_never_become_paths(tmp_path: Path) -> None:
+    keys = ["../../etc/passwd", "a/b", "\n", "é" * 900]
+    saving = saver(tmp_path)
+    for key in keys:
+        saving.exchange(key, torch.ones(2), op="op", late=None)
+    saving.write(12)
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors"]
+    assert [saved_step(tmp_path).read(key).bits.nbytes for key in keys] == [8] * 4
 
 
 def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
     save(tmp_path, torch.randn(8))
     path = saved_step(tmp_path).path
     content = path.read_bytes()
-    damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(len(content))]
+    damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
     damaged += [content[:length] for length in (0, 7, 8, len(content) // 2, len(content) - 1)] + [content + b"\0"]
     for other in damaged:
         path.write_bytes(other)
         with pytest.raises(ReferenceFormatError, match="step-000000012"):
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", late=None)
-
-
-@pytest.mark.parametrize("change", [{"step": 13}, {"run_id": "other"}, {"rank": 1}])
-def test_another_step_or_run_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    save(tmp_path, torch.ones(1))
-    place = StepPlace(**{"run_id": "run", "rank": 0, "segment": 0, "step": 12, **change})  # type: ignore[arg-type]
-    with pytest.raises(ReferenceFormatError, match="another place"):
-        SavedStep(saved_step(tmp_path).path, place).read(KEY)
-
-
-@pytest.mark.parametrize("key", ["../../etc/passwd", "a/b", "\n", "é" * 900])
-def test_keys_never_become_paths(tmp_path: Path, key: str) -> None:
-    saving = saver(tmp_path)
-    saving.exchange(key, torch.ones(2), op="op", late=None)
-    saving.write(12)
-    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
-    assert files == ["rank-00000/replay/attempt-000.segment-000/step-000000012.safetensors"]
-    assert saved_step(tmp_path).read(key).bits.nbytes == 8
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
@@ -428,8 +416,7 @@ def test_a_step_is_recorded_and_verified_without_a_wait(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says it once a process
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(("dtype", "layout"), [*zip(GPU_DTYPES, sorted(LAYOUTS), strict=True)])
 def test_bits_of_a_gpu_come_back_without_a_wait(tmp_path: Path, dtype: torch.dtype, layout: str) -> None:
     late, saving = LateSites(), saver(tmp_path)
     device = torch.device("cuda", torch.cuda.current_device())
