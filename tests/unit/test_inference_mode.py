@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, leaky_relu, scaled_dot_product_attention
+from torch.nn.functional import bilinear, dropout, leaky_relu, scaled_dot_product_attention
 from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
@@ -17,6 +17,7 @@ from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, Nondet
 
 DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)
 SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)
+WEIGHT = torch.linspace(-1.0, 1.0, 80).view(5, 4, 4)
 
 
 class Everything(nn.Module):
@@ -105,6 +106,8 @@ AUTOCAST: dict[str, Callable[[], Tensor]] = {
     "a rule for bfloat16": lambda: scaled_dot_product_attention(DATA, DATA, DATA),
     "a rule for float32": lambda: torch.cdist(DATA.repeat(1, 20, 1), DATA.repeat(1, 20, 1)),
     "a recurrent layer": lambda: nn.GRU(4, 4)(DATA)[0],
+    "a kernel of ops that have rules": lambda: bilinear(DATA, DATA, WEIGHT),
+    "one whose result is narrower": lambda: torch.linalg.pinv(SQUARE),
 }
 
 
@@ -118,12 +121,15 @@ def watched() -> Iterator[None]:
         watch.close()
 
 
+@pytest.mark.parametrize("inference", [torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("mode", [HashMode, BitwiseEquivalenceMode, watched])
 @pytest.mark.parametrize("case", AUTOCAST)
-def test_autocast_goes_on_inside_composite_ops(case: str, mode: Callable[[], AbstractContextManager[Any]]):
+def test_autocast_goes_on_inside_composite_ops(
+    case: str, mode: Callable[[], AbstractContextManager[Any]], inference: Callable[[], AbstractContextManager[Any]]
+):
     def computed() -> Tensor:
         torch.manual_seed(5)
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        with inference(), torch.autocast("cpu", torch.bfloat16):
             return AUTOCAST[case]()
 
     without = computed()
