@@ -26,11 +26,9 @@ from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk,
 from det_callbacks.compare.record import TOGETHER, Tally
 from det_callbacks.compare.step import StepDifference, compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
-from det_callbacks.report.advice import advise, evidence_lines
+from det_callbacks.report.advice import advise, advise_metric, evidence_lines
+from det_callbacks.report.console import capitalised, count
 from det_callbacks.report.sentences import (
-    advise_metric,
-    capitalised,
-    count,
     explain_match,
     explain_metric,
     explain_ranks,

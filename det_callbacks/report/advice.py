@@ -1,20 +1,23 @@
-"""What can be done about a difference, and what led to its cause: sentences and lines of evidence."""
+"""What can be done about a difference, by the rule that found its cause, and what led to that cause."""
 
 from collections.abc import Callable, Mapping
 
 from det_callbacks.compare.cause import DataChange, Facts, Judgement
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.report.sentences import MAX_NAMED, show_differences, source_name
+from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
+from det_callbacks.report.console import listed
+from det_callbacks.report.sentences import show_differences, source_name
 
 MAX_LINES = 20
 """Lines of evidence."""
 
-# what can be done
-
 
 def advise(facts: Facts, judgement: Judgement) -> str:
     """Return a sentence that a person can act on, without its final stop; "" where there is nothing to add."""
-    return _ADVICE.get(judgement.rule, _advise_lost_value)(facts)
+    return ADVICE[judgement.rule](facts)
+
+
+# weights and data
 
 
 def _advise_initial(facts: Facts) -> str:
@@ -38,36 +41,37 @@ def _share(facts: Facts) -> str:
     num, total = len(facts.initial_sources), facts.difference.num_initial
     if num >= total:
         return "the only initial tensor differs" if total == 1 else f"all {total} initial tensors differ"
+    if num == facts.num_random == 1:
+        return "the only initial tensor that holds more than one value differs"
     if num == facts.num_random:
-        what = "initial tensor that holds" if num == 1 else f"{num} initial tensors that hold"
-        return f"{'the only' if num == 1 else 'all'} {what} more than one value differ{'s' if num == 1 else ''}"
+        return f"all {num} initial tensors that hold more than one value differ"
     return f"{num} of {total} initial tensors differ"
 
 
-def _advise_batch_size(facts: Facts) -> str:
-    alike = "the sampler drew the same samples, and they" if facts.batch.indices == "cut" else "the samples"
-    return f"Give the loader the same batch size: {alike} are cut into other batches{_settings(facts)}"
+_OF_BATCH: Mapping[DataChange, str] = {
+    "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer: what left the loader agrees, and "
+    "what they made of it does not",
+    "reordered": "Look at the sampler, the shuffle's seed and the sorting of files: the batch has the same samples in "
+    "another order",
+    "other data set": "The data set is another one",
+    "other step": "",
+    "listed otherwise": "Sort what the data set lists: the sampler drew the same indices, and the samples behind them "
+    "are others, which the reference had at step {found_at}",
+    "made otherwise": "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same samples, "
+    "and their content differs",
+}
 
 
 def _advise_batch(facts: Facts) -> str:
-    found_at = facts.batch.found_at
-    texts: Mapping[DataChange, str] = {
-        "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer: what left the loader agrees, and "
-        "what they made of it does not",
-        "reordered": "Look at the sampler, the shuffle's seed and the sorting of files: the batch has the same samples "
-        "in another order",
-        "other data set": "The data set is another one",
-        "listed otherwise": "Sort what the data set lists: the sampler drew the same indices, and the samples behind "
-        f"them are others, which the reference had at step {found_at}",
-        "made otherwise": "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same "
-        "samples, and their content differs",
-        "other": "None of its samples is in what the reference recorded: they are others, or were made otherwise"
-        if facts.batch.was_searched
-        else "",
-        "drawn": _advise_drawn(facts),
-    }
     change = facts.data_change
-    return texts.get(change, "") + (_settings(facts) if change not in ("transformed", "other step") else "")
+    if change == "drawn":
+        text = _advise_drawn(facts)
+    elif change == "other":
+        others = "None of its samples is in what the reference recorded: they are others, or were made otherwise"
+        text = others if facts.batch.was_searched else ""
+    else:
+        text = _OF_BATCH[change].format(found_at=facts.batch.found_at)
+    return text + (_settings(facts) if change not in ("transformed", "other step") else "")
 
 
 def _advise_drawn(facts: Facts) -> str:
@@ -79,30 +83,43 @@ def _advise_drawn(facts: Facts) -> str:
     if any(name.startswith(("num_workers", "sampler")) for name in facts.batch.settings):
         return "The loader is set otherwise, so the sampler drew other samples"
     change = next(filter(facts.is_before_step, facts.generators), None)
-    if change is None:
-        return (
-            "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that "
-            "is known differs"
-        )
-    return f"Give the shuffle the same seed: the sampler drew other samples; {show_change(change, facts.evidence)}"
+    if change is not None:
+        return f"Give the shuffle the same seed: the sampler drew other samples; {show_change(change, facts.evidence)}"
+    return (
+        "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that is "
+        "known differs"
+    )
+
+
+def _advise_batch_size(facts: Facts) -> str:
+    alike = "the sampler drew the same samples, and they" if facts.batch.indices == "cut" else "the samples"
+    return f"Give the loader the same batch size: {alike} are cut into other batches{_settings(facts)}"
+
+
+def _settings(facts: Facts) -> str:
+    shown = [f"{name}: {ours} in the reference, {theirs} now" for name, (ours, theirs) in facts.batch.settings.items()]
+    return f" ({listed(shown, '; ')})" if shown else ""
+
+
+# generators and ops
 
 
 def _advise_generator(facts: Facts) -> str:
-    change, evidence = facts.consumed, facts.evidence
-    if change is None or evidence is None:
+    change = facts.consumed
+    if change is None or facts.evidence is None:
         if not facts.generators:
             return ""
-        text = show_change(facts.generators[0], evidence)
-        if facts.generators[0].equal_at is None and facts.generators[0].seeds is None:
-            text += ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
-        return text
-    for points, side in ((change.only_reference, "the reference"), (change.only_current, "the current run")):
+        change = facts.generators[0]
+        seed = ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
+        is_unseeded = change.equal_at is None and change.seeds is None
+        return show_change(change, facts.evidence) + (seed if is_unseeded else "")
+    for points, side in _only_in(change):
         if any(point in ("before validation", "epoch end", "epoch start") for point in points):
             return (
                 f"{', '.join(points)}: only in {side}, and something there drew from {change.name}. Look at "
                 "val_check_interval, limit_train_batches, drop_last and the length of the data"
             )
-    ran = _what_ran(change, evidence)
+    ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
 
@@ -116,7 +133,7 @@ def _advise_graph(facts: Facts) -> str:
     )
 
 
-def _advise_written(facts: Facts) -> str:
+def _advise_unseen(facts: Facts) -> str:
     if not any(found.role == "left" for found in facts.difference.findings):
         return ""
     return (
@@ -141,13 +158,12 @@ def _advise_lost_value(facts: Facts) -> str:
     )
 
 
-def _settings(facts: Facts) -> str:
-    shown = [f"{name}: {ours} in the reference, {theirs} now" for name, (ours, theirs) in facts.batch.settings.items()]
-    return f" ({'; '.join(shown[:MAX_NAMED])})" if shown else ""
-
-
-_ADVICE: Mapping[str, Callable[[Facts], str]] = {
-    "restored state": lambda facts: "",
+ADVICE: Mapping[str, Callable[[Facts], str]] = {
+    # every rule of compare/cause.py -> what to do
+    "restored state": lambda facts: (
+        "Compare the checkpoint with the one that was saved there, and look at what changes this state between loading "
+        "it and the step"
+    ),
     "initial state": _advise_initial,
     "another epoch": lambda facts: (
         "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one run "
@@ -157,40 +173,65 @@ _ADVICE: Mapping[str, Callable[[Facts], str]] = {
     "batch size": _advise_batch_size,
     "batch": _advise_batch,
     "generator": _advise_generator,
-    "choice": lambda facts: "",
+    "input from outside": _advise_lost_value,
+    "choice": lambda facts: "",  # the explanation begins with it
     "compiled graph": _advise_graph,
-    "written elsewhere": _advise_written,
+    "structure": _advise_lost_value,
+    "origin": _advise_lost_value,
+    "written elsewhere": _advise_unseen,
+    "state after the step": _advise_lost_value,
+    "first difference": _advise_lost_value,
 }
+
+
+def advise_metric(metric: MetricDifference) -> str:
+    """Return what can be done about a metric that differs; "" where there is nothing to add."""
+    found = metric.reason[1]
+    if metric.kind != "content":
+        return ""
+    if found.startswith(LENGTH):
+        return f"The data are others: {found} are not as many"
+    if found.startswith(GENERATOR):
+        return f"Seed the evaluation alike: the {found} is in another state after it"
+    if found.startswith(FIRST_BATCH):
+        return f"Look at the data that it is computed from: the {found} differs"
+    return (
+        "Look at how it is computed, and from what: the generators agree, and what is known of the data of evaluations "
+        '(their number, the first batch). What can never repeat, such as a wall clock, is left out by modules=["*", '
+        f'"!metric/{metric.name}"]'
+    )
+
 
 # what led to a cause
 
-_AFTER: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    # point -> (what runs after it, the hooks of callbacks and module that are called there)
-    "fit start": ("the set-up of the data", ("on_train_start",)),
+_AFTER: Mapping[str, tuple[str, str]] = {
+    # point -> what runs after it, and the hooks of callbacks and module that are called there
+    "fit start": ("the set-up of the data", "on_train_start"),
     "before the sanity check": (
         "the sanity check",
-        ("on_sanity_check_start", "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end"),
+        "on_sanity_check_start on_validation_start on_validation_batch_end on_validation_epoch_end",
     ),
-    "after the sanity check": ("", ("on_sanity_check_end", "on_train_start")),
-    "epoch start": ("", ("on_train_epoch_start",)),
-    "before the loader starts": ("the start of the loader's iterators", ()),
-    "before a batch is drawn": ("the drawing of the batch", ()),
-    "batch start": ("the forward pass", ("on_train_batch_start",)),
-    "after forward": ("the backward pass", ("on_before_backward",)),
-    "after backward": ("the optimizer", ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")),
-    "batch end": ("", ("on_train_batch_end",)),
+    "after the sanity check": ("", "on_sanity_check_end on_train_start"),
+    "epoch start": ("", "on_train_epoch_start"),
+    "before the loader starts": ("the start of the loader's iterators", ""),
+    "before a batch is drawn": ("the drawing of the batch", ""),
+    "batch start": ("the forward pass", "on_train_batch_start"),
+    "after forward": ("the backward pass", "on_before_backward"),
+    "after backward": ("the optimizer", "on_after_backward on_before_optimizer_step on_before_zero_grad"),
+    "batch end": ("", "on_train_batch_end"),
     "before validation": (
         "validation",
-        (
-            "on_validation_start",
-            "on_validation_epoch_start",
-            "on_validation_batch_start",
-            "on_validation_batch_end",
-            "on_validation_epoch_end",
-        ),
+        "on_validation_start on_validation_epoch_start on_validation_batch_start on_validation_batch_end "
+        "on_validation_epoch_end",
     ),
-    "after validation": ("", ("on_validation_end",)),
-    "epoch end": ("", ("on_train_epoch_end",)),
+    "after validation": ("", "on_validation_end"),
+    "epoch end": ("", "on_train_epoch_end"),
+}
+_DREW = {
+    "same": "the same indices in the same order",
+    "reordered": "the same indices in another order",
+    "cut": "the same indices, which are cut into batches of another size",
+    "other": "other indices",
 }
 
 
@@ -203,33 +244,23 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     lines += _batch_lines(facts)
     lines += [show_change(change, facts.evidence) for change in facts.generators]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]
-    lines = lines[:MAX_LINES]
-    return (
-        (*lines, f"the evidence of generators and data could not be used: {facts.unread}")
-        if facts.unread
-        else (*lines,)
-    )
+    unread = [f"the evidence of generators and data could not be used: {facts.unread}"] if facts.unread else []
+    return (*lines[:MAX_LINES], *unread)
 
 
 def _batch_lines(facts: Facts) -> list[str]:
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
-    names = dict.fromkeys(source_name(item) for item in tensors if item.role != "samples")
-    lines = [f"batch: other bits in {', '.join(list(names)[:MAX_NAMED]) or 'its samples'}"]
+    names = [source_name(item) for item in tensors if item.role != "samples"]
+    lines = [f"batch: other bits in {listed(names) or 'its samples'}"]
     if facts.batch_of is not None:
         lines.append(f"batch: it is the reference's of step {facts.batch_of}")
     if facts.evidence is None:
         return lines
     batch = facts.evidence.batch
-    drew = {
-        "same": "the same indices in the same order",
-        "reordered": "the same indices in another order",
-        "cut": "the same indices, which are cut into batches of another size",
-        "other": "other indices",
-    }
     if batch.indices is not None:
-        lines.append(f"batch: the sampler drew {drew[batch.indices]}")
+        lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
         lines.append(f"batch: what left the loader {'agrees' if batch.is_loaded_alike else 'differs'}")
     if batch.found_at is not None:
@@ -246,42 +277,42 @@ def _batch_lines(facts: Facts) -> list[str]:
 
 def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
-    seeds = change.seeds
+    ours, theirs = change.seeds or (None, None)
     if change.equal_at is None:
         is_start = change.differs_at[0] == 0
-        since = "from the start of the fit on" if is_start else f"{_moment(change.differs_at)} already"
-        how = f"in another state {since}"
-        if seeds is not None and change.is_reseeded:
-            how += f": seeded with {seeds[0]} in the reference, {seeds[1]} now"
-        elif seeds is not None:
-            how += f": seeded with {seeds[0]} in both, and drawn from a different number of times before it"
-        return f"{change.name} was {how}"
+        text = f"{change.name} was in another state "
+        text += "from the start of the fit on" if is_start else f"{_moment(change.differs_at)} already"
+        if change.is_reseeded:
+            return f"{text}: seeded with {ours} in the reference, {theirs} now"
+        same = f": seeded with {ours} in both, and drawn from a different number of times before it"
+        return text + (same if change.seeds is not None else "")
     text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}"
-    if seeds is not None and change.is_reseeded:
-        text += f", seeded anew in between ({seeds[0]} in the reference, {seeds[1]} now)"
-    elif seeds is not None:
+    if change.is_reseeded:
+        text += f", seeded anew in between ({ours} in the reference, {theirs} now)"
+    elif change.seeds is not None:
         text += ", by another number of draws from the same seed"
     if evidence is not None:
         text += f"; in between ran: {_what_ran(change, evidence)}"
-    for points, side in ((change.only_reference, "the reference"), (change.only_current, "the current run")):
-        if points:
-            text += f"; only in {side}: {', '.join(points)}"
-    return text
+    return text + "".join(f"; only in {side}: {', '.join(points)}" for points, side in _only_in(change) if points)
+
+
+def _only_in(change: GeneratorChange) -> tuple[tuple[tuple[str, ...], str], ...]:
+    return (change.only_reference, "the reference"), (change.only_current, "the current run")
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
     """Return what ran between the last point where a generator was equal and the first where it was not."""
     ran: list[str] = []
-    for point in change.points:
-        what, hooks = _AFTER.get(point, ("", ()))
+    for what, hooks in (_AFTER.get(point, ("", "")) for point in change.points):
         ran += [what] if what else []
-        ran += [f"{hook} of {evidence.hooks[hook]}" for hook in hooks if hook in evidence.hooks]
+        ran += [f"{hook} of {evidence.hooks[hook]}" for hook in hooks.split() if hook in evidence.hooks]
     return ", ".join(dict.fromkeys(ran)) or "something that no point encloses"
 
 
 def _moment(place: tuple[int, str]) -> str:
     step, point = place
-    if point in ("batch start", "after forward", "after backward", "batch end"):
-        return f"at the {point} of step {step}" if point.startswith("batch") else f"{point} of step {step}"
-    shown = point if point.startswith(("before ", "after ")) else f"at {point}"
-    return f"{shown} (ahead of step {step})"
+    if point in ("after forward", "after backward"):
+        return f"{point} of step {step}"
+    if point in ("batch start", "batch end"):
+        return f"at the {point} of step {step}"
+    return f"{point if point.startswith(('before ', 'after ')) else f'at {point}'} (ahead of step {step})"

@@ -4,50 +4,59 @@ from collections.abc import Iterable, Sequence
 
 from det_callbacks.compare.cause import Facts, Judgement
 from det_callbacks.compare.collectives import Classification, CollectiveCall
-from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
+from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
 from det_callbacks.compare.step import Finding
-from det_callbacks.runs.metrics import Metric
+from det_callbacks.report.console import capitalised, count, listed, ranks_text
 from det_callbacks.runs.program import IN_FLIGHT, REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
-MAX_NAMED = 3
-"""Sources, arguments and choices that a sentence names; the others are counted."""
-MAX_MOMENTS = 4
-"""Steps since which ranks differ that a sentence names; the others are counted."""
+MAX_RANGES = 4
+"""Ranges of steps that a sentence names; the others are counted."""
 
 # a site
+
+_CONTENT = {
+    # role of a site -> how its bits differ
+    "inside": "gave other bits inside",
+    "entering": "is given other bits",
+    "left": "holds other bits",
+    "sent": "was given other bits",
+    "delivered": "delivered other bits",
+}
 
 
 def describe(finding: Finding) -> str:
     """Return what differs at a site, and why it starts there or not."""
+    return f"{_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding)}"
+
+
+def _where_from(finding: Finding) -> str:
     divergence = finding.divergence
-    what = f"{_site(divergence)} {_what_differs(finding)}"
     if divergence.is_origin:
         if divergence.kind in ("missing", "extra"):
-            return f"{what}, and what it reads agrees, so it starts here"
+            return ", and what it reads agrees, so it starts here"
         if finding.role == "graph":
-            return f"{what}; what goes into it agrees, so it starts here"
+            return "; what goes into it agrees, so it starts here"
         if divergence.op.startswith(REGION):
-            return f"{what}; what went into the compiled region agrees, so it starts inside"
+            return "; what went into the compiled region agrees, so it starts inside"
         if finding.is_rewired:
-            return f"{what}; it reads other tensors than in the reference, and those agree, so it starts here"
-        return f"{what}; the inputs agree, so it starts here"
+            return "; it reads other tensors than in the reference, and those agree, so it starts here"
+        return "; the inputs agree, so it starts here"
     if divergence.is_origin is False:
-        return f"{what}; the difference came in through what it reads"
+        return "; the difference came in through what it reads"
     if finding.is_inside_region:
-        return f"{what}; it ran inside a compiled region, of which only the whole can be told to be the origin"
+        return "; it ran inside a compiled region, of which only the whole can be told to be the origin"
     if finding.is_written_unseen and not divergence.op:
         return (
-            f"{what}; what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed "
-            "it since"
+            "; what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed it since"
         )
-    return f"{what}; {_why_unproven(finding)}, so where it starts cannot be proven"
+    return f"; {_why_unproven(finding)}, so where it starts cannot be proven"
 
 
 def _why_unproven(finding: Finding) -> str:
-    divergence = finding.divergence
+    is_op = bool(finding.divergence.op)
     if finding.arguments is not None and not finding.arguments.is_known:
         return "the two runs kept digests of other arguments of it"
     if finding.is_passed_on and finding.unread:
@@ -62,53 +71,44 @@ def _why_unproven(finding: Finding) -> str:
         return "a CUDA graph, of which nothing is seen inside, may have written it"
     if finding.role == "entering":
         return "something that the trace did not see wrote what goes into the compiled region"
-    if divergence.op.startswith(REGION):
+    if finding.divergence.op.startswith(REGION):
         return "the parameters that the compiled region reads have no digest at this level"
-    return (
-        "something that the trace did not see wrote what it reads"
-        if divergence.op
-        else "what wrote it was not recorded"
-    )
+    return "something that the trace did not see wrote what it reads" if is_op else "what wrote it was not recorded"
 
 
 def _what_differs(finding: Finding) -> str:
     divergence = finding.divergence
     if divergence.kind == "argument" and finding.arguments is not None:
-        values = list(finding.arguments.values.items())
-        shown = "; ".join(f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in values[:MAX_NAMED])
+        shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.values.items()]
         layouts = f" and gave {_layouts(finding.layouts)}" if finding.layouts else ""
-        return f"was called with other arguments ({shown}{_and_more(len(values))}){layouts}"
+        return f"was called with other arguments ({listed(shown, '; ')}){layouts}"
     if divergence.kind == "structure" and finding.role == "graph":
         return "is another graph, by a recompilation, a graph break or other code"
     if divergence.kind == "structure" and finding.layouts is not None:
         return f"gave another structure: {_layouts(finding.layouts)}"
     if divergence.kind in ("missing", "extra"):
         return f"is only in the {_side(divergence)}"
-    verbs = {
-        "inside": "gave other bits inside",
-        "entering": "is given other bits",
-        "left": "holds other bits",
-        "sent": "was given other bits",
-        "delivered": "delivered other bits",
-    }
-    if finding.role in verbs and divergence.kind == "content":
-        return verbs[finding.role]
+    if divergence.kind == "content" and finding.role in _CONTENT:
+        return _CONTENT[finding.role]
     return "gave other bits" if divergence.op else "holds other bits"
 
 
 def _site(divergence: Divergence) -> str:
-    source = _source(divergence)
+    source = _source(divergence.source)
     if not divergence.op:
         owner = f" of {_module(divergence.module)}" if divergence.module else ""
         return f"{divergence.name or 'a tensor'}{owner}{source}"
-    number = f" (number {divergence.occurrence + 1} there)" if divergence.occurrence else ""
     output = f", output {divergence.output}," if divergence.output else ""
     name = f" on {divergence.name}" if divergence.name else ""
-    return f"{divergence.op}{number}{name} in {_module(divergence.module)}{source}{output}"
+    return f"{divergence.op}{_number(divergence.occurrence)}{name} in {_module(divergence.module)}{source}{output}"
 
 
-def _source(divergence: Divergence) -> str:
-    return f" at {divergence.source[0]}" if divergence.source else ""
+def _source(lines: Sequence[str]) -> str:
+    return f" at {lines[0]}" if lines else ""
+
+
+def _number(index: int) -> str:
+    return f" (number {index + 1} there)" if index else ""
 
 
 def _module(module: str) -> str:
@@ -118,20 +118,20 @@ def _module(module: str) -> str:
 def source_name(finding: Finding) -> str:
     """Return the name of what entered a step, or where it was read."""
     divergence = finding.divergence
-    return divergence.name or f"of {_module(divergence.module)}{_source(divergence)}"
+    return divergence.name or f"of {_module(divergence.module)}{_source(divergence.source)}"
 
 
 def _layouts(layouts: tuple[TensorLayout | None, TensorLayout | None]) -> str:
     ours, theirs = layouts
-    is_detailed = ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    return f"{_layout(ours, is_detailed)} in the reference, {_layout(theirs, is_detailed)} now"
-
-
-def _layout(layout: TensorLayout | None, is_detailed: bool) -> str:
-    if layout is None:
-        return "no tensor"
-    detail = f" with strides {list(layout.stride)}" if is_detailed else ""
-    return f"{layout.dtype} {list(layout.shape)}{detail}{' ' + layout.detail if layout.detail else ''}"
+    is_alike = ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    shown = []
+    for layout in layouts:
+        if layout is None:
+            shown.append("no tensor")
+            continue
+        strides = f" with strides {list(layout.stride)}" if is_alike else ""
+        shown.append(f"{layout.dtype} {list(layout.shape)}{strides}{' ' + layout.detail if layout.detail else ''}")
+    return f"{shown[0]} in the reference, {shown[1]} now"
 
 
 def _side(divergence: Divergence) -> str:
@@ -140,10 +140,6 @@ def _side(divergence: Divergence) -> str:
 
 # a step
 
-_CHECKPOINT_ADVICE = (
-    "no op is to blame. Compare the checkpoint with the one that was saved there, and look at what changes this state "
-    "between loading it and the step"
-)
 _SOURCES = {
     "state": "the initial state",
     "data": "the batch",
@@ -159,7 +155,7 @@ def explain_step(facts: Facts, judgement: Judgement, *, show_rank: bool) -> str:
     if facts.is_resumed:
         place += ", the first after resuming"
     if judgement.rule == "restored state":
-        return f"{place}: {_explain_restored(facts)}; {_CHECKPOINT_ADVICE}"
+        return f"{place}: {_explain_restored(facts)}; no op is to blame"
     if first.is_source:
         text = f"{place}: {_explain_sources(facts)}"
         return text if facts.origin is None else f"{text} for it; besides, {_in_phase(facts.origin)}"
@@ -179,24 +175,19 @@ def _in_phase(finding: Finding) -> str:
 
 
 def _explain_restored(facts: Facts) -> str:
+    also = _also(facts, [phase for phase in ("data", "rng") if phase in facts.source_phases])
     restored = facts.difference.restored
     if not restored:
-        names = _listed(facts.unrestored)
-        return f"{names} is not what the reference ended step {facts.difference.step - 1} with{_also(facts)}"
-    kinds = {finding.divergence.kind for finding in restored}
-    what = "came out of the checkpoint with other bits"
-    if kinds == {"missing"}:
-        what = "did not come out of the checkpoint"
-    elif kinds == {"extra"}:
-        what = "came out of the checkpoint, and the reference has no such state there"
-    return f"{_listed(map(source_name, restored))} {what}{_also(facts)}"
+        return f"{listed(facts.unrestored)} is not what the reference ended step {facts.difference.step - 1} with{also}"
+    what = {
+        ("missing",): "did not come out of the checkpoint",
+        ("extra",): "came out of the checkpoint, and the reference has no such state there",
+    }.get(tuple({one.divergence.kind for one in restored}), "came out of the checkpoint with other bits")
+    return f"{listed(map(source_name, restored))} {what}{also}"
 
 
-def _also(facts: Facts, *phases: str) -> str:
-    """Return which sources differ besides, in brackets."""
-    others = [phase for phase in dict.fromkeys(one.divergence.phase for one in facts.sources) if phase not in phases]
-    others = [phase for phase in others if phases or phase in ("data", "rng")]
-    return f" ({' and '.join(_SOURCES[other] for other in others)} differs too)" if others else ""
+def _also(facts: Facts, phases: Sequence[str]) -> str:
+    return f" ({' and '.join(_SOURCES[phase] for phase in phases)} differs too)" if phases else ""
 
 
 def _explain_sources(facts: Facts) -> str:
@@ -204,6 +195,7 @@ def _explain_sources(facts: Facts) -> str:
     phase = sources[0].divergence.phase
     alike = [finding for finding in sources if finding.divergence.phase == phase and finding.role != "samples"]
     alike = alike or [sources[0]]
+    names = list(dict.fromkeys(map(source_name, alike)))
     layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
     if phase == "data" and all(finding.has_equal_samples for finding in alike):
         what = "holds the same samples in another order"
@@ -216,12 +208,11 @@ def _explain_sources(facts: Facts) -> str:
     else:
         what = "differs"
     if phase == "state" and (num_initial := facts.difference.num_initial) > 1:
-        number = len(dict.fromkeys(map(source_name, alike)))
-        what += f" ({f'all {number}' if number >= num_initial else f'{number} of {num_initial}'} tensors)"
-    names = _listed(map(source_name, alike))
+        what += f" ({f'all {len(names)}' if len(names) >= num_initial else f'{len(names)} of {num_initial}'} tensors)"
+    others = [one for one in dict.fromkeys(found.divergence.phase for found in sources) if one != phase]
     return (
-        f"{_SOURCES[phase]} {names} {what}{_also(facts, phase)}; the difference came in through it, and no op is to "
-        "blame"
+        f"{_SOURCES[phase]} {listed(names)} {what}{_also(facts, others)}; the difference came in through it, and no op "
+        "is to blame"
     )
 
 
@@ -230,61 +221,57 @@ def _explain_sources(facts: Facts) -> str:
 
 def explain_ranks(ranks: Classification) -> str:
     """Return a clause on where a difference started among the ranks, and since when which differ; "" for no ranks."""
-    texts = []
-    origins, receivers, unknown = ranks.origins, ranks.receivers, ranks.unknown
-    if origins:
-        texts.append(f"it started on {_ranks(origins)}")
+    texts = [f"it started on {ranks_text(ranks.origins)}"] if ranks.origins else []
     if ranks.collective is not None:
         texts.append(
             f"what went into {_call(ranks.collective)} agrees on all ranks and what came out differs, so "
-            f"the collective itself is {'an origin too' if origins else 'the origin'}"
+            f"the collective itself is {'an origin too' if ranks.origins else 'the origin'}"
         )
-    if receivers and ranks.through is not None:
+    if ranks.receivers and ranks.through is not None:
         texts.append(
-            f"{_ranks(receivers)} put in what the reference did and received the difference through "
+            f"{ranks_text(ranks.receivers)} put in what the reference did and received the difference through "
             f"{_call(ranks.through)}"
         )
-    elif receivers and ranks.collective is None:
-        texts.append(f"{_ranks(receivers)} received the difference")
-    if unknown:
-        texts.append(f"whether {_ranks(unknown)} started a difference or received it cannot be told")
-    by_moment: dict[tuple[int, int], list[int]] = {}
+    elif ranks.receivers and ranks.collective is None:
+        texts.append(f"{ranks_text(ranks.receivers)} received the difference")
+    if ranks.unknown:
+        texts.append(f"whether {ranks_text(ranks.unknown)} started a difference or received it cannot be told")
+    since: dict[tuple[int, int], list[int]] = {}
     for rank, moment in enumerate(ranks.since):
         if moment is not None:
-            by_moment.setdefault(moment, []).append(rank)
-    if by_moment:
+            since.setdefault(moment, []).append(rank)
+    if since:
         shown = [
-            f"{_ranks(those)} from step {step}{f' of fit {segment}' if segment else ''} on"
-            for (segment, step), those in sorted(by_moment.items())
+            f"{ranks_text(those)} from step {step}{_fit(segment)} on"
+            for (segment, step), those in sorted(since.items())
         ]
-        more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_MOMENTS else ""
-        number = sum(map(len, by_moment.values()))
-        texts.append(f"{number} of {len(ranks.since)} ranks differ ({', '.join(shown[:MAX_MOMENTS])}{more})")
+        more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_RANGES else ""
+        number = sum(map(len, since.values()))
+        texts.append(f"{number} of {len(ranks.since)} ranks differ ({', '.join(shown[:MAX_RANGES])}{more})")
     return "; ".join(texts)
 
 
 def _call(call: CollectiveCall) -> str:
-    number = f" (number {call.number + 1} there)" if call.number else ""
-    source = f" at {call.source[0]}" if call.source else ""
-    return f"{call.op}{number} in the group of ranks {call.group} ({call.num_bytes} bytes){source}"
+    where = f"in the group of ranks {call.group} ({call.num_bytes} bytes){_source(call.source)}"
+    return f"{call.op}{_number(call.number)} {where}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def _fit(segment: int) -> str:
+    return f" of fit {segment}" if segment else ""
 
 
 def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
     """Return which steps only one run has, to go on with a sentence."""
     texts = []
     for whole in sorted(steps, key=lambda one: one.order):
-        fit = f" of fit {whole.segment}" if whole.segment else ""
         rank = f" of rank {whole.rank}" if show_rank else ""
-        number = f"step {whole.first} is" if whole.count == 1 else f"steps {whole.first} to {whole.last}"
-        number += f" ({whole.count} of them) are" if whole.count > 1 else ""
+        which = f"step {whole.first} is"
+        if whole.count > 1:
+            which = f"steps {whole.first} to {whole.last} ({whole.count} of them) are"
         side = "the reference" if whole.kind == "missing" else "the current run"
-        texts.append(f"{number} only in {side}{fit}{rank}")
-    return "; ".join(texts[:4]) + (f" and so on ({len(texts)} such ranges)" if len(texts) > 4 else "")
+        texts.append(f"{which} only in {side}{_fit(whole.segment)}{rank}")
+    more = f" and so on ({len(texts)} such ranges)" if len(texts) > MAX_RANGES else ""
+    return "; ".join(texts[:MAX_RANGES]) + more
 
 
 def steps_agree(num_equal: int) -> str:
@@ -300,37 +287,20 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
         found.append(f"all {count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}")
     if tally.num_metrics:
         found.append(("all " if not found else "") + count(tally.num_metrics, "metric"))
-    if not found:
-        return ""
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-    return capitalised(f"{' and '.join(found)}{ranks} agree, bit for bit")
+    return capitalised(f"{' and '.join(found)}{ranks} agree, bit for bit") if found else ""
 
 
 def explain_metric(metric: MetricDifference) -> str:
     """Return what is said of the first metric that differs, without its final stop."""
     left, right = metric.values
-    where = _reading(metric)
+    what = f"metric {metric.name} {_reading(metric)}"
     if left is None or right is None:
-        return f"metric {metric.name} {where} is only in the {'current run' if left is None else 'reference'}"
-    return f"metric {metric.name} {where} differs: {_metric_values(left, right)}"
-
-
-def advise_metric(metric: MetricDifference) -> str:
-    """Return what can be done about it; "" where there is nothing to add."""
-    if metric.kind != "content":
-        return ""
-    found = metric.reason[1]
-    if found.startswith(LENGTH):
-        return f"The data are others: {found} are not as many"
-    if found.startswith(GENERATOR):
-        return f"Seed the evaluation alike: the {found} is in another state after it"
-    if found.startswith(FIRST_BATCH):
-        return f"Look at the data that it is computed from: the {found} differs"
-    return (
-        "Look at how it is computed, and from what: the generators agree, and what is known of the data of evaluations "
-        '(their number, the first batch). What can never repeat, such as a wall clock, is left out by modules=["*", '
-        f'"!metric/{metric.name}"]'
-    )
+        return f"{what} is only in the {'current run' if left is None else 'reference'}"
+    shown = [one.value for one in (left, right)]
+    if left.value == right.value:
+        shown = [f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right)]
+    return f"{what} differs: {shown[0]} in the reference, {shown[1]} now"
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
@@ -340,41 +310,9 @@ def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
 
 
 def _reading(metric: MetricDifference) -> str:
-    return metric.readings[1].place + (f" of fit {metric.segment}" if metric.segment else "")
-
-
-def _metric_values(left: Metric, right: Metric) -> str:
-    is_alike = left.value == right.value
-    shown = [
-        f"{metric.value} ({metric.dtype} {list(metric.shape)}, {metric.digest})" if is_alike else metric.value
-        for metric in (left, right)
-    ]
-    return f"{shown[0]} in the reference, {shown[1]} now"
+    return metric.readings[1].place + _fit(metric.segment)
 
 
 def show_differences(entries: Sequence[EnvironmentDifference]) -> str:
     """Return entries of the environment in both runs, "" when there are none."""
-    shown = [f"{entry.name}: {entry.reference} in the reference, {entry.current} now" for entry in entries[:MAX_NAMED]]
-    return "; ".join(shown) + _and_more(len(entries))
-
-
-# words
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 step", "1234 steps"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def capitalised(text: str) -> str:
-    """Return a sentence with a capital at its beginning."""
-    return f"{text[:1].upper()}{text[1:]}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    known = list(dict.fromkeys(names))
-    return ", ".join(known[:MAX_NAMED]) + _and_more(len(known))
-
-
-def _and_more(number: int) -> str:
-    return f" and {number - MAX_NAMED} more" if number > MAX_NAMED else ""
+    return listed((f"{one.name}: {one.reference} in the reference, {one.current} now" for one in entries), "; ")
