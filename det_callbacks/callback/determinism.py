@@ -26,7 +26,7 @@ from det_callbacks.callback.session import FitTracer, Session
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import OpWatch, Tracing
 from det_callbacks.callback.verifying import Verifying
-from det_callbacks.errors import NothingComparedError
+from det_callbacks.errors import DivergenceError, NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
@@ -464,6 +464,8 @@ class DeterminismCallback(CallbackArguments):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave nothing behind on a path that did not reach the end of training."""
+        if isinstance(exception, DivergenceError):
+            exception.__traceback__ = None  # the verdict says where; frames of ours and of the loops bury it
         was_fitting, self._call = self._is_fitting, None
         self._close_fit()
         self._progress.close()
