@@ -1,23 +1,12 @@
-"""By how much two runs differ, in words and in a small table."""
-
-from dataclasses import dataclass
+"""By how much two runs differ, in words."""
 
 from rich.console import Console
 
-from det_callbacks.report.console import count, print_line, print_table
+from det_callbacks.report.console import count, print_line
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_SHOWN = 5
 """Divergences with numbers that a verdict's text shows: the first one and origins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bin:
-    """Elements of one range of distances ("0", "1", "2-3", ..., "NaN"), and their share of the fullest bin but "0"."""
-
-    label: str
-    num_elements: int
-    share: float
 
 
 def how_much(tensor: TensorNumbers) -> str:
@@ -45,19 +34,19 @@ def how_much(tensor: TensorNumbers) -> str:
     return text
 
 
-def histogram(tensor: TensorNumbers) -> tuple[Bin, ...]:
-    """Return the elements of a tensor by distance, bins without any left out; () where no distance is known."""
-    if tensor.problem or not (tensor.ulps or tensor.num_nan or tensor.num_inf):
-        return ()
-    rows = [
-        (str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}", number)
-        for index, number in enumerate(tensor.ulps)
+def _pair(values: tuple[str, str]) -> str:
+    return f"{values[0]} in the reference, {values[1]} now"
+
+
+def histogram(tensor: TensorNumbers) -> list[tuple[str, int]]:
+    """Return how many elements lie in each range of distances ("0", "1", "2-3", ..., "NaN"), where any does."""
+    if tensor.problem:
+        return []
+    labels = [
+        str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}" for index in range(len(tensor.ulps))
     ]
-    rows += [("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
-    fullest = max((number for label, number in rows if label != "0"), default=0) or 1
-    return tuple(
-        Bin(label=label, num_elements=number, share=min(1.0, number / fullest)) for label, number in rows if number
-    )
+    rows = [*zip(labels, tensor.ulps, strict=True), ("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
+    return [(label, number) for label, number in rows if number]
 
 
 def shown_numbers(verdict: Verdict) -> tuple[Divergence, ...]:
@@ -76,11 +65,11 @@ def place_of(divergence: Divergence) -> str:
 
 def tensor_lines(numbers: Numbers) -> list[tuple[str, str]]:
     """Return name and difference of each output and of what was read, and how many of these are not listed."""
-    lines = []
-    for role, tensors in (("", numbers.output), ("read: ", numbers.inputs)):
-        for tensor in tensors:
-            name = f" ({tensor.name})" if tensor.name else ""
-            lines.append((f"{role}{tensor.tensor}{name}", how_much(tensor)))
+    lines = [
+        (f"{role}{tensor.tensor}{f' ({tensor.name})' if tensor.name else ''}", how_much(tensor))
+        for role, tensors in (("", numbers.output), ("read: ", numbers.inputs))
+        for tensor in tensors
+    ]
     more = numbers.num_inputs - len(numbers.inputs)
     return [*lines, ("", f"and {count(more, 'further input')}")] if more > 0 else lines
 
@@ -100,19 +89,7 @@ def render_numbers(verdict: Verdict, console: Console) -> None:
         width = max(len(name) for name, _ in lines)
         for name, text in lines:
             print_line(console, f"  {name:<{width}}  {text}")
-        for bins in (histogram(tensor) for tensor in numbers.output if tensor.num_differing):
-            if bins:
-                total = sum(one.num_elements for one in bins)
-                rows = [(one.label, f"{one.num_elements:,}", _percent(one.num_elements, total)) for one in bins]
-                print_line(console)
-                print_table(console, ("ULPs", "elements", "share"), rows, numbers="ULPs elements share")
-
-
-def _percent(number: int, total: int) -> str:
-    """Return a share with three digits; one that is not all is never 100 %."""
-    text = f"{100 * number / total:.3g}"
-    return "> 99.9 %" if text == "100" and number < total else f"{text} %"
-
-
-def _pair(values: tuple[str, str]) -> str:
-    return f"{values[0]} in the reference, {values[1]} now"
+        for tensor in numbers.output:
+            if tensor.num_differing and (bins := histogram(tensor)):
+                shown = ", ".join(f"{label}: {number:,}" for label, number in bins)
+                print_line(console, f"  {'':<{width}}  elements at each distance in ULPs: {shown}")

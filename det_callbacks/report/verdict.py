@@ -8,15 +8,20 @@ from typing import Any
 
 from rich.console import Console
 
-from det_callbacks.report.console import count, print_line, print_table, to_text
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.report.console import count, listed, print_line, print_table, to_text
 from det_callbacks.report.numbers import render_numbers
 from det_callbacks.runs.program import REGION
+from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Verdict
 
 MAX_ORIGINS = 20
 
+Table = tuple[Sequence[str], list[tuple[object, ...]]]
+"""Columns and rows."""
+
 _STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
-KINDS = {
+_KINDS = {
     "content": "other bits",
     "argument": "called with other arguments",
     "structure": "another shape, dtype or layout",
@@ -35,7 +40,7 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
     if rank == 0:
         return verdict_lines(verdict)
     where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
-    return f"{word_of(verdict)} (said on rank {rank} of {world_size}; {where}): {verdict.explanation}"
+    return f"{_word(verdict)} (said on rank {rank} of {world_size}; {where}): {verdict.explanation}"
 
 
 def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
@@ -58,36 +63,19 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
     )
 
 
-def word_of(verdict: Verdict) -> str:
-    """Return MATCH, DIVERGED or NOT COMPARABLE."""
-    return verdict.verdict.upper().replace("_", " ")
-
-
-def role_of(divergence: Divergence) -> str:
-    """Return whether a divergence is an origin, in words."""
-    if divergence.is_origin:
-        return "origin: what it read agrees, so it starts here"
-    if divergence.is_origin is None:
-        return "cannot be proven to start here"
-    if not divergence.op:
-        return "source: it came in from outside the step's ops, or was passed on to here"
-    return "passed on: something it read differs already"
-
-
 def render_verdict(verdict: Verdict, console: Console) -> None:
     """Print a verdict: the word, the sentence, where it began, what was covered, and what to do next."""
-    print_line(console, word_of(verdict), _STYLES[verdict.verdict])
+    print_line(console, _word(verdict), _STYLES[verdict.verdict])
     print_line(console, verdict.explanation)
     print_line(console)
-    print_line(console, f"reference  {verdict.reference}")
-    print_line(console, f"current    {verdict.current}")
-    if verdict.cause is not None:
-        print_line(console, f"cause      {verdict.cause}")
+    for name in ("reference", "current", "cause"):
+        if (fact := getattr(verdict, name)) is not None:
+            print_line(console, f"{name:<9}  {fact}")
     if verdict.evidence:
         _section(console, "Evidence", *verdict.evidence)
     if verdict.first_divergence is not None:
-        facts = facts_of(verdict.first_divergence)
-        _section(console, "First divergence", *(f"{name:<8} {fact}" for name, fact in facts))
+        facts = [f"{name:<8} {fact}" for name, fact in facts_of(verdict.first_divergence)]
+        _section(console, "First divergence", *facts, *(f"{'':<8} {line}" for line in source_lines(verdict)))
     render_numbers(verdict, console)
     if verdict.origins:
         more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
@@ -101,6 +89,10 @@ def render_verdict(verdict: Verdict, console: Console) -> None:
         _section(console, "Next", *lines)
 
 
+def _word(verdict: Verdict) -> str:
+    return verdict.verdict.upper().replace("_", " ")
+
+
 def _section(console: Console, title: str, *lines: str) -> None:
     print_line(console)
     print_line(console, title, "bold")
@@ -111,7 +103,7 @@ def _section(console: Console, title: str, *lines: str) -> None:
 def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
     """Return what is known of a divergence, each with its name."""
     is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
-    kind = "another compiled graph" if is_graph and divergence.kind == "structure" else KINDS[divergence.kind]
+    kind = "another compiled graph" if is_graph and divergence.kind == "structure" else _KINDS[divergence.kind]
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
     facts = [
         ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
@@ -121,13 +113,36 @@ def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
         ("kind", f"{divergence.kind}: {kind}"),
         ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
-        ("origin", role_of(divergence)),
+        ("origin", _role_of(divergence)),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
     return [(name, fact) for name, fact in facts if fact]
 
 
-Table = tuple[Sequence[str], list[tuple[object, ...]]]
+def _role_of(divergence: Divergence) -> str:
+    if divergence.is_origin:
+        return "origin: what it read agrees, so it starts here"
+    if divergence.is_origin is None:
+        return "cannot be proven to start here"
+    if not divergence.op:
+        return "source: it came in from outside the step's ops, or was passed on to here"
+    return "passed on: something it read differs already"
+
+
+def source_lines(verdict: Verdict) -> list[str]:
+    """Return the source text of the first divergence as its run recorded it; [] where the run has none of it."""
+    first = verdict.first_divergence
+    if first is None or not first.source:
+        return []
+    try:
+        run = Run.open(verdict.reference if first.kind == "missing" else verdict.current, check_steps=False)
+        text = run.source_text(first.source[0])
+    except ReferenceNotFoundError:
+        return []  # of a verdict whose runs are somewhere else
+    except ReferenceFormatError as error:
+        return [f"its text cannot be read: {error}"]
+    number = first.source[0].partition(" in ")[0].rpartition(":")[2]
+    return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
 
 
 def origin_table(verdict: Verdict, limit: int) -> Table:
@@ -184,8 +199,8 @@ def next_lines(verdict: Verdict) -> list[str]:
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
         return []
-    rank = f" --rank {first.rank}" if first.rank else ""
-    step = "" if first.phase == "metric" else f" --step {first.step}{rank}"  # no step has it
+    step = f" --step {first.step}{f' --rank {first.rank}' if first.rank else ''}"
+    step = "" if first.phase == "metric" else step  # no step has it
     shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]
     return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
@@ -193,9 +208,7 @@ def next_lines(verdict: Verdict) -> list[str]:
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     """Return how to record what the runs do not hold, as arguments of the callback and as Hydra overrides."""
     steps = arguments.get("only_steps")
-    which = "the training"
-    if steps is not None:
-        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    which = f"step {listed(map(str, steps), limit=10)}" if steps else "the training"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
     python = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
     words = (

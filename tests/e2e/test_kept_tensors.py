@@ -1,7 +1,6 @@
 """By how much runs differ: what keep_tensors kept, in the verdict, in diff, in the report."""
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,7 +66,7 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     text = verdict_lines(verdict)
     assert sentence in text
     assert place in text
-    assert re.search(r"^ULPs +elements +share\n +0 +23 +95\.8 %\n +1 +1 +4\.17 %$", text, re.MULTILINE)
+    assert "elements at each distance in ULPs: 0: 23, 1: 1\n" in text
     offline, printed, page = shown(reference, capsys)
     written = json.loads((tmp_path / "current" / "verdict.json").read_text())
     for found in (offline, written):
@@ -99,7 +98,7 @@ def test_a_nan_on_one_side_is_apart(tmp_path: Path, capsys: pytest.CaptureFixtur
     json.dumps(offline, allow_nan=False)
     assert "by up to 6 ULPs" in text
     assert "1 with a NaN, 1 with an infinity" in text
-    assert re.search(r"^ +4-7 +1 .*\n +NaN +1 .*\n +Inf +1 ", text, re.MULTILINE)
+    assert "4-7: 1, NaN: 1, Inf: 1" in text
     assert "1 with a NaN" in page
 
 

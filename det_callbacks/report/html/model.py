@@ -1,7 +1,7 @@
-"""What the HTML report shows: from a verdict and the two runs that it is on to plain data, bounded whatever their size.
+"""What the HTML report shows beside the verdict: the two runs read once more, as plain data that is bounded.
 
-The verdict says what is so; the runs are read once more for what it leaves out: the state of each module in each step,
-the first sites of each step that differs, and what the first divergence read.
+The verdict says what is so. The runs tell what it leaves out: the state of each module in each step, the first sites of
+each step that differs, and what the first divergence read.
 """
 
 from collections import Counter
@@ -19,17 +19,11 @@ from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence, Verdict
 
-MAX_MAPS = 16
-"""Heat maps: one for each rank and fit, those that differ first."""
-MAX_COLUMNS = 800
-"""Columns of all heat maps together, at most 200 of each; where a fit has more steps, several share one."""
-MAX_ROWS = 100
-"""Rows of a heat map; modules beyond that share one."""
-MAX_STEPS = 200
-"""Differing steps that are listed, of all heat maps together."""
-MAX_SITES, FIRST_STEP = 2_800, 200
-"""Sites that are listed in all, and of the first step of a map; the later steps share the rest."""
-MAX_INPUTS, MAX_RANKS, MAX_SPANS = 50, 512, 50
+MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
+"""Heat maps (one for each rank and fit), columns of all of them (200 of each at most), and rows of each."""
+MAX_STEPS, MAX_SITES, FIRST_STEP = 200, 2_800, 200
+"""Steps and sites that are listed in all, and sites of the first step of a map; the later steps share the rest."""
+MAX_INPUTS, MAX_SPANS = 50, 50
 MAX_ORIGINS = 100
 """Origins that a verdict lists; one with as many may have left some out."""
 
@@ -43,10 +37,9 @@ _UNSEEN: Mapping[Outcome, str] = {
     "unknown": "not compared",
 }
 
-
 SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 SiteRow = tuple[object, ...]
-"""One site of one step as both runs have it."""
+"""One site of one step as both runs have it, in these columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +69,7 @@ class HeatMap:
     Attributes:
         rank: process.
         segment: fit.
+        first: first step that differs, None where none does.
         labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
         columns: in order.
         steps: the first steps that differ.
@@ -87,6 +81,7 @@ class HeatMap:
 
     rank: int
     segment: int
+    first: int | None
     labels: tuple[str, ...]
     columns: tuple[Column, ...]
     steps: tuple[StepDetails, ...]
@@ -98,38 +93,12 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a report shows beside its verdict.
+    """Heat maps, what the first divergence read (the first of ``num_inputs`` sites), and what is not shown, and why."""
 
-    Attributes:
-        ranks: rank, fit, its first step that differs, and its heat map where it has one; the first of them.
-        num_ranks_left_out: the others.
-        inputs: what the first divergence read; the first of it.
-        num_inputs: all of it.
-        notes: what is not shown, and why.
-    """
-
-    ranks: tuple[tuple[int, int, int | None, HeatMap | None], ...] = ()
-    num_ranks_left_out: int = 0
+    maps: tuple[HeatMap, ...] = ()
     inputs: tuple[SiteRow, ...] = ()
     num_inputs: int = 0
     notes: tuple[str, ...] = ()
-
-    @property
-    def maps(self) -> list[HeatMap]:
-        """The heat maps."""
-        return [heat_map for *_, heat_map in self.ranks if heat_map is not None]
-
-    @property
-    def rank_rows(self) -> list[tuple[object, ...]]:
-        """The ranks as rows of a table."""
-        rows: list[tuple[object, ...]] = []
-        for rank, segment, step, found in self.ranks:
-            cells: tuple[object, ...] = ("not looked into further", "", "")
-            if found is not None:
-                steps = f"{found.outcomes.get('differs', 0):,} of {sum(found.outcomes.values()):,}"
-                cells = (steps, f"{found.num_differing:,}", f"{found.num_starting:,}")
-            rows.append((rank, segment, "" if step is None else step, *cells))
-        return rows
 
 
 def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
@@ -150,11 +119,10 @@ class _Builder:
     def __init__(self, verdict: Verdict, reference: Run, current: Run) -> None:
         self._verdict = verdict
         self._runs = reference, current
-        ranks = [rank for rank in reference.ranks if rank in current.ranks]
-        self._compared = {rank: read_compared(current, rank) for rank in ranks}
+        self._compared = {rank: read_compared(current, rank) for rank in reference.ranks if rank in current.ranks}
         self._first_steps = {
-            (rank, segment): first_difference(reference, current, rank, segment, self._compared[rank])
-            for rank in ranks
+            (rank, segment): first_difference(reference, current, rank, segment, compared)
+            for rank, compared in self._compared.items()
             for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
             if self._steps(rank, segment)
         }
@@ -164,18 +132,11 @@ class _Builder:
         self._inputs: tuple[SiteRow, ...] = ()
 
     def build(self) -> Report:
-        fits = list(self._first_steps)
-        chosen = sorted(sorted(fits, key=self._urgency)[:MAX_MAPS])
-        shown = {*chosen, *fits[: MAX_RANKS - len(chosen)]}
-        labels = self._label_rows(chosen)
-        maps = {fit: self._map(fit, labels, share=len(chosen)) for fit in chosen}
-        return Report(
-            ranks=tuple((*fit, self._first_steps[fit], maps.get(fit)) for fit in fits if fit in shown),
-            num_ranks_left_out=len(fits) - len(shown),
-            inputs=self._inputs[:MAX_INPUTS],
-            num_inputs=len(self._inputs),
-            notes=self._notes(),
-        )
+        fits = sorted(sorted(self._first_steps, key=self._urgency)[:MAX_MAPS])
+        labels = self._label_rows(fits)
+        maps = tuple(self._map(fit, labels, share=len(fits)) for fit in fits)
+        inputs = self._inputs[:MAX_INPUTS]
+        return Report(maps=maps, inputs=inputs, num_inputs=len(self._inputs), notes=self._notes())
 
     def _steps(self, rank: int, segment: int) -> list[int]:
         return sorted({int(step) for run in self._runs for step in run.rank(rank).steps(segment)})
@@ -188,22 +149,20 @@ class _Builder:
     def _label_rows(self, fits: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Find the row of each module of all programs, in the order in which they run, and return the labels."""
         programs = {
-            int(identity): run
+            int(identity): run.program(int(identity)).sites
             for run in self._runs
             for rank, segment in fits
             for identity in run.rank(rank).fit(segment).program_ids
         }
         found: dict[str, None] = {}
-        for identity, run in programs.items():
-            sites = run.program(identity).sites
+        for sites in programs.values():
             found.update((site.module, None) for site in sites if site.op)  # a step lists the state of all first
             found.update((site.module, None) for site in sites)
         labels = group_modules(sorted(found, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
         rows = {label: row for row, label in enumerate(dict.fromkeys(labels.values()))}
         self._row_of = {name: rows[label] for name, label in labels.items()}
-        for identity, run in programs.items():
-            modules = [self._row_of[site.module] for site in run.program(identity).sites]
-            self._rows_of_program[identity] = np.array(modules, dtype=np.int64)
+        for identity, sites in programs.items():
+            self._rows_of_program[identity] = np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
         return tuple(rows)
 
     def _map(self, fit: tuple[int, int], labels: tuple[str, ...], *, share: int) -> HeatMap:
@@ -211,7 +170,7 @@ class _Builder:
         steps = self._steps(*fit)
         num_columns = min(len(steps), 200, MAX_COLUMNS // share)
         bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)]
-        compared, differing, starting = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
+        compared, differing, starting = cells = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
         max_steps, left = MAX_STEPS // share, MAX_SITES // share
         later = max(10, (left - FIRST_STEP) // min(max_steps, len(steps)))
         details: list[StepDetails] = []
@@ -235,28 +194,25 @@ class _Builder:
             if len(details) < max_steps and left > 0:
                 listed = _choose(places, starts, limit=min(left, later if details else FIRST_STEP))
                 left -= len(listed)
+                text = _text((done.step, done.step), len(modules), len(sites), int(starts.sum()))
+                shown = tuple(rows.row(int(done.sites.rows[place])) for place in listed)
                 details.append(
-                    StepDetails(
-                        step=done.step,
-                        text=_text((done.step, done.step), len(modules), len(sites), int(starts.sum())),
-                        rows=tuple(rows.row(int(done.sites.rows[place])) for place in listed),
-                        num_left_out=len(sites) - len(listed),
-                    )
+                    StepDetails(step=done.step, text=text, rows=shown, num_left_out=len(sites) - len(listed))
                 )
         letters = np.where(compared > 0, MATCH, NOT_COMPARED)
         letters = np.where(starting > 0, ORIGIN, np.where(differing > 0, CARRIED, letters))
         columns = []
         for number, (start, stop) in enumerate(pairwise(bounds)):
             span = steps[start], steps[stop - 1]
-            counts = (int(cells[number].sum()) for cells in (compared, differing, starting))
+            text = _text(span, *(int(one.sum()) for one in cells[:, number]))
             leads_to = next((one.step for one in details if span[0] <= one.step <= span[1]), None)
-            states = "".join(letters[number])
-            columns.append(Column(first=span[0], text=_text(span, *counts), states=states, leads_to=leads_to))
+            columns.append(Column(first=span[0], text=text, states="".join(letters[number]), leads_to=leads_to))
         spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
         unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
         return HeatMap(
             rank=fit[0],
             segment=fit[1],
+            first=self._first_steps[fit],
             labels=labels,
             columns=tuple(columns),
             steps=tuple(details),
@@ -295,10 +251,11 @@ class _Builder:
 
     def _notes(self) -> tuple[str, ...]:
         reference, current = self._runs
-        notes = []
-        for run, name in ((reference, "The reference"), (current, "The current run")):
-            if not run.is_complete and run.keeps == "all":
-                notes.append(f"{name} is incomplete: {run.incomplete_reason}")
+        notes = [
+            f"{name} is incomplete: {run.incomplete_reason}"
+            for run, name in ((reference, "The reference"), (current, "The current run"))
+            if not run.is_complete and run.keeps == "all"
+        ]
         absent = [rank for rank in range(reference.world_size) if rank not in self._compared]
         if absent:
             notes.append(f"Not here, so not shown: {len(absent)} of {reference.world_size} ranks, from {absent[0]} on.")
@@ -319,8 +276,9 @@ class _SiteRows:
 
     def __init__(self, sites: SiteDifferences, starting: np.ndarray) -> None:
         self._sites = sites
-        self._starting = frozenset(sites.rows[starting].tolist())
-        self._unproven = frozenset(sites.rows[sites.unproven].tolist())
+        self._states = dict.fromkeys(sites.rows.tolist(), "carried on")
+        self._states |= dict.fromkeys(sites.rows[sites.unproven].tolist(), "differs, start not proven")
+        self._states |= dict.fromkeys(sites.rows[starting].tolist(), "starts here")
 
     def row(self, row: int) -> SiteRow:
         """Return a row of the alignment."""
@@ -331,9 +289,10 @@ class _SiteRows:
         digests = {id(view): f"{int(view.record.digests[place]):016x}" for view, place in sides}
         tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides]
         kind = sites.changes.kinds.get(row, "")
+        state = self._states.get(row, "carried on" if sites.changes.differs[row] else "agrees")
         source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
         return (
-            *(left if right < 0 else right, self._state(row), site.phase, label_of(site.module), describe_site(site)),
+            *(left if right < 0 else right, state, site.phase, _label_of(site.module), describe_site(site)),
             f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
             *(digests.get(id(sites.reference), "-"), digests.get(id(sites.current), "-"), kind),
             source[0] if source else "",
@@ -346,29 +305,20 @@ class _SiteRows:
         row_of = {place: index for index, place in enumerate(side.tolist()) if place >= 0}
         return [row_of[place] for place in self._sites.site(row).inputs if place in row_of]
 
-    def _state(self, row: int) -> str:
-        if row in self._starting or row in self._unproven:
-            return "starts here" if row in self._starting else "differs, start not proven"
-        return "carried on" if row in self._sites.changes.kinds or self._sites.changes.differs[row] else "agrees"
-
 
 def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:
     """Return the label of each module's row: its name, or as deep into it as makes no more rows than there may be."""
-    labels = {name: label_of(name) for name in names}
+    labels = {name: _label_of(name) for name in names}
     deepest = max((name.count(".") + 1 for name in names), default=1)
     for depth in range(deepest - 1, 0, -1):
         if len(set(labels.values())) <= limit:
             break
-        for name in names:
-            parts = name.split(".")
-            if len(parts) > depth:
-                labels[name] = ".".join(parts[:depth]) + ".*"
+        labels |= {name: ".".join(name.split(".")[:depth]) + ".*" for name in names if name.count(".") >= depth}
     rest = frozenset(list(dict.fromkeys(labels.values()))[limit - 1 :])
     return {name: "(other modules)" if len(rest) > 1 and label in rest else label for name, label in labels.items()}
 
 
-def label_of(module: str) -> str:
-    """Return a module's name as it is shown."""
+def _label_of(module: str) -> str:
     return {"": "(outside any module)", "?": "(module not known)"}.get(module, module)
 
 

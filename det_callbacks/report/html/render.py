@@ -1,16 +1,22 @@
 """A report as one HTML file that loads and runs nothing; all text of a run is foreign, and Jinja2 escapes it."""
 
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import ReportError
 from det_callbacks.report.console import count
 from det_callbacks.report.html.model import MAX_ORIGINS, SITE_COLUMNS, HeatMap, build_report
 from det_callbacks.report.numbers import histogram, place_of, shown_numbers, tensor_lines
-from det_callbacks.report.verdict import coverage_lines, environment_table, facts_of, next_lines, origin_table
+from det_callbacks.report.verdict import (
+    coverage_lines,
+    environment_table,
+    facts_of,
+    next_lines,
+    origin_table,
+    source_lines,
+)
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -36,11 +42,23 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceFormatError: a file of a run is damaged.
     """
     path = Path(path)
-    report = build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
-    content = _template().render(
-        report=report,
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    number = "{:,}".format
+    environment.filters.update(
+        count=count, diamonds=_diamonds, histogram=histogram, number=number, size=_size, strokes=_strokes
+    )
+    content = environment.get_template("report.html.j2").render(
+        report=build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current))),
         verdict=verdict,
-        with_numbers=shown_numbers(verdict),
+        facts_of_first=[] if verdict.first_divergence is None else facts_of(verdict.first_divergence),
+        source=source_lines(verdict),
+        numbers=[(one, place_of(one), one.numbers and tensor_lines(one.numbers)) for one in shown_numbers(verdict)],
         origins=origin_table(verdict, MAX_ORIGINS),
         environment=environment_table(verdict),
         coverage=coverage_lines(verdict),
@@ -57,30 +75,6 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
             str(path),
         ) from error
     return path
-
-
-@cache
-def _template() -> Template:
-    """Return the page's template; compiling it takes ten times as long as filling it in for a small run."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        bins=histogram,
-        count=count,
-        diamonds=_diamonds,
-        facts_of=facts_of,
-        number=lambda value: f"{value:,}",
-        place=place_of,
-        size=_size,
-        strokes=_strokes,
-        tensor_lines=tensor_lines,
-    )
-    return environment.get_template("report.html.j2")
 
 
 def _size(heat_map: HeatMap) -> tuple[int, int, int]:
@@ -100,7 +94,6 @@ def _strokes(states: str, state: str, height: int) -> str:
 def _diamonds(states: str, state: str, height: int, width: int) -> str:
     """Return a mark in each of these cells, likewise."""
     half = min(5, height // 3, width // 2 - 1)
-    shape = f"l{half} {half}-{half} {half}-{half}-{half}z"
-    return "".join(
-        f"M0 {row * height + height // 2 - half}{shape}" for row, letter in enumerate(states) if letter == state
-    )
+    path = f"l{half} {half}-{half} {half}-{half}-{half}z"
+    tops = (row * height + height // 2 - half for row, letter in enumerate(states) if letter == state)
+    return "".join(f"M0 {top}{path}" for top in tops)
