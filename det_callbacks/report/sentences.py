@@ -179,10 +179,12 @@ def _explain_restored(facts: Facts) -> str:
     restored = facts.difference.restored
     if not restored:
         return f"{listed(facts.unrestored)} is not what the reference ended step {facts.difference.step - 1} with{also}"
-    what = {
-        ("missing",): "did not come out of the checkpoint",
-        ("extra",): "came out of the checkpoint, and the reference has no such state there",
-    }.get(tuple({one.divergence.kind for one in restored}), "came out of the checkpoint with other bits")
+    kinds = {one.divergence.kind for one in restored}
+    what = "came out of the checkpoint with other bits"
+    if kinds == {"missing"}:
+        what = "did not come out of the checkpoint"
+    elif kinds == {"extra"}:
+        what = "came out of the checkpoint, and the reference has no such state there"
     return f"{listed(map(source_name, restored))} {what}{also}"
 
 
