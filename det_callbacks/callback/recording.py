@@ -289,7 +289,7 @@ class Recording(Session):
             if found is not None and found.unused:
                 rank_zero_warn(
                     f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran "
-                    "(the ends of compiled regions are none). det-callbacks show --ops names those that did.",
+                    "(the ends of compiled regions are none). det-callbacks show RUN --step N names those that did.",
                     category=CoverageWarning,
                 )
 

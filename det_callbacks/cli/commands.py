@@ -14,51 +14,32 @@ from det_callbacks.report.checkpoints import render_checkpoint
 from det_callbacks.report.console import count, make_console, print_line
 from det_callbacks.report.doctor import render_diagnosis
 from det_callbacks.report.ops import find_op_usage, ops_to_dict, render_op_facts
-from det_callbacks.report.run import (
-    render_digest_places,
-    render_head,
-    render_ops,
-    render_run,
-    render_step,
-    run_to_dict,
-    step_to_dict,
-)
+from det_callbacks.report.run import render_head, render_run, render_step, run_to_dict, step_to_dict
 from det_callbacks.report.verdict import render_verdict
-from det_callbacks.runs.store import RankRun, Run
+from det_callbacks.runs.store import Run
 
 
 def show(options: argparse.Namespace) -> int:
     """Show a run, or a step of it."""
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
-    console = make_console()
-    if options.find is not None:
-        return 0 if render_digest_places(run, rank, options.find, console) else 1
-    if options.step is None and not options.ops:
+    if options.step is None:
         if options.json:
             _print_json(run_to_dict(run, rank))
         else:
-            render_run(run, rank, console, is_all=options.all)
+            render_run(run, rank, make_console())
         return 0
-    view = run.view(rank.rank, options.segment, _chosen_step(run, rank, options.segment, options.step))
+    steps = rank.steps(options.segment)
+    if options.step not in steps:
+        held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+        place = f"step {options.step} of fit {options.segment}, rank {rank.rank}"
+        raise SelectionError(f"{run.path} holds no {place}; it holds {held}.")
+    view = run.view(rank.rank, options.segment, options.step)
     if options.json:
         _print_json(step_to_dict(view))
-    elif options.ops:
-        render_ops(view, console)
     else:
-        render_step(view, console)
+        render_step(view, make_console())
     return 0
-
-
-def _chosen_step(run: Run, rank: RankRun, segment: int, step: int | None) -> int:
-    """Return a step that the run holds: the last one where None is asked for."""
-    steps = rank.steps(segment)
-    if step is None and not len(steps):
-        raise SelectionError(f"{run.path} holds no step of fit {segment}; its fits are {rank.segments}.")
-    if step is not None and step not in steps:
-        held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
-        raise SelectionError(f"{run.path} holds no step {step} of fit {segment}, rank {rank.rank}; it holds {held}.")
-    return int(steps[-1]) if step is None else step
 
 
 def diff(options: argparse.Namespace) -> int:

@@ -54,9 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--step", type=_number, metavar="N", help="the sites of this step")
     show.add_argument("--rank", type=_number, default=0, metavar="R", help="of this process (default 0)")
     show.add_argument("--segment", type=_number, default=0, metavar="S", help="of this fit of the run (default 0)")
-    show.add_argument("--find", type=_digest, metavar="DIGEST", help="where this digest appears; exit 1 if nowhere")
-    show.add_argument("--ops", action="store_true", help="the most frequent ops of a step (default: the last)")
-    show.add_argument("--all", action="store_true", help="every step of a long run")
     show.add_argument("--json", **as_json)
     show.set_defaults(run="commands.show")
 
@@ -148,9 +145,3 @@ def _number(text: str, *, least: int = 0) -> int:
 
 def _positive(text: str) -> int:
     return _number(text, least=1)
-
-
-def _digest(text: str) -> int:
-    if not 1 <= len(text) <= 16 or not set(text.lower()) <= set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(f"must be up to 16 hexadecimal digits; got {text!r}")
-    return int(text, 16)

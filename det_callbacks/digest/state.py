@@ -27,7 +27,7 @@ class StateDigest:
     Attributes:
         digest: of everything: names, dtypes, shapes and bits; 16 hexadecimal digits.
         tensors: name -> digest of its elements in row-major order, 16 hexadecimal digits: what ``digest_tensor`` gives,
-            and what stands in a run, so that ``det-callbacks show RUN --find`` finds it.
+            and what stands in a run, as ``det-callbacks show RUN --step N`` prints it.
         layouts: name -> dtype and shape, "float32 [64, 768]"; the type of what is no tensor.
     """
 

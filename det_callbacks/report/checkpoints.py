@@ -15,27 +15,25 @@ MAX_ENTRIES = 20
 
 def render_checkpoint(report: "CheckpointReport", console: Console) -> None:
     """Print what a check found."""
-    entries = count(sum(report.sections.values()), "entry")
-    if report.other is not None and report.equal:
-        same = "" if report.has_same_bytes else "; the files' bytes differ"
-        print_line(console, f"{report.path} and {report.other} hold the same: {entries}{same}", "green")
-    elif report.other is not None:
-        differing = count(len(report.entries), "entry")
-        print_line(console, f"{report.path} and {report.other} differ in {differing}", "bold red")
-        rows = [
-            (entry.section, entry.name.removeprefix(f"{entry.section}: "), _between_two(entry))
-            for entry in report.entries
-        ]
+    if report.other is not None and not report.equal:
+        print_line(
+            console, f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}", "bold red"
+        )
+        rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _between_two(one)) for one in report.entries]
         print_table(console, ["section", "entry", "difference"], rows)
+    elif report.other is not None:
+        entries = count(sum(report.sections.values()), "entry")
+        bytes_differ = "" if report.has_same_bytes else "; the files' bytes differ"
+        print_line(console, f"{report.path} and {report.other} hold the same: {entries}{bytes_differ}", "green")
     elif not report.equal:
         print_line(console, mismatch_text(report), "bold red")
     else:
-        opened = ", in the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
+        where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
         if report.is_opened:
-            opened = ", in the file's bytes and in every entry"
+            where = "the file's bytes and in every entry"
         elif set(report.sections) == {"files"}:
-            opened = ", in the bytes of every file"
-        print_line(console, f"{report.path} is what was saved{opened}", "green")
+            where = "the bytes of every file"
+        print_line(console, f"{report.path} is what was saved, in {where}", "green")
         if report.sidecar is not None:
             print_line(console, _saved(report))
         print_table(console, ["section", "entries"], list(report.sections.items()), numbers="entries")
@@ -82,6 +80,34 @@ def entry_text(entry: "EntryDifference") -> str:
     return f"{entry.name} differs{digests}"
 
 
+def _between_two(entry: "EntryDifference") -> str:
+    if entry.kind in ("missing", "extra"):
+        return f"only in the {'first' if entry.kind == 'missing' else 'second'}"
+    if entry.kind == "content" and entry.exchanged_with is not None:
+        return f"exchanged with {entry.exchanged_with}"
+    is_counted = entry.kind == "content" and entry.num_differing is not None
+    return _elements(entry) if is_counted else f"{entry.reference} and {entry.current}"
+
+
+def _elements(entry: "EntryDifference") -> str:
+    ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
+    return f"{entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
+
+
+def _saved(report: "CheckpointReport") -> str:
+    assert report.sidecar is not None
+    context = report.sidecar.context
+    text = "saved before the first step" if context.step is None else f"saved after step {context.step}"
+    text += "" if context.epoch is None else f" in epoch {context.epoch}"
+    if context.run is None:
+        return text
+    reference = f", {context.run['reference']}" if context.run.get("reference") else ""
+    return f"{text}, run {context.run.get('id')} ({context.run.get('mode')}{reference})"
+
+
+# lines of a fit
+
+
 def missing_sidecar_line(path: str) -> str:
     """Return the line of a checkpoint that was loaded without anything to compare it with."""
     return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
@@ -103,29 +129,3 @@ def remote_save_line(path: str) -> str:
 def unfinished_save_line(path: str) -> str:
     """Return the line of a checkpoint that was not written when its save returned."""
     return f"det_callbacks: the checkpoint IO had not written {path} when its save returned: it gets no digests"
-
-
-def _between_two(entry: "EntryDifference") -> str:
-    if entry.kind in ("missing", "extra"):
-        return f"only in the {'first' if entry.kind == 'missing' else 'second'}"
-    if entry.kind == "content" and entry.exchanged_with is not None:
-        return f"exchanged with {entry.exchanged_with}"
-    is_counted = entry.kind == "content" and entry.num_differing is not None
-    return _elements(entry) if is_counted else f"{entry.reference} and {entry.current}"
-
-
-def _elements(entry: "EntryDifference") -> str:
-    ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
-    return f"{entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
-
-
-def _saved(report: "CheckpointReport") -> str:
-    assert report.sidecar is not None
-    context = report.sidecar.context
-    text = f"saved after step {context.step}" if context.step is not None else "saved before the first step"
-    if context.epoch is not None:
-        text += f" in epoch {context.epoch}"
-    if context.run is None:
-        return text
-    reference = f", {context.run['reference']}" if context.run.get("reference") else ""
-    return f"{text}, run {context.run.get('id')} ({context.run.get('mode')}{reference})"

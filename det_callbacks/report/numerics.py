@@ -1,6 +1,6 @@
 """By how much two modules differ, as tables."""
 
-import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -24,6 +24,7 @@ _PHASES = {
 }
 _SUMMARY = ("compared", "tensors", "differ", "beyond", "max abs", "max rel", "max ULPs", "x tolerance", "differ since")
 _COLUMNS = ("iteration", "compared", "name", "elements differing", "max abs", "max rel", "max ULPs", "x tolerance")
+_SIZES = ("max_absolute", "max_relative", "max_ulps")
 _NUMBERS = "tensors differ beyond iteration"
 
 
@@ -33,11 +34,13 @@ def numerics_text(report: "NumericsReport") -> str:
 
 
 def _render(report: "NumericsReport", console: Console) -> None:
-    word = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
-    print_line(console, word)
+    print_line(console, "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE")
     print_line(console, _outcome(report))
     if report.first is not None:
-        print_line(console, _first(report))
+        what = "The first with other bits" if report.close else "The first beyond its tolerance"
+        place = f"{_PHASES[report.first.phase]} {report.first.name} in iteration {report.first.iteration}"
+        follows = "" if report.close else " What comes after it may follow from it."
+        print_line(console, f"{what}: {place}: {_how(report.first)}.{follows}")
     print_line(console)
     print_table(console, _SUMMARY, _summary_rows(report), numbers=_NUMBERS)
     title, listed = "Beyond the tolerance: each tensor when it first is, in the order of the computation", report.beyond
@@ -74,14 +77,6 @@ def _outcome(report: "NumericsReport") -> str:
     return f"{sides}: {count(len(deciding), 'tensor')} compared, {other}, {outside} beyond the tolerance."
 
 
-def _first(report: "NumericsReport") -> str:
-    found = report.first
-    assert found is not None
-    what = "The first with other bits" if report.close else "The first beyond its tolerance"
-    text = f"{what}: {_PHASES[found.phase]} {found.name} in iteration {found.iteration}: {_how(found)}."
-    return text if report.close else f"{text} What comes after it may follow from it."
-
-
 def _summary_rows(report: "NumericsReport") -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for phase, name in _PHASES.items():
@@ -90,36 +85,19 @@ def _summary_rows(report: "NumericsReport") -> list[tuple[str, ...]]:
             continue
         differing = [one for one in found if not one.equal]
         numbers = [one.numbers for one in differing if one.numbers is not None]
-        rows.append(
-            (
-                name,
-                f"{len(found):,}",
-                f"{len(differing):,}",
-                f"{sum(not one.close for one in found):,}",
-                _number(max((one.max_absolute for one in numbers if one.max_absolute is not None), default=None)),
-                _number(max((one.max_relative for one in numbers if one.max_relative is not None), default=None)),
-                _ulps(max((one.max_ulps for one in numbers if one.max_ulps is not None), default=None)),
-                _number(max((one.excess for one in differing), default=None)),
-                f"iteration {min(one.iteration for one in differing)}" if differing else "-",
-            )
-        )
+        counts = (len(found), len(differing), sum(not one.close for one in found))
+        sizes = (_largest(getattr(one, size) for one in numbers) for size in _SIZES)
+        since = f"iteration {min(one.iteration for one in differing)}" if differing else "-"
+        rows.append((name, *map("{:,}".format, counts), *sizes, _largest(one.excess for one in differing), since))
     return rows
 
 
 def _row(found: "TensorComparison") -> tuple[str, ...]:
-    start = str(found.iteration), _PHASES[found.phase], found.name
-    numbers = found.numbers
-    if numbers is None:
-        return (*start, "-", "-", "-", "-", _number(found.excess), _how(found))
-    return (
-        *start,
-        f"{numbers.num_differing:,} of {numbers.num_elements:,}",
-        _number(numbers.max_absolute),
-        _number(numbers.max_relative),
-        _ulps(numbers.max_ulps),
-        _number(found.excess),
-        _how(found),
-    )
+    numbers, sizes = found.numbers, ["-"] * 4
+    if numbers is not None:
+        differing = f"{numbers.num_differing:,} of {numbers.num_elements:,}"
+        sizes = [differing, *(_number(getattr(numbers, size)) for size in _SIZES)]
+    return (str(found.iteration), _PHASES[found.phase], found.name, *sizes, _number(found.excess), _how(found))
 
 
 def _how(found: "TensorComparison") -> str:
@@ -136,11 +114,11 @@ def _how(found: "TensorComparison") -> str:
     return f"up to {_number(found.excess)} x the tolerance; {values}{place}"
 
 
+def _largest(values: Iterable[float | None]) -> str:
+    return _number(max((value for value in values if value is not None), default=None))
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return "inf" if math.isinf(value) else f"{value:.3g}"
-
-
-def _ulps(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

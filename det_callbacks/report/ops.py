@@ -51,26 +51,27 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
         SelectionError: the run holds no ops, so that it cannot say.
         ReferenceFormatError: one of its files is damaged or missing.
     """
-    identities = sorted({record.program_id for rank in run.ranks for record in run.rank(rank).iterate()})
-    facts_of: dict[str, list[int]] = defaultdict(list)
-    for index, fact in enumerate(facts):
+    identities = {record.program_id for rank in run.ranks for record in run.rank(rank).iterate()}
+    about: dict[str, list[OpFact]] = defaultdict(list)
+    for fact in facts:
         for name in fact.ops:
-            facts_of[name].append(index)
-    most: Counter[tuple[int, str]] = Counter()
-    overloads: dict[int, set[str]] = defaultdict(set)
+            about[name].append(fact)
+    most: dict[OpFact, Counter[str]] = defaultdict(Counter)
+    overloads: dict[OpFact, set[str]] = defaultdict(set)
     ops: set[str] = set()
     for identity in identities:
-        here: Counter[tuple[int, str]] = Counter()
+        here: dict[OpFact, Counter[str]] = defaultdict(Counter)
         for site in run.program(identity).sites:
             if not site.op or site.role not in ("output", "value"):
                 continue
             ops.add(site.op)
-            for index in facts_of.get(site.op.rpartition(".")[0], ()):
-                arguments, fact = json.loads(site.arguments), facts[index]
+            for fact in about[site.op.rpartition(".")[0]]:
+                arguments = json.loads(site.arguments)
                 if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, varying=site.varying):
-                    here[index, site.module] += 1
-                    overloads[index].add(site.op)
-        most |= here  # the larger count of each
+                    here[fact][site.module] += 1
+                    overloads[fact].add(site.op)
+        for fact, modules in here.items():
+            most[fact] |= modules  # the larger count of each
     if not ops:
         raise SelectionError(
             f"{run.path} holds no ops (level {run.selection.level}, "
@@ -78,12 +79,9 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
             'least one step with level="op".'
         )
     uses = tuple(
-        OpUse(
-            fact=facts[index],
-            ops=tuple(sorted(overloads[index])),
-            sites={module: most[index, module] for other, module in sorted(most) if other == index},
-        )
-        for index in sorted(overloads)
+        OpUse(fact=fact, ops=tuple(sorted(overloads[fact])), sites=dict(sorted(most[fact].items())))
+        for fact in facts
+        if fact in overloads
     )
     return OpUsage(uses=uses, num_ops=len(ops), num_programs=len(identities))
 
@@ -101,21 +99,17 @@ def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run 
         "num_ops": usage.num_ops,
         "num_programs": usage.num_programs,
     }
-    entries = [
-        {
-            **_fact_to_dict(use.fact),
-            "used": list(use.ops),
-            "modules": [{"module": module, "sites": number} for module, number in use.sites.items()],
-        }
-        for use in usage.uses
-    ]
+    entries = []
+    for use in usage.uses:
+        modules = [{"module": module, "sites": number} for module, number in use.sites.items()]
+        entries.append({**_fact_to_dict(use.fact), "used": list(use.ops), "modules": modules})
     return {**head, "run": about, "entries": entries}
 
 
 def render_op_facts(facts: Sequence[OpFact], console: Console, usage: OpUsage | None = None) -> None:
     """Print a table of all that torch says of its ops, or of those that a run uses, a row for each module."""
-    listed = ", ".join(f"{number} {behaviour}" for behaviour, number in _numbers(facts).items())
-    line = f"torch {version('torch')}: {len(facts)} entries ({listed})"
+    numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in _numbers(facts).items())
+    line = f"torch {version('torch')}: {len(facts)} entries ({numbers})"
     if usage is not None:
         ops = f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}"
         line = f"{ops}; {line}; {len(usage.uses)} may be about this run"
@@ -124,26 +118,24 @@ def render_op_facts(facts: Sequence[OpFact], console: Console, usage: OpUsage | 
         return
     for behaviour in BEHAVIOURS:
         print_line(console, f"  {behaviour}: {_MEANINGS[behaviour]}")
+    columns = ("name", "behaviour", "device", "ops", "condition")
     if usage is None:
-        rows = [
-            (one.name, one.behaviour, one.device, " ".join(one.ops) or "(none found)", one.condition or "-")
-            for one in facts
-        ]
-        print_table(console, ("name", "behaviour", "device", "ops", "condition"), rows)
+        rows = [(*_start(one), " ".join(one.ops) or "(none found)", one.condition or "-") for one in facts]
+        print_table(console, columns, rows)
         return
     used = [
-        (
-            *(use.fact.name, use.fact.behaviour, use.fact.device, module or "-"),
-            *(number, " ".join(use.ops), use.fact.condition or "-"),
-        )
+        (*_start(use.fact), module or "-", number, " ".join(use.ops), use.fact.condition or "-")
         for use in usage.uses
         for module, number in use.sites.items()
     ]
-    columns = ("name", "behaviour", "device", "module", "sites", "ops", "condition")
-    print_table(console, columns, used, numbers="sites")
+    print_table(console, (*columns[:3], "module", "sites", *columns[3:]), used, numbers="sites")
     print_line(
         console, "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
     )
+
+
+def _start(fact: OpFact) -> tuple[str, str, str]:
+    return fact.name, fact.behaviour, fact.device
 
 
 def _numbers(facts: Sequence[OpFact]) -> dict[str, int]:
@@ -151,6 +143,4 @@ def _numbers(facts: Sequence[OpFact]) -> dict[str, int]:
 
 
 def _fact_to_dict(fact: OpFact) -> dict[str, Any]:
-    return {name: getattr(fact, name) for name in ("name", "behaviour", "device", "condition")} | {
-        "ops": list(fact.ops)
-    }
+    return {**{name: getattr(fact, name) for name in ("name", "behaviour", "device", "condition")}, "ops": [*fact.ops]}

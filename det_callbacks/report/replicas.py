@@ -1,17 +1,15 @@
 """What an audit of the replicas found, in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.console import count, size
+from det_callbacks.report.console import count, ranks_text, size
 
 if TYPE_CHECKING:
     from det_callbacks.ranks import ReplicaDifference, ReplicaReport
 
-MAX_NAMED = 10
-"""Tensors that a message names; the others are counted."""
-
-_MAX_RANKS = 8
+MAX_DIFFERENCES = 10
+"""Differences that a message names; the others are counted."""
 
 _LEFT_OUT = {
     "sharded": "shards that no other rank holds",
@@ -32,21 +30,20 @@ def replicas_text(report: "ReplicaReport") -> str:
     agreed = "It is the first time that they were compared."
     if report.last_agreement is not None:
         agreed = f"They last agreed {_when(report.last_agreement)}."
-    lines = [
-        f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
-        f"{report.world_size} ranks. {agreed}",
-        "",
-        *(f"  {_difference(found, report.step)}" for found in differences[:MAX_NAMED]),
-    ]
-    if len(differences) > MAX_NAMED:
-        lines.append(f"  and {count(len(differences) - MAX_NAMED, 'more difference')}")
-    lines += [
-        "",
-        f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
-        "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after every "
-        "step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...]).",
-    ]
-    return "\n".join(lines)
+    more = len(differences) - MAX_DIFFERENCES
+    return "\n".join(
+        [
+            f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
+            f"{report.world_size} ranks. {agreed}",
+            "",
+            *(f"  {_difference(found, report.step)}" for found in differences[:MAX_DIFFERENCES]),
+            *([f"  and {count(more, 'more difference')}"] if more > 0 else []),
+            "",
+            f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
+            "To find the op, record with DeterminismCallback and verify, which names rank, step and op; audit after "
+            "every step to find the step. What is to differ: ReplicaAuditCallback(ignore=[...]).",
+        ]
+    )
 
 
 def replicas_line(report: "ReplicaReport", *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
@@ -70,16 +67,10 @@ def _when(step: int) -> str:
 
 def _difference(found: "ReplicaDifference", step: int) -> str:
     since = "" if found.step == step else f", {_when(found.step)}"
-    held = [f"{value.digest or 'not there'} on {_ranks(value.ranks)}" for value in found.values]
+    held = [f"{value.digest or 'not there'} on {ranks_text(value.ranks)}" for value in found.values]
     if found.is_tie:
         return f"{found.name}{since}: {', '.join(held)}; neither is a majority"
     return f"{found.name}{since}: {'; '.join(held[1:])}, and {held[0]}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
 def _left_out(left_out: Mapping[str, int]) -> str:

@@ -1,12 +1,9 @@
-"""A recorded run as JSON-able data and in tables: its steps, the sites of a step, and where a digest appears."""
+"""A recorded run as JSON-able data and in tables: its steps, and the sites of a step."""
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import prod
 from typing import Any, TypeVar
 
-import numpy as np
 from rich.console import Console
 
 from det_callbacks.host_digest import format_digest
@@ -19,11 +16,12 @@ from det_callbacks.tensors.kept import not_kept
 Row = TypeVar("Row")
 
 HEAD = 10
-"""Rows shown from either end of a long table."""
+"""Rows shown from either end of a long table; the JSON has all."""
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
     """Return what a run holds: identity, selection, and a row for each step of a rank."""
+    readings = [(segment, one) for segment in run.segments for one in read_metrics(run, segment).by_key.values()]
     return {
         "schema": 1,
         "path": str(run.path),
@@ -38,36 +36,26 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
         "resumed_from": [{"segment": segment, "step": step} for segment, step in sorted(run.resumed_steps)],
         "replay": list(run.manifest.replay),
         "keep_tensors": list(run.manifest.keep_tensors),
-        "metrics": [
-            {"segment": segment, **asdict(reading)}
-            for segment in run.segments
-            for reading in read_metrics(run, segment).by_key.values()
-        ],
+        "metrics": [{"segment": segment, **asdict(reading)} for segment, reading in readings],
         "steps": [_record_to_dict(record) for record in rank.iterate()],
     }
 
 
 def step_to_dict(view: StepView) -> dict[str, Any]:
     """Return one step: its record and a row for each site."""
+    program = view.program
+    sites = []
+    for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True)):
+        layout = {name: None if entry is None else getattr(entry, name) for name in ("shape", "dtype")}
+        sites.append({"position": position, **asdict(site), **layout, "digest": _digest_at(view, position)})
     return {
         "schema": 1,
         "rank": view.rank,
         **_record_to_dict(view.record),
-        "ops_seen": view.program.ops_seen,
-        "ops_digested": view.program.ops_digested,
-        "ops_skipped": dict(view.program.ops_skipped),
-        "sites": [
-            {
-                "position": position,
-                **asdict(site),
-                "shape": None if entry is None else entry.shape,
-                "dtype": None if entry is None else entry.dtype,
-                "digest": format_digest(int(digest)),
-            }
-            for position, (site, entry, digest) in enumerate(
-                zip(view.program.sites, view.layout.entries, view.record.digests, strict=True)
-            )
-        ],
+        "ops_seen": program.ops_seen,
+        "ops_digested": program.ops_digested,
+        "ops_skipped": dict(program.ops_skipped),
+        "sites": sites,
     }
 
 
@@ -83,6 +71,10 @@ def _record_to_dict(record: StepRecord) -> dict[str, Any]:
     }
 
 
+def _digest_at(view: StepView, position: int) -> str:
+    return format_digest(int(view.record.digests[position]))
+
+
 def render_head(run: Run, console: Console) -> None:
     """Print what a run is."""
     shown = ", ".join(f"{name} {value}" for name, value in run.selection.to_dict().items() if value is not None)
@@ -91,28 +83,32 @@ def render_head(run: Run, console: Console) -> None:
     print_line(console, f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}")
 
 
-def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = False) -> None:
-    """Print what a run is and a table of its steps; of a long one the first and last ten, unless all are asked for."""
+def render_run(run: Run, rank: RankRun, console: Console) -> None:
+    """Print what a run is, a table of its steps and one of its metrics; of long ones the first and last ten rows."""
     render_head(run, console)
-    num_fits = sum(len(rank.steps(segment)) > 0 for segment in rank.segments)
+    places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
+    num_fits = len({segment for segment, _ in places})
     lines = [f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
     for found in run.nondeterministic_ops(rank.rank):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
     for segment, step in sorted(run.resumed_steps):
         lines.append(f"resumed: fit {segment} went on from a checkpoint with step {step}")
-    for title, field in (("saved for replay", "replay"), ("tensors kept", "keep_tensors")):
-        if patterns := getattr(run.manifest, field):
-            lines.append(f"{title}: {', '.join(patterns)}")
-    if run.manifest.keep_tensors and (kept := not_kept(run, rank.rank)).num_missing:
-        missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
-        lines.append(f"NOT kept: {missing}: {kept.reason}")
+    lines += [f"saved for replay: {', '.join(run.manifest.replay)}"] if run.manifest.replay else []
+    if patterns := run.manifest.keep_tensors:
+        lines.append(f"tensors kept: {', '.join(patterns)}")
+        kept = not_kept(run, rank.rank)
+        if kept.num_missing:
+            missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
+            lines.append(f"NOT kept: {missing}: {kept.reason}")
     for line in lines:
         print_line(console, line)
-    places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
-    rows = [("...",) * 7 if place is None else _step_row(rank.read(*place)) for place in _ends(places, is_all=is_all)]
-    columns = ("fit", "step", "epoch", "sites", "program", "layout", "chain")
-    print_table(console, columns, rows, numbers="fit step epoch sites")
+    columns = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
+    rows: list[tuple[object, ...]] = []
+    for place in _ends(places):
+        row = None if place is None else _record_to_dict(rank.read(*place))
+        rows.append(("...",) * len(columns) if row is None else tuple(row[name] for name in columns))
+    print_table(console, ("fit", "step", "epoch", "sites", *columns[4:]), rows, numbers="fit step epoch sites")
     metrics: list[tuple[object, ...]] = [
         (segment, reading.step, f"metric {name}", reading.place, metric.value, metric.digest)
         for segment in run.segments
@@ -120,8 +116,13 @@ def render_run(run: Run, rank: RankRun, console: Console, *, is_all: bool = Fals
         for name, metric in reading.metrics.items()
     ]
     if metrics and rank.rank == 0:
-        rows = [("...",) * 6 if row is None else row for row in _ends(metrics, is_all=is_all)]
+        rows = [("...",) * 6 if row is None else row for row in _ends(metrics)]
         print_table(console, ("fit", "step", "metric", "where", "value", "digest"), rows, numbers="fit step")
+
+
+def _ends(rows: Sequence[Row]) -> list[Row | None]:
+    """Return the rows, of many those at either end with None between them."""
+    return list(rows) if len(rows) <= 2 * HEAD + 1 else [*rows[:HEAD], None, *rows[-HEAD:]]
 
 
 def render_step(view: StepView, console: Console) -> None:
@@ -135,46 +136,17 @@ def render_step(view: StepView, console: Console) -> None:
     )
     rows = [
         (
-            *_site_cells(view, position),
-            format_digest(int(record.digests[position])),
-            ",".join(map(str, site.inputs)) or "-",
-            site.source[0] if site.source else "-",
+            *(position, site.phase, site.module or "-", describe_site(site), describe_tensor(entry)),
+            *(
+                _digest_at(view, position),
+                ",".join(map(str, site.inputs)) or "-",
+                site.source[0] if site.source else "-",
+            ),
         )
-        for position, site in enumerate(program.sites)
+        for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True))
     ]
     columns = ("site", "phase", "module", "op or name", "tensor", "digest", "reads", "source")
     print_table(console, columns, rows, numbers="site")
-
-
-def render_digest_places(run: Run, rank: RankRun, digest: int, console: Console) -> int:
-    """Print where a digest appears and return how often; reads every step of a rank."""
-    rows: list[tuple[object, ...]] = []
-    for record in rank.iterate():
-        for position in np.flatnonzero(record.digests == np.uint64(digest)).tolist():
-            view = run.view(rank.rank, record.segment, record.step)
-            rows.append((rank.rank, record.step, *_site_cells(view, position)))
-    if rows:
-        columns = ("rank", "step", "site", "phase", "module", "op or name", "tensor")
-        print_table(console, columns, rows, numbers="rank step site")
-    else:
-        print_line(console, f"{format_digest(digest)} appears nowhere in rank {rank.rank}.")
-    return len(rows)
-
-
-def render_ops(view: StepView, console: Console) -> None:
-    """Print the ops of a step, the most frequent first, with the elements that they produced."""
-    calls: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-    modules: dict[str, set[str]] = defaultdict(set)
-    for site, entry in zip(view.program.sites, view.layout.entries, strict=True):
-        if site.op and site.role != "argument":
-            calls[site.op] += site.output == 0
-            modules[site.op].add(site.module)
-            elements[site.op] += 0 if entry is None else prod(entry.shape)
-    rows = [
-        (op, calls[op], len(modules[op]), f"{elements[op]:,}") for op in sorted(calls, key=lambda op: (-calls[op], op))
-    ]
-    print_table(console, ("op", "calls", "modules", "elements"), rows, numbers="calls modules elements")
 
 
 def describe_site(site: Site) -> str:
@@ -194,19 +166,3 @@ def describe_tensor(entry: TensorLayout | None) -> str:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
     return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail else "")
-
-
-def _site_cells(view: StepView, position: int) -> tuple[object, ...]:
-    site = view.program.sites[position]
-    tensor = describe_tensor(view.layout.entries[position])
-    return (position, site.phase, site.module or "-", describe_site(site), tensor)
-
-
-def _step_row(record: StepRecord) -> tuple[object, ...]:
-    row = _record_to_dict(record)
-    return tuple(row[name] for name in ("segment", "step", "epoch", "num_sites", "program", "layout", "chain"))
-
-
-def _ends(rows: Sequence[Row], *, is_all: bool) -> list[Row | None]:
-    """Return the rows, of many those at either end with None between them."""
-    return list(rows) if is_all or len(rows) <= 2 * HEAD + 1 else [*rows[:HEAD], None, *rows[-HEAD:]]
