@@ -47,10 +47,7 @@ GROUP_ROWS = 250_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported: a file for each rank that has steps, a row for each site of all steps.
-
-    ``incomplete_reason`` is that of a run that did not end as it should; its whole steps are there.
-    """
+    """What was exported: a file for each rank that has steps; ``incomplete_reason`` is the run's."""
 
     path: Path
     num_ranks: int
@@ -131,8 +128,7 @@ def _row_groups(run: Run, rank: int) -> Iterator[list[pa.RecordBatch]]:
         if sum(map(len, pending)) >= GROUP_ROWS:
             yield pending
             pending = []
-    if pending:
-        yield pending
+    yield from [pending] if pending else []
 
 
 def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
