@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,6 +117,16 @@ def digest_bytes(buffer: "Buffer") -> int:
     # NumPy gives the address of a read-only buffer, which ctypes refuses to; the array keeps the buffer alive.
     array = np.frombuffer(view, dtype=np.uint8)
     return digest_memory(array.ctypes.data, array.nbytes)
+
+
+def digest_file(path: Path) -> tuple[int, int]:
+    """Return how many bytes a file has and the digest of them, in the calling thread and without keeping them."""
+    num_bytes, hashes = 0, []
+    with path.open("rb") as file:
+        while leaf := file.read(LEAF_BYTES):
+            num_bytes += len(leaf)
+            hashes.append(digest_bytes(leaf))
+    return num_bytes, _join_leaves(hashes or [digest_bytes(b"")])
 
 
 def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -86,7 +86,7 @@ class StandInDevices:
         )
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         put(torch.cuda, "set_rng_state", lambda state, device: self.queued.append((state, device)))
-        choice = Choice(method=None, reasons=("there is no such device",))
+        choice = Choice(method=None, reason="there is no such device")
         put("det_callbacks.environment.device_choice", lambda device: choice)
         for name in ("init", "_lazy_init", "synchronize", "get_rng_state"):
             put(torch.cuda, name, self._refuse)

@@ -16,12 +16,17 @@ import torch
 
 from det_callbacks.digest import digest_memory
 from det_callbacks.digest.device import Choice, Span, late
-from det_callbacks.digest.device.copied import bytes_of
 from det_callbacks.digest.device.late import Transfers
 from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.recorder import Recorder
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
+
+
+def bytes_of(span: Span) -> torch.Tensor:
+    """Return a span as a tensor of bytes that shares its memory."""
+    storage, offset, size = span
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
 
 
 class LateDevice:
@@ -118,7 +123,7 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
         mock.patch.object(torch.Tensor, "numpy", _numpy),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=device, reasons=())),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
         mock.patch.object(late, "Transfers", LateTransfers),
         mock.patch.object(LateSites, "settle", settling),
     ):

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from det_callbacks.checkpoint.entries import Entries, Entry
-from det_callbacks.digest import DIGEST_VERSION, DigestStream, digest_bytes, format_digest
+from det_callbacks.digest import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.errors import CheckpointFormatError
 
 SCHEMA = 1
 SIDECAR = ".digests.json"
 RESUME = ".resume"
-
-_PIECE_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,12 +273,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def digest_path(path: Path) -> FileDigest:
-    """Return size and digest of a file, read in pieces of 4 MiB."""
-    stream = DigestStream()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            stream.update(piece)
-    return FileDigest(size=stream.num_bytes, digest=stream.value())
+    """Return size and digest of a file."""
+    size, digest = digest_file(path)
+    return FileDigest(size=size, digest=digest)
 
 
 def digest_folder(folder: Path) -> dict[str, FileDigest]:

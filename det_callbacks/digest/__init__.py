@@ -11,11 +11,11 @@ from det_callbacks.digest.components import (
 )
 from det_callbacks.digest.device import Bits, Derived, LateBits, LateDigests, device_choice, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
-from det_callbacks.digest.streaming import DigestStream
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import (
     DIGEST_VERSION,
     digest_bytes,
+    digest_file,
     digest_memory,
     digest_rows,
     digest_spans,
@@ -26,12 +26,12 @@ __all__ = [
     "DIGEST_VERSION",
     "Bits",
     "Derived",
-    "DigestStream",
     "LateBits",
     "LateDigests",
     "StateDigest",
     "device_choice",
     "digest_bytes",
+    "digest_file",
     "digest_memory",
     "digest_output",
     "digest_rows",

@@ -53,7 +53,7 @@ ONLY_IN: Mapping[str, tuple[str, ...]] = {
 # (module, imported module) -> why it is not imported at the top.
 INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     (
-        "det_callbacks.digest.device.choice",
+        "det_callbacks.digest.device.triton_digest",
         "det_callbacks.digest.device.triton_kernels",
     ): "needs Triton, which only CUDA builds of torch bring; imported for tensors on such a device",
     ("det_callbacks.cli.commands", "det_callbacks.checkpoint"): "loads torch, which other commands do without",

@@ -1,51 +1,58 @@
-"""By how much runs differ: what keep_tensors kept, in the verdict, in diff, in the report."""
+"""By how much runs differ, from what keep_tensors kept; where that is not known it is said, and no number is wrong."""
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kept import Small, fit, numbers_of, output_of, planted, record, ulps_at, verify
+from lightning.pytorch.callbacks import ModelCheckpoint
+from processes import run_ranks
+from processes import train as train_ranks
+from styles import Classifier
 from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import (
-    CoverageWarning,
-    DeterminismCallback,
-    SelectionError,
-    Verdict,
-    compare_runs,
-)
+from det_callbacks import CoverageWarning, DeterminismCallback, SelectionError, Verdict, compare_runs
 from det_callbacks.cli import main
 from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.tensors import files
 
 pytestmark = [
     LIGHTNING_ADVICE,
-    # of on_divergence="warn", which is what is tried
-    pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),
-]  # on_divergence="warn"
+    pytest.mark.filterwarnings("ignore::det_callbacks.DivergenceWarning"),  # on_divergence="warn", which is tried
+]
 
 ADDMM = "aten.addmm.default"
+FIRST = f"forward/first:{ADDMM}"
+ONE_ULP = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)))
 
 
-def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str, str]:
-    """Return what diff says of a reference and of the verification beside it: JSON, text and HTML."""
-    paths = [str(folder), str(folder.with_name("current"))]
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("kept") / "ref", [FIRST])
+
+
+def shown(reference: Path, current: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str, str]:
+    """Return what diff says: JSON, text and HTML."""
+    paths, page = [str(reference), str(current)], current.with_name("report.html")
     capsys.readouterr()
     assert main(["diff", *paths, "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
-    assert main(["diff", *paths, "--html", str(folder.with_name("report.html"))]) == 1
-    return verdict, capsys.readouterr().out, folder.with_name("report.html").read_text()
+    assert main(["diff", *paths, "--html", str(page)]) == 1
+    return verdict, capsys.readouterr().out, page.read_text()
 
 
 def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"])
-    verdict = verify(reference, around=planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)), call=0))
+    verdict = verify(reference, around=ONE_ULP, current=tmp_path / "current")
     output = output_of(verdict)
     assert (output.tensor, output.shape, output.dtype) == ("output 0", (4, 6), "float32")
     assert (output.num_differing, output.num_elements, output.max_ulps, output.ulps) == (1, 24, 1, (23, 1))
@@ -67,7 +74,7 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     assert sentence in text
     assert place in text
     assert "elements at each distance in ULPs: 0: 23, 1: 1\n" in text
-    offline, printed, page = shown(reference, capsys)
+    offline, printed, page = shown(reference, tmp_path / "current", capsys)
     written = json.loads((tmp_path / "current" / "verdict.json").read_text())
     for found in (offline, written):
         for divergence in (found["first_divergence"], found["origins"][0]):
@@ -80,26 +87,25 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     assert "record step" not in text, "there is nothing left to record"
 
 
-def test_a_nan_on_one_side_is_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_on_one_side_is_apart(reference: Path, tmp_path: Path) -> None:
     def change(out: Tensor, args: Any) -> None:
         out[2, 5] = torch.nan
         out[3, 0] = torch.inf
         ulps_at(out, (0, 1), num=6)
 
-    reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"])
-    verdict = verify(reference, around=planted(ADDMM, change))
+    verdict = verify(reference, around=planted(ADDMM, change), current=tmp_path / "current")
     output = output_of(verdict)
     assert (output.num_differing, output.num_nan, output.num_inf, output.max_ulps) == (3, 1, 1, 6)
     assert output.ulps == (21, 0, 0, 1)
     assert (output.first, output.worst) == ((0, 1), (2, 5))
     assert output.worst_values is not None
     assert output.worst_values[1] == "nan"
-    offline, text, page = shown(reference, capsys)
-    json.dumps(offline, allow_nan=False)
+    offline = compare_runs(reference, tmp_path / "current")
+    json.dumps(offline.to_dict(), allow_nan=False)
+    text = verdict_lines(offline)
     assert "by up to 6 ULPs" in text
     assert "1 with a NaN, 1 with an infinity" in text
     assert "4-7: 1, NaN: 1, Inf: 1" in text
-    assert "1 with a NaN" in page
 
 
 @pytest.mark.slow
@@ -151,72 +157,29 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_same_ops_twice_are_told_apart(tmp_path: Path) -> None:
-    """Equal calls at one place, and one more of them than in the reference."""
-
-    class Twice(nn.Module):
-        num = 2
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            for _ in range(self.num):
-                inputs = inputs * 2
-            return inputs
-
-    class Thrice(Twice):
-        num = 3
-
-    reference = record(tmp_path / "ref", ["middle.0:aten.mul.Tensor"], lambda: Small(Twice()))
-    change = planted("aten.mul.Tensor", lambda out, args: ulps_at(out, (3, 3)), call=1)
-    output = output_of(verify(reference, lambda: Small(Twice()), around=change))
-    assert (output.num_differing, output.first, output.max_ulps) == (1, (3, 3), 1)
-    verdict = verify(reference, lambda: Small(Thrice()), current=tmp_path / "thrice")
-    for divergence in (verdict.first_divergence, *verdict.origins):
-        assert divergence is not None
-        numbers = divergence.numbers
-        assert numbers is None or numbers.problem or numbers.output[0].max_absolute is not None
-
-
-@pytest.mark.slow
-def test_two_recordings_are_compared_alike(tmp_path: Path) -> None:
-    patterns = [f"forward/first:{ADDMM}"]
-    reference = record(tmp_path / "ref", patterns)
-    change = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)))
-    current = record(tmp_path / "other", patterns, around=change)
+def test_two_recordings_are_compared_alike(reference: Path, tmp_path: Path) -> None:
+    current = record(tmp_path / "other", [FIRST], around=ONE_ULP)
     assert output_of(compare_runs(reference, current)).first == (1, 3)
-    without = record(tmp_path / "without", [], around=change)
+    without = record(tmp_path / "without", [], around=ONE_ULP)
     assert numbers_of(compare_runs(reference, without)).problem == "the current run did not keep it"
-    plain = record(tmp_path / "plain", [])
-    first = compare_runs(plain, current).first_divergence
+    first = compare_runs(record(tmp_path / "plain", []), current).first_divergence
     assert first is not None
     assert first.numbers is None
 
 
 @pytest.mark.slow
 def test_each_step_and_fit_that_differs_is_kept(tmp_path: Path) -> None:
-    """The first one is shown; the others are there for diff --steps common and for who looks into the files."""
-    reference = record(tmp_path / "ref", [f"forward/first:{ADDMM}"], max_epochs=2)
-    verdict = verify(reference, around=planted(ADDMM, lambda out, args: out.add_(1.0), step=1), max_epochs=2)
-    assert output_of(verdict).num_differing == 24
-    files = sorted(path.name for path in (tmp_path / "current").rglob("kept/*/*.safetensors"))
-    assert files == [f"step-{step:09d}.safetensors" for step in range(1, 8)]
-
-
-@pytest.mark.slow
-def test_a_second_fit_keeps_its_own(tmp_path: Path) -> None:
     reference, current = tmp_path / "ref", tmp_path / "current"
-    recording = DeterminismCallback(reference, mode="record", keep_tensors=[f"forward/first:{ADDMM}"])
+    recording = DeterminismCallback(reference, mode="record", keep_tensors=[FIRST])
     verifying = DeterminismCallback(reference, current=current, on_divergence="warn")
-    change = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)))
-    for callback, around in ((recording, {}), (verifying, {"around": change})):
+    for callback, around in ((recording, {}), (verifying, {"around": ONE_ULP})):
         fit(callback)
         fit(callback, **around)
     assert verifying.verdict is not None
     assert output_of(verifying.verdict).first == (1, 3)
     assert output_of(compare_runs(reference, current)).first == (1, 3)
-    assert [path.parent.name for path in current.rglob("kept/*/*2.safetensors")] == ["attempt-000.segment-001"]
-
-
-# what asks for it
+    kept = sorted(path.relative_to(path.parents[1]).as_posix() for path in current.rglob("kept/*/*.safetensors"))
+    assert kept == [f"attempt-000.segment-001/step-{step:09d}.safetensors" for step in (2, 3)]
 
 
 def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path) -> None:
@@ -238,10 +201,8 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"keep_tensors": "aten.mm.default"}, "keep_tensors must be a list of patterns"),
-        ({"keep_tensors": [3]}, "keep_tensors must be a list of patterns"),
         ({"keep_tensors": ["nothing"]}, "keep_tensors: The op pattern 'nothing' names no op"),
         ({"keep_tensors": ["sideways/aten.mm.default"]}, "keep_tensors: .* asks for the phase 'sideways'"),
-        ({"keep_tensors": ["*"], "tensor_budget_mib": 0}, "tensor_budget_mib must be a number of MiB above 0; got 0"),
         ({"keep_tensors": ["*"], "tensor_budget_mib": "8"}, "tensor_budget_mib must be a number of MiB above 0"),
         ({"keep_tensors": ["*"], "level": "module"}, 'keep_tensors needs level="op"'),
         ({"keep_tensors": ["*"], "mode": "audit"}, "An audit looks at every op .* and keeps nothing"),
@@ -250,16 +211,6 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(SelectionError, match=says):
         DeterminismCallback(tmp_path / "ref", **{"mode": "record", **options})
-
-
-@pytest.mark.slow
-def test_other_patterns_than_the_references_are_refused(tmp_path: Path) -> None:
-    reference = record(tmp_path / "ref", ["aten.mm.default"])
-    with pytest.raises(
-        SelectionError, match=r"recorded with keep_tensors=\['aten.mm.default'\], and this run asks for"
-    ):
-        fit(DeterminismCallback(reference, current=tmp_path / "current", keep_tensors=["aten.addmm.default"]))
-    fit(DeterminismCallback(reference, current=tmp_path / "current", keep_tensors=["aten.mm.default"]))
 
 
 def test_a_pattern_that_meant_no_op_is_said(tmp_path: Path) -> None:
@@ -293,3 +244,167 @@ def test_bits_that_were_put_back_are_those_that_are_kept(tmp_path: Path) -> None
     verdict = verify(reference, model, around=change, current=tmp_path / "again")
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.op == ADDMM
+
+
+def test_what_a_budget_does_not_suffice_for_is_said_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the 4 tensors of a call have 240 bytes
+    reference = record(tmp_path / "ref", [FIRST], budget=0.0002)
+    line = capsys.readouterr().out
+    reason = f"This step would save 0.000229 MiB with {ADDMM}, and tensor_budget_mib is 0.0002."
+    assert "NOT those of 4 calls from step 0 on: " in line
+    assert f"from step 0 on: {reason}" in line
+    assert "By how much these differ cannot be told later" in line
+    assert main(["show", str(reference)]) == 0
+    shown = capsys.readouterr().out
+    assert f"tensors kept: {FIRST}" in shown
+    assert f"NOT kept: 4 calls from step 0 on: {reason}" in shown
+    verdict = verify(reference, around=ONE_ULP)
+    problem = f"the reference did not keep it: {reason}"
+    assert numbers_of(verdict).problem.startswith(problem)
+    assert numbers_of(verdict).output == ()
+    assert f"cannot be told: {problem}" in verdict_lines(verdict)
+    assert f"This cannot be told: {problem}" in (tmp_path / "current" / "report.html").read_text()
+    assert "keep_tensors=" in verdict_lines(verdict)
+    assert numbers_of(compare_runs(reference, tmp_path / "current")) == numbers_of(verdict)
+
+
+@pytest.mark.parametrize("kind", ["little room", "no room"])
+def test_a_full_disk_stops_no_run_and_is_said(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "little room":
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+        reason = "has 1 MiB free"
+    else:
+
+        def fail(*_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(files, "_write_tensors", fail)
+        reason = "No space left on device"
+    reference = record(tmp_path / "ref", [FIRST])
+    line = capsys.readouterr().out
+    assert "recorded 4 steps" in line
+    assert "; kept 0 tensors of 0 steps (0 bytes), and NOT those of 4 calls from step 0 on: " in line
+    assert reason in line
+    monkeypatch.undo()
+    verdict = verify(reference, around=ONE_ULP)
+    assert verdict.verdict == "diverged"
+    assert numbers_of(verdict).problem.startswith("the reference did not keep it")
+    assert (reason in numbers_of(verdict).problem) == (kind == "little room")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1  # of the last tensor
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def exchange(path: Path) -> None:
+    shutil.copyfile(path.with_name("step-000000002.safetensors"), path)
+
+
+def forge(path: Path) -> None:
+    content = path.read_bytes()
+    assert b'\\"occurrence\\": 0' in content
+    path.write_bytes(content.replace(b'\\"occurrence\\": 0', b'\\"occurrence\\": 1', 1))
+
+
+@pytest.fixture(scope="module")
+def whole(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(reference, folder / "ref")
+    verdict = verify(folder / "ref", around=planted(ADDMM, lambda out, args: out.add_(1.0), step=1))
+    assert output_of(verdict).num_differing == 24
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "side"),
+    [(flip, "ref"), (cut, "current"), (exchange, "ref"), (forge, "current"), (Path.unlink, "ref")],
+)
+def test_damage_is_said_and_never_a_number(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], None], side: str
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (path,) = (tmp_path / side).rglob("kept/*/step-000000001.safetensors")
+    damage(path)
+    verdict = compare_runs(tmp_path / "ref", tmp_path / "current")
+    assert verdict.verdict == "diverged"
+    numbers = numbers_of(verdict)
+    assert (numbers.output, numbers.inputs) == ((), ())
+    name = "the reference" if side == "ref" else "the current run"
+    if damage is Path.unlink:
+        assert numbers.problem == f"{name} did not keep it"
+    else:
+        assert numbers.problem.startswith(f"what {name} kept could not be read: {path} is damaged: ")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")  # resumed
+def test_a_resumed_recording_goes_on_keeping(tmp_path: Path) -> None:
+    saving = partial(
+        ModelCheckpoint, tmp_path / "kept-checkpoints", every_n_train_steps=1, save_top_k=-1, filename="{step}"
+    )
+    reference = tmp_path / "ref"
+
+    def train(**options: Any) -> None:
+        torch.manual_seed(0)
+        callback = DeterminismCallback(reference, mode="record", keep_tensors=[FIRST])
+        fit(callback, Small, callbacks=[saving()], enable_checkpointing=True, **options)
+
+    train(max_steps=3)
+    checkpoint = tmp_path / "kept-checkpoints" / "step=2.ckpt"
+    with pytest.raises(SelectionError, match=r"recorded with keep_tensors=\['forward/first.*Nothing was changed"):
+        fit(
+            DeterminismCallback(reference, mode="record"),
+            callbacks=[saving()],
+            enable_checkpointing=True,
+            ckpt_path=checkpoint,
+        )
+    train(ckpt_path=checkpoint)
+    kept = {path.parent.name: path.name for path in reference.rglob("kept/*/*3.safetensors")}
+    assert kept == {"attempt-001.segment-000": "step-000000003.safetensors"}
+    assert len([*reference.rglob("kept/*/*.safetensors")]) == 4
+    for step, attempt in ((1, "current-1"), (3, "current-3")):
+        change = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)), step=step)
+        assert output_of(verify(reference, around=change, current=tmp_path / attempt)).num_differing == 1
+
+
+def body(folder: Path, mode: Any, rank: int) -> None:
+    """Rank 1 computes otherwise in step 1 of the verification."""
+    options: Any = {"keep_tensors": [FIRST]} if mode == "record" else {"on_divergence": "warn"}
+    callback = DeterminismCallback(folder / "ref", mode=mode, current=folder / "current", **options)
+    model = Classifier()
+    with (
+        nullcontext()
+        if mode == "record" or rank == 0
+        else planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)), step=1)(model)
+    ):
+        train_ranks(callback, model=lambda: model)
+    if callback.verdict is not None:
+        (folder / f"verdict-{rank}.json").write_text(json.dumps(callback.verdict.to_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_the_numbers_of_the_rank_that_differs_are_told_to_all(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for mode in ("record", "verify"):
+        for ended in run_ranks(partial(body, tmp_path, mode), tmp_path / mode):
+            assert ended.exit_code == 0, ended.output
+    verdicts = [json.loads((tmp_path / f"verdict-{rank}.json").read_text()) for rank in range(2)]
+    assert verdicts[0] == verdicts[1]
+    first = verdicts[0]["first_divergence"]
+    assert (first["rank"], first["step"]) == (1, 1)
+    assert first["numbers"]["output"][0]["num_differing"] == 1
+    assert first["numbers"]["output"][0]["first"] == [1, 3]
+    offline = compare_runs(tmp_path / "ref", tmp_path / "current").first_divergence
+    assert offline is not None
+    assert offline.to_dict()["numbers"] == first["numbers"]

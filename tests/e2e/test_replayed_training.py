@@ -3,13 +3,14 @@
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from lightning.pytorch import seed_everything
 from styles import STYLES, Classifier, train
 from tiers import rest_slow
 from torch import Tensor, library
@@ -79,29 +80,31 @@ class Noisy(Classifier):
 ALL = ("replayed.noisy.default", "backward/*:replayed.noisy_gradient.default", "forward/:replayed.noisy_.*")
 
 
-def record(folder: Path, model: type[Classifier] = Noisy, *, epochs: int = 5, **options: Any) -> Any:
+def record(folder: Path, model: type[Classifier] = Noisy, *, epochs: int = 2, **options: Any) -> Any:
     return train(model, DeterminismCallback(folder, mode="record", **options), epochs=epochs)
 
 
-def verify(folder: Path, current: Path, model: type[Classifier] = Noisy, *, epochs: int = 5, **options: Any) -> Any:
+def verify(folder: Path, current: Path, model: type[Classifier] = Noisy, *, epochs: int = 2, **options: Any) -> Any:
     callback = DeterminismCallback(folder, current=current, **options)
     return callback, train(model, callback, epochs=epochs)
 
 
-def test_twenty_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = record(tmp_path / "with", replay=ALL)
     assert "3 ops saved for replay" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "with")]) == 0
+    assert f"saved for replay: {', '.join(ALL)}" in capsys.readouterr().out
     record(tmp_path / "without")
 
     callback, verified = verify(tmp_path / "with", tmp_path / "current")
     assert callback.verdict.verdict == "match"
-    assert callback.verdict.counts.steps_compared == 20
+    assert callback.verdict.counts.steps_compared == 8
     assert callback.verdict.counts.sites_differing == 0
     replayed = callback.verdict.to_dict()["coverage"]["replayed"]
     assert {name: (entry["count"], entry["differing"]) for name, entry in replayed.items()} == {
-        "replayed.noisy.default": (20, 20),
-        "replayed.noisy_.default": (20, 20),
-        "replayed.noisy_gradient.default": (20, 20),
+        "replayed.noisy.default": (8, 8),
+        "replayed.noisy_.default": (8, 8),
+        "replayed.noisy_gradient.default": (8, 8),
     }
     assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
     assert "3 ops replayed" in capsys.readouterr().out
@@ -114,6 +117,15 @@ def test_twenty_steps_match_with_replay_and_diverge_without(tmp_path: Path, caps
         verify(tmp_path / "without", tmp_path / "other")
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps that everything is saved of."""
+    folder = tmp_path_factory.mktemp("replayed") / "run"
+    seed_everything(0, verbose=False)  # as before each test
+    record(folder, replay=ALL, epochs=1)
+    return folder
+
+
 def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
     record(tmp_path / "run", replay=ALL[:1])
     with pytest.raises(DivergenceError) as caught:
@@ -124,22 +136,7 @@ def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
     assert verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 1
 
 
-def test_what_is_saved_is_shown_and_readable_by_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path / "run", replay=ALL, epochs=1)
-    assert main(["show", str(tmp_path / "run")]) == 0
-    assert f"saved for replay: {', '.join(ALL)}" in capsys.readouterr().out
-    files = sorted((tmp_path / "run" / "rank-00000" / "replay").rglob("*.safetensors"))
-    assert len(files) == 4
-    with safe_open(files[0], framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    assert {name.partition("#")[0]: tensor.shape for name, tensor in tensors.items()} == {
-        "forward/:replayed.noisy.default": (8, 16),
-        "forward/:replayed.noisy_.default": (8, 15),
-        "backward/:replayed.noisy_gradient.default": (8, 16),
-    }
-
-
-@pytest.mark.parametrize("style", rest_slow(sorted({*STYLES} - {"sparse"}), every=4))
+@pytest.mark.parametrize("style", rest_slow(sorted({*STYLES} - {"sparse"}), every=8))
 def test_every_style_replays_all_that_can_be(style: str, tmp_path: Path) -> None:
     """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops, backward and optimizer."""
     module, options = STYLES[style]
@@ -194,18 +191,11 @@ def test_a_number_is_put_back_too(tmp_path: Path) -> None:
     assert torch.equal(recorded[0].last.weight, verified[0].last.weight)
 
 
-def test_the_pattern_of_a_module_outside_the_selection(tmp_path: Path) -> None:
-    record(tmp_path / "run", replay=ALL, modules=("last",))
-    callback, _ = verify(tmp_path / "run", tmp_path / "current")
-    assert callback.verdict.verdict == "match"
-    assert callback.verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 20
-
-
 # what is wrong is said
 
 
-def test_a_damaged_or_missing_file_is_named_and_never_a_live_value(tmp_path: Path) -> None:
-    record(tmp_path / "run", replay=ALL, epochs=1)
+def test_a_damaged_or_missing_file_is_named_and_never_a_live_value(recorded: Path, tmp_path: Path) -> None:
+    shutil.copytree(recorded, tmp_path / "run")
     file = sorted((tmp_path / "run").rglob("*.safetensors"))[1]
     content = file.read_bytes()
     for damage in (content[:-3], content[:-1] + bytes([content[-1] ^ 1]), b"", None):
@@ -218,21 +208,11 @@ def test_a_damaged_or_missing_file_is_named_and_never_a_live_value(tmp_path: Pat
         assert caught.value.exit_code == 2
 
 
-class Wider(Noisy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(12, 20), torch.nn.Linear(20, 3)
-
-
-def test_another_shape_is_an_error(tmp_path: Path) -> None:
-    record(tmp_path / "run", replay=ALL, epochs=1)
-    with pytest.raises(ReferenceFormatError, match=r"noisy\.default#0\.0' does not fit"):
-        verify(tmp_path / "run", tmp_path / "current", Wider, epochs=1)
-
-
 def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path: Path) -> None:
     with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default': no op"):
-        record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), epochs=1)
+        record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), epochs=1, modules=("last",))
+    callback, _ = verify(tmp_path / "run", tmp_path / "current", epochs=1)
+    assert callback.verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 4
 
 
 def test_a_budget_is_kept_and_named(tmp_path: Path) -> None:
@@ -255,12 +235,10 @@ def test_the_disk_is_asked_before_anything_is_recorded(tmp_path: Path, monkeypat
     ("options", "message"),
     [
         ({"replay": ("index_add",)}, "names no op"),
-        ({"replay": ("sideward/aten.add.Tensor",)}, "phases are"),
         ({"replay": "aten.add.Tensor"}, r"write \['aten.add.Tensor'\]"),
         ({"replay": "missing.yaml"}, r"missing\.yaml cannot be read"),
         ({"replay": ALL, "level": "module"}, 'replay needs level="op"'),
         ({"replay": ALL, "every_n_steps": 2}, "every_n_steps=1"),
-        ({"replay": ALL, "tensor_budget_mib": -1}, "tensor_budget_mib must be a number of MiB"),
         ({"replay": ALL, "tensor_budget_mib": float("inf")}, "tensor_budget_mib must be a number of MiB"),
     ],
 )
@@ -269,11 +247,10 @@ def test_a_wrong_choice_is_refused_at_construction(options: Any, message: str, t
         DeterminismCallback(tmp_path / "run", mode="record", **options)
 
 
-def test_other_patterns_than_the_references_are_refused(tmp_path: Path) -> None:
-    record(tmp_path / "run", replay=ALL, epochs=1)
+def test_other_patterns_than_the_references_are_refused(recorded: Path, tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="was recorded with replay="):
-        verify(tmp_path / "run", tmp_path / "current", replay=ALL[:1])
-    callback, _ = verify(tmp_path / "run", tmp_path / "current", replay=ALL[::-1], epochs=1)
+        verify(recorded, tmp_path / "current", replay=ALL[:1])
+    callback, _ = verify(recorded, tmp_path / "current", replay=ALL[::-1], epochs=1)
     assert callback.verdict.verdict == "match"
 
 

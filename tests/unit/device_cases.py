@@ -39,7 +39,7 @@ def as_on_a_device(method: DeviceDigest, *, alone_bytes: int = 0) -> Iterator[No
     with (
         mock.patch.object(components, "_is_on_host", return_value=False),
         mock.patch.object(components, "ALONE_BYTES", alone_bytes),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=method, reasons=())),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=method)),
     ):
         yield
 

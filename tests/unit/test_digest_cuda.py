@@ -1,7 +1,6 @@
 """The digest's kernels on a GPU: the host's bits, streams, waiting, memory and speed."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import device_cases
 import pytest
@@ -16,8 +15,6 @@ from det_callbacks.errors import DetCallbacksError
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch says so of the dtype
-    # torch's, of a dtype in the draw
     # torch's, of a dtype in the draw
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
@@ -110,16 +107,6 @@ def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method: T
     assert queue.finish() == expected
 
 
-def test_memory_that_was_made_and_dropped_on_a_side_stream(method: TritonDigest) -> None:
-    side = torch.cuda.Stream()
-    queue = DigestQueue(method)
-    for number in range(20):
-        with torch.cuda.stream(side):
-            add(queue, torch.full((MIB,), number, dtype=torch.uint8, device="cuda"))
-        torch.full((MIB,), 255, dtype=torch.uint8, device="cuda")
-    assert queue.finish() == [digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
-
-
 @pytest.mark.parametrize("is_flushed", [True, False], ids=["flushed", "pending"])
 def test_a_write_on_another_stream_comes_after_the_reading(is_flushed: bool, method: TritonDigest) -> None:
     side = torch.cuda.Stream()
@@ -134,16 +121,6 @@ def test_a_write_on_another_stream_comes_after_the_reading(is_flushed: bool, met
     queue.before_write(value.untyped_storage())
     value.fill_(2)
     assert queue.finish() == [digest_tensor(torch.full((MIB,), 1, dtype=torch.uint8))]
-
-
-def test_many_streams_take_turns(method: TritonDigest) -> None:
-    streams = [torch.cuda.Stream() for _ in range(6)]
-    queue = DigestQueue(method)
-    for number in range(200):
-        with torch.cuda.stream(streams[number * 7 % 6]):
-            add(queue, torch.full((number * 999,), number, dtype=torch.uint8, device="cuda"))
-    expected = [digest_tensor(torch.full((number * 999,), number, dtype=torch.uint8)) for number in range(200)]
-    assert queue.finish() == expected
 
 
 def test_extra_memory_is_bounded(method: TritonDigest) -> None:
@@ -172,24 +149,3 @@ def test_a_capture_is_refused_and_goes_on(method: TritonDigest) -> None:
     queue.discard()
     graph.replay()
     assert doubled.sum().item() == 200
-
-
-def test_the_bandwidth(method: TritonDigest, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, not asserted: bytes digested a second, in stream order, and bytes copied a second."""
-    for size in (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB):
-        value, target = bytes_on_gpu(size), bytes_on_gpu(size)
-        queue = DigestQueue(method, max_bytes=0)
-        works = (partial(add, queue, value), partial(target.copy_, value))
-        speeds = []
-        for work in works:
-            work()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(20):
-                work()
-            end.record()
-            end.synchronize()
-            speeds.append(20 * size / begin.elapsed_time(end) / 1e6)
-        assert len(set(queue.finish())) == 1
-        with capsys.disabled():
-            print(f"\n{size // MIB:5} MiB: digest {speeds[0]:7.0f} GB/s, copy {speeds[1]:7.0f} GB/s")

@@ -1,27 +1,35 @@
-"""Digests that are computed where a tensor is: the bits of the host, whichever way, and which way that is."""
+"""Digests that are computed where a tensor is: the bits of the host, other threads, and which way is taken."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import device_cases
 import pytest
 import torch
+from late_kernels import late_kernels
+from test_digest_queue import LateDevice
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device import Choice, choice, copied, device_choice, disagreement
-from det_callbacks.digest.device.copied import CopiedDigest, CopiedLaunch
+from det_callbacks.digest.device import (
+    Choice,
+    DigestQueue,
+    LateDigests,
+    Span,
+    device_choice,
+    disagreement,
+    late,
+    triton_digest,
+)
 
 ROOT = Path(__file__).parents[2]
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
-# every dtype is digested, those that torch calls experimental too
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support is experimental:UserWarning"
-)  # torch says so of the dtype
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's, of a dtype
 
 
 def run_python(*arguments: str, **variables: str) -> str:
@@ -125,93 +133,140 @@ def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) ->
     assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
 
 
-def test_copies_give_the_bits_of_the_host() -> None:
-    device_cases.check(CopiedDigest(), 60, largest=5 * 256 * 1024, seed=7)
-
-
-def test_a_tensor_by_itself_is_queued_when_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
-    monkeypatch.setattr(
-        CopiedDigest, "launch", lambda self, spans, stream: launched.append(len(spans)) or [7] * len(spans)
+def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    device_cases.check(device, 60, largest=5 * 256 * 1024, seed=7)
+    assert disagreement(device, device_cases.HOST) is None
+    device.collect = lambda launched: [1] * 5
+    assert (
+        disagreement(device, device_cases.HOST) == "a late device gave other bits than the host for 263173 bytes at 0"
     )
-    monkeypatch.setattr(CopiedDigest, "collect", lambda self, parts: [digest for part in parts for digest in part])
-    small, large = torch.arange(25), torch.arange(26)
+
+
+def test_a_tensor_by_itself_is_queued_when_it_is_large() -> None:
+    device, small, large = LateDevice(), torch.arange(25), torch.arange(26)
+    device.collect = lambda parts: [7 for part in parts for _ in part]
     expected = digest_tensor(small)
-    with device_cases.as_on_a_device(CopiedDigest(), alone_bytes=large.nbytes):
-        assert (digest_tensor(small), digest_output(small.view(5, 5).t()), launched) == (expected, expected, [])
-        assert (digest_tensor(large), launched) == (7, [1])
-        assert (digest_tensors([small, small]), launched) == ([7, 7], [1, 2])
+    with device_cases.as_on_a_device(device, alone_bytes=large.nbytes):
+        assert (digest_tensor(small), digest_output(small.view(5, 5).t()), device.launches) == (expected, expected, [])
+        assert (digest_tensor(large), len(device.launches)) == (7, 1)
+        assert (digest_tensors([small, small]), device.launches[-1]) == ([7, 7], (2, None))
 
 
-class Streamed(CopiedDigest):
-    """Copies that arrive when they are waited for, on the host."""
+class Held(LateDevice):
+    """Its launches begin, and go on when they are let."""
 
-    num_arrived = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
 
-    def _to_host(self, content: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-        copied, content = torch.zeros_like(content), content.clone()
-
-        def arrive() -> None:
-            self.num_arrived += 1
-            copied.copy_(content)
-
-        return copied, SimpleNamespace(synchronize=arrive)
+    def launch(self, spans: Sequence[Span], stream: object) -> list[torch.Tensor]:
+        self.has_begun.set()
+        assert self.may_go_on.wait(30)
+        return super().launch(spans, stream)
 
 
-def test_copies_are_waited_for_at_the_end_or_when_they_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied, "MAX_COPIED_BYTES", 2500)
-    method = Streamed()
-    values = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (900, 900, 600, 900, 500)]
-    launched = [method.launch([(value.untyped_storage(), 0, value.nbytes)], None) for value in values]
-    assert method.num_arrived == 2  # 2,000 bytes are left
-    assert method.collect(launched) == digest_tensors(values)
-    assert method.num_arrived == 5
+@pytest.mark.parametrize("does_write", [True, False], ids=["writes", "adds"])
+def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: bool) -> None:
+    device = Held()
+    queue = DigestQueue(device)
+    value, other = torch.arange(8.0), torch.arange(3.0)
+    expected = [digest_tensor(value)] + [digest_tensor(other)] * (not does_write)
+    queue.add(value.untyped_storage(), 0, value.nbytes)
+    errors: list[BaseException] = []
+
+    def coming() -> None:
+        try:
+            if does_write:
+                queue.before_write(value.untyped_storage())
+                value.zero_()
+            else:
+                queue.add(other.untyped_storage(), 0, other.nbytes)
+        except BaseException as error:  # told to the thread that waits
+            errors.append(error)
+
+    launching, second = threading.Thread(target=queue.flush), threading.Thread(target=coming)
+    launching.start()
+    assert device.has_begun.wait(30)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "it waits"
+    device.may_go_on.set()
+    launching.join(30)
+    second.join(30)
+    assert errors == []
+    assert queue.finish() == expected
 
 
-class Lying(CopiedDigest):
-    """Wrong in one bit of the digests of tensors above a leaf."""
-
-    name = "a lie"
-
-    def collect(self, launched: Sequence[CopiedLaunch]) -> list[int]:
-        first, *others = super().collect(launched)
-        return [first ^ 1, *others]
+def reason_with(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(sys.modules, "det_callbacks.digest.device.triton_kernels", kernels)
+    return str(device_choice.__wrapped__(torch.device("cuda", 0)))
 
 
-def test_a_method_that_gives_other_bits_is_found() -> None:
-    assert disagreement(CopiedDigest(), device_cases.HOST) is None
-    found = disagreement(Lying(), device_cases.HOST)
-    assert found == "a lie gave other bits than the host for 263173 bytes at 0"
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (None, "copies to the host; no Triton: ModuleNotFoundError"),
-        ("gave other bits", "a copy to the host; no Triton: ModuleNotFoundError"),
-        (NotImplementedError("no such op"), "a copy to the host; no Triton: ModuleNotFoundError"),
-    ],
-)
-def test_without_triton_copies_are_taken_and_say_why(
-    monkeypatch: pytest.MonkeyPatch, answer: object, says: str
-) -> None:
+def test_without_triton_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "det_callbacks.digest.device.triton_kernels", raising=False)
-
-    def trial(method: object, device: torch.device) -> object:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(choice, "disagreement", trial)
-    found = device_choice.__wrapped__(torch.device("cuda", 0))
-    assert isinstance(found.method, CopiedDigest) == (answer is None)
-    assert str(found).startswith(says)
-    assert answer is None or str(answer) in str(found)
+    said = str(device_choice.__wrapped__(torch.device("cuda", 0)))
+    assert said.startswith("a copy to the host; no Triton: ModuleNotFoundError")
+    assert str(device_choice(torch.device("mps", 0))) == "a copy to the host"
 
 
-def test_other_devices_are_copied_one_by_one() -> None:
-    assert device_choice(torch.device("hpu", 0)) == Choice(method=None, reasons=())
+def raising(error: Exception) -> Callable[[], None]:
+    def launchers() -> None:
+        raise error
+
+    return launchers
+
+
+@pytest.mark.parametrize("error", [AssertionError("libcuda.so cannot found!"), AttributeError("no such name")])
+def test_an_odd_triton_is_not_taken_and_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = late_kernels()
+    kernels.IS_INTERPRETED, kernels.TritonError, kernels.Launchers = False, ValueError, raising(error)
+    monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
+    said = reason_with(kernels, monkeypatch)
+    assert said == f"a copy to the host; no Triton: {type(error).__name__}: {error}"
+
+
+def test_triton_s_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = late_kernels()
+    kernels.IS_INTERPRETED, kernels.TritonError = True, ValueError
+    assert "no Triton: TRITON_INTERPRET is set" in reason_with(kernels, monkeypatch)
+
+
+def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def choice(_device: torch.device) -> Choice:
+        torch.ones(2)
+        return Choice(method=LateDevice())
+
+    monkeypatch.setattr(late, "device_choice", choice)
+    value = torch.arange(4.0)
+    with Mode():
+        assert LateDigests().computes_on(value.device)
+    assert seen == []
+
+
+def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA copies a tensor of whole memory as bytes, and others by an op of the dtype (torch 2.13)."""
+    value = torch.arange(24, dtype=torch.uint8).view(torch.uint3).view(4, 6)
+    parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]
+    expected = [digest_tensor(part) for part in parts]
+    real = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is torch.uint3 and not tensor.is_contiguous():
+            raise NotImplementedError('"copy_" not implemented for UInt3')
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    with device_cases.as_on_a_device(LateDevice(), alone_bytes=1000):
+        assert [digest_tensor(part) for part in parts] == expected
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from det_callbacks import DetCallbacksError, StateDigest, digest_state, digest_tensor
+from det_callbacks import DetCallbacksError, digest_state, digest_tensor
 from det_callbacks.digest import format_digest
 
 
@@ -40,6 +40,7 @@ def test_one_flipped_bit_is_named():
     other = copy.deepcopy(net)
     assert digest_state(net) == digest_state(other)
     assert hash(digest_state(net)) == hash(digest_state(other))
+    assert pickle.loads(pickle.dumps(digest_state(net))) == digest_state(other) != digest_state({})
     other.second.weight.data.view(torch.int32)[1, 2] ^= 1
     found, changed = digest_state(net), digest_state(other)
     assert found != changed
@@ -53,12 +54,9 @@ def test_what_one_side_lacks_differs_and_the_order_is_no_difference():
     assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
 
 
-@pytest.mark.parametrize("other", [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0.0])
-def test_the_same_bytes_of_another_shape_or_dtype_differ(other):
-    assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": other})) == ("a",)
-
-
-def test_numbers_keep_their_kind():
+def test_the_same_bytes_of_another_shape_dtype_or_kind_differ():
+    for other in (torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0.0):
+        assert digest_state({"a": torch.zeros(4)}).differing(digest_state({"a": other})) == ("a",)
     states = [digest_state({"a": value}) for value in (1, 1.0, True, 2, torch.tensor(1))]
     assert len(set(states)) == len(states)
 
@@ -77,21 +75,6 @@ def test_an_optimizers_state_has_names_and_numbers():
     assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
 
 
-# torch 2.13 says that quantised tensors will go
-# torch deprecates quantised tensors, and has them
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_other_kinds_of_tensors():
-    tensors = {
-        "bf16": torch.randn(3, 5).bfloat16(),
-        "transposed": torch.randn(3, 5).t(),
-        "quantised": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
-        "sparse": torch.eye(3).to_sparse(),
-        "empty": torch.empty(0),
-    }
-    found = digest_state(tensors)
-    assert found.tensors == {name: format_digest(digest_tensor(value)) for name, value in tensors.items()}
-
-
 def test_what_cannot_be_digested_is_named():
     with pytest.raises(TypeError, match=r"net\.weight: "):
         digest_state({"net.weight": torch.empty(2, device="meta")})
@@ -108,10 +91,3 @@ def test_what_cannot_be_digested_is_named():
     inner["x"] = torch.ones(1)
     with pytest.raises(DetCallbacksError, match="more than 20 levels"):
         digest_state(deep)
-
-
-def test_it_survives_pickling_and_is_not_the_empty_state():
-    found = digest_state(Net())
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert digest_state({}) != found
-    assert isinstance(found, StateDigest)

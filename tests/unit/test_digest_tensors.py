@@ -38,31 +38,17 @@ def stored_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @dtypes
-def test_every_dtype_is_its_stored_bytes(dtype: torch.dtype) -> None:
+def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype: torch.dtype) -> None:
     tensor = make(dtype, 6, 5)
-    expected = digest_reference.digest(stored_bytes(tensor))
-    assert digest_tensor(tensor) == digest_output(tensor) == expected
-    assert digest_tensors([tensor]) == [expected]
-
-
-@dtypes
-def test_every_dtype_in_any_strides_is_its_row_major_bytes(dtype: torch.dtype) -> None:
+    assert digest_output(tensor) == digest_reference.digest(stored_bytes(tensor))
     base = make(dtype, 6, 10)
-    for view in (base.t(), base[:, ::2], base[1:, 3:], base[:1].expand(4, 10), base[2], base.t()[3:, ::2]):
+    views = [base.t(), base[:, ::2], base[1:, 3:], base[:1].expand(4, 10), base[2], base.t()[3:, ::2], base[0, 1]]
+    for view in (tensor, *views):
         expected = digest_reference.digest(stored_bytes(view))
         assert digest_tensor(view) == expected
         assert digest_tensors([view, view]) == [expected] * 2
-
-
-@dtypes
-def test_every_dtype_0_d_and_empty(dtype: torch.dtype) -> None:
-    scalar = make(dtype, 3)[1]
-    assert scalar.dim() == 0
-    assert digest_tensor(scalar) == digest_output(scalar) == digest_reference.digest(stored_bytes(scalar))
     for empty in (make(dtype, 0), make(dtype, 3, 0, 2), make(dtype, 4, 4)[:, 4:], make(dtype, 2, 0).t()):
         assert digest_tensor(empty) == digest_output(empty) == digest_bytes(b"")
-        negated = torch._neg_view(empty) if dtype.is_complex or dtype is torch.float32 else empty
-        assert digest_tensor(negated) == digest_output(negated) == digest_bytes(b"")
 
 
 def test_a_quantised_dtype_is_not_forgotten() -> None:
@@ -137,39 +123,23 @@ def test_parameters_leaves_and_inference_tensors_are_their_data() -> None:
         assert digest_tensor(leaf.t()) == digest_tensor(data.t())
 
 
-def test_a_copy_on_write_tensor_is_read_without_being_copied() -> None:
+def test_tensors_that_share_memory_or_have_none_are_their_elements() -> None:
     tensor = torch.randn(4)
     lazy = torch._lazy_clone(tensor)
     assert digest_tensor(lazy) == digest_tensor(tensor)
-    assert torch._C._is_cow_tensor(lazy)
-
-
-def test_a_zero_tensor_without_memory_is_zeros() -> None:
+    assert torch._C._is_cow_tensor(lazy), "it was not copied for that"
     zeros = torch._efficientzerotensor(5)
-    for tensor in (zeros, zeros[1:], torch._efficientzerotensor(4, 5).t()):
-        assert torch._is_zerotensor(tensor)
-        assert digest_tensor(tensor) == digest_output(tensor) == digest_tensor(torch.zeros(tensor.shape))
+    for zero in (zeros, zeros[1:], torch._efficientzerotensor(4, 5).t(), torch._neg_view(torch.empty(0))):
+        assert digest_tensor(zero) == digest_output(zero) == digest_tensor(torch.zeros(zero.shape))
 
 
-def test_a_freed_storage_is_an_error_and_no_crash() -> None:
-    for tensor in (torch.randn(1000), torch.randn(1000)[500:], torch.randn(40, 25).t(), torch.randn(1000)[::2]):
-        tensor.untyped_storage().resize_(0)
-        for digest in (digest_tensor, digest_output, lambda freed: digest_tensors([torch.ones(1), freed])):
-            with pytest.raises(DetCallbacksError, match=r"\d+ bytes of storage and 0 are there"):
-                digest(tensor)
-
-
-def test_a_storage_that_is_too_short_is_an_error_and_no_crash() -> None:
-    tensor = torch.randn(1000)
-    tensor.untyped_storage().resize_(3999)
-    with pytest.raises(DetCallbacksError, match="needs 4000 bytes of storage and 3999 are there"):
-        digest_tensor(tensor)
-    strided = torch.randn(100, 10)[:, ::3]
-    strided.untyped_storage().resize_(3999)
-    with pytest.raises(DetCallbacksError, match="needs 4000 bytes of storage and 3999 are there"):
-        digest_output(strided)
-    strided.untyped_storage().resize_(4000)
-    digest_output(strided)
+def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash() -> None:
+    for tensor in (torch.randn(1000), torch.randn(1000)[500:], torch.randn(40, 25).t(), torch.randn(100, 10)[:, ::3]):
+        for num_bytes in (3995, 0):
+            tensor.untyped_storage().resize_(num_bytes)
+            for digest in (digest_tensor, digest_output, lambda freed: digest_tensors([torch.ones(1), freed])):
+                with pytest.raises(DetCallbacksError, match=rf"\d+ bytes of storage and {num_bytes} are there"):
+                    digest(tensor)
 
 
 def test_many_tensors_have_the_digests_that_they_have_alone() -> None:
@@ -187,32 +157,16 @@ def test_what_is_no_tensor_is_refused() -> None:
                 digest(value)
 
 
-shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]), shapes, st.data())
-def test_any_changed_bit_of_any_dtype_is_seen(dtype: torch.dtype, shape: tuple[int, ...], data: st.DataObject) -> None:
-    tensor = make(dtype, *shape)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]), st.integers(1, 200), st.integers(0, 10**6)
+)
+def test_any_changed_bit_of_any_dtype_is_seen(dtype: torch.dtype, length: int, place: int) -> None:
+    tensor = make(dtype, length)
     before = digest_tensor(tensor)
-    raw = tensor.view(-1).view(torch.uint8)
-    position, bit = data.draw(st.integers(0, raw.numel() - 1)), data.draw(st.integers(0, 7))
-    raw[position] ^= 1 << bit
+    raw = tensor.view(torch.uint8)
+    raw[place // 8 % raw.numel()] ^= 1 << place % 8
     assert digest_tensor(tensor) != before
-
-
-@settings(max_examples=100, deadline=None)
-@given(shapes, st.data())
-def test_strides_play_no_part_in_the_digest_of_a_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
-    stored = tuple(data.draw(st.permutations(range(len(shape)))))
-    steps = [data.draw(st.integers(1, 3)) for _ in shape]
-    tensor = make(torch.float32, *shape)
-    inflated = torch.zeros([size * step for size, step in zip(shape, steps, strict=True)])
-    window = tuple(slice(None, None, step) for step in steps)
-    inflated[window] = tensor
-    restored = inflated.permute(stored).contiguous().permute([stored.index(axis) for axis in range(len(shape))])[window]
-    assert digest_tensor(restored) == digest_tensor(tensor)
-    assert digest_bytes(tensor.numpy()) == digest_tensor(tensor)
 
 
 @pytest.mark.gpu

@@ -186,12 +186,12 @@ def test_how_a_device_that_is_used_has_its_digests_computed_is_a_fact(monkeypatc
 
     def choice(device: torch.device) -> Choice:
         asked.append(device)
-        return Choice(method=None, reasons=("no copies together: they are slow",))
+        return Choice(method=None, reason="no Triton: it is slow")
 
     monkeypatch.setattr("det_callbacks.environment.device_choice", choice)
     found = capture_environment()
     assert asked == [torch.device("xpu", 3)]
-    assert digested_on(found) == {"xpu": "a copy to the host; no copies together: they are slow"}
+    assert digested_on(found) == {"xpu": "a copy to the host; no Triton: it is slow"}
     other = replace(found, entries={**found.entries, "digest.xpu": entry("Triton 3.7.1", changes_bits=False)})
     (difference,) = compare_environments(found, other)
     assert (difference.name, difference.is_machine, difference.changes_bits) == ("digest.xpu", True, False)

@@ -38,7 +38,7 @@ def doubles_are_late() -> Iterator[LateDevice]:
     device = LateDevice()
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=device, reasons=())),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
     ):
         yield device
 

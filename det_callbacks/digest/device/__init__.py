@@ -1,8 +1,8 @@
 """Digests of tensors on devices: asked for in the order of a device's work, known when it is waited for at the end."""
 
-from det_callbacks.digest.device.choice import Choice, device_choice, disagreement
 from det_callbacks.digest.device.late import Bits, Derived, LateBits, LateDigests, value_of
 from det_callbacks.digest.device.queue import DeviceDigest, DigestQueue, Span
+from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement
 
 __all__ = [
     "Bits",

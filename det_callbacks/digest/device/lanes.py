@@ -6,11 +6,13 @@ MiB of spans, not for each launch. On the way nothing is allocated and nothing i
 stream, in whose order they are used again.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES
 
 MAX_ROWS = 1024
@@ -26,53 +28,26 @@ _SUM_BYTES_PER_BLOCK = 64
 _ROW_WORDS = 4
 
 
-class _Waiting:
-    """Whose sums wait. A finished one is replaced as a whole, so that an interrupt leaves no half of it.
-
-    Each of its parts may be a row behind the ones before it: what an interrupted launch was about to add has then no
-    leaf, or sums and hashes that nothing asks for.
-    """
-
-    __slots__ = ("levels", "num_hashes", "num_leaves", "num_summed", "num_tiles", "rows")
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.levels: list[list[int]] = [[]]
-        self.num_leaves = 0
-        self.num_tiles = 0
-        self.num_summed = 0
-        self.num_hashes = 0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows) // _ROW_WORDS
-
-
-class _Slots:
-    """Device memory for digests, and how much of it is taken."""
-
-    __slots__ = ("address", "num_used", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self.num_used = 0
-
-
 class Lane:
     """The buffers of one stream, which has to be the current one whenever anything is called.
 
+    Where anything raises, Ctrl-C included, the lane is broken: what was launched in it is lost, and it goes no further.
+
     Args:
-        kernels: the module ``det_callbacks.digest.triton_kernels``.
+        kernels: the module ``det_callbacks.digest.device.triton_kernels``.
         launchers: its kernels, for this device.
         constants: its constants, on the device.
         num_tiles: whose sums the lane holds, 2 KiB each.
         stream: of the device.
+
+    Attributes:
+        is_broken: whether something raised in it.
     """
 
     def __init__(
         self, kernels: Any, launchers: Any, constants: torch.Tensor, *, num_tiles: int, stream: Hashable
     ) -> None:
+        self.is_broken = False
         self.stream = stream
         self._handle = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
         self._launchers = launchers
@@ -88,8 +63,8 @@ class Lane:
         self._table = self._empty(TABLE_WORDS)
         self._sums_address, self._hashes_address = self._sums.data_ptr(), self._hashes.data_ptr()
         self._table_address = self._table.data_ptr()
-        self._slots = _Slots(self._empty(NUM_SLOTS))
-        self._waiting = _Waiting()
+        self._take_slots(NUM_SLOTS)
+        self._begin()
 
     def launch(self, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, int]:
         """Enqueue the first stage for spans, (address, number of bytes) each; empty ones have no digest.
@@ -97,63 +72,80 @@ class Lane:
         Returns:
             A tensor of the device and the place in it of the first one's digest, there once ``finish`` has passed.
         """
-        slots = self._slots
-        if slots.num_used + len(spans) > len(slots.tensor):
-            self.finish()  # its rows point to the old one
-            self._slots = slots = _Slots(self._empty(max(NUM_SLOTS, len(spans))))
-        waiting = self._waiting
-        # an interrupted launch may have left rows without sums; nothing asks for their digests
-        waiting.num_summed = waiting.num_tiles
-        first_slot = slots.num_used
-        slots.num_used += len(spans)
-        slot = slots.address + 8 * first_slot
-        group: list[int] = []
-        for address, num_bytes in spans:
-            num_tiles = -(-num_bytes // self._tile_bytes)
-            if num_tiles > self._num_tiles:
-                self._sum(group)
-                self._launch_long(address, num_bytes, slot)
-                waiting = self._waiting
-            elif num_bytes:
-                if num_tiles > self._num_tiles - waiting.num_tiles or waiting.num_rows == MAX_ROWS:
+        with self._whole():
+            if self._num_slots + len(spans) > len(self._slots):
+                self._finish()  # its rows point to the old ones
+                self._take_slots(max(NUM_SLOTS, len(spans)))
+            first_slot = self._num_slots
+            self._num_slots += len(spans)
+            slot = self._slots.data_ptr() + 8 * first_slot
+            group: list[int] = []
+            for address, num_bytes in spans:
+                num_tiles = -(-num_bytes // self._tile_bytes)
+                if num_tiles > self._num_tiles:
                     self._sum(group)
-                    self.finish()
-                    waiting = self._waiting
-                num_leaves = -(-num_bytes // LEAF_BYTES)
-                target = slot
-                if num_leaves > 1:
-                    target = self._hashes_address + 8 * waiting.num_hashes
-                    waiting.num_hashes += num_leaves
-                    waiting.levels[0] += (target, 8 * num_leaves, slot)
-                self._add_row(num_bytes, num_leaves, target)
-                group += (address, num_bytes)
-                if len(group) == 2 * self._spans_per_launch:
-                    self._sum(group)
-            slot += 8
-        self._sum(group)
-        return slots.tensor, first_slot
+                    self._launch_long(address, num_bytes, slot)
+                elif num_bytes:
+                    if num_tiles > self._num_tiles - self._num_waiting or len(self._rows) == _ROW_WORDS * MAX_ROWS:
+                        self._sum(group)
+                        self._finish()
+                    num_leaves = -(-num_bytes // LEAF_BYTES)
+                    target = slot
+                    if num_leaves > 1:
+                        target = self._hashes_address + 8 * self._num_hashes
+                        self._num_hashes += num_leaves
+                        self._levels[0] += (target, 8 * num_leaves, slot)
+                    self._add_row(num_bytes, num_leaves, target)
+                    group += (address, num_bytes)
+                    if len(group) == 2 * self._spans_per_launch:
+                        self._sum(group)
+                slot += 8
+            self._sum(group)
+        return self._slots, first_slot
 
     def finish(self) -> None:
-        """Enqueue the second stage for all whose sums wait; where this fails it can be done again."""
-        waiting = self._waiting
-        if not waiting.rows:
+        """Enqueue the second stage for all whose sums wait."""
+        with self._whole():
+            self._finish()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        if self.is_broken:
+            raise DetCallbacksError(
+                "digests of this stream were lost when an earlier launch failed; the tensors are intact; take their "
+                "digests again"
+            )
+        self.is_broken = True
+        yield
+        self.is_broken = False
+
+    def _begin(self) -> None:
+        """Start with no sums that wait."""
+        self._rows: list[int] = []
+        self._levels: list[list[int]] = [[]]
+        self._num_leaves = self._num_waiting = self._num_summed = self._num_hashes = 0
+
+    def _finish(self) -> None:
+        if not self._rows:
             return
-        words = waiting.rows
-        for level in waiting.levels:
-            words = words + level
+        words = [word for part in (self._rows, *self._levels) for word in part]
         # pinned memory that torch keeps and hands out again after the copy: pageable memory would be waited for
         table = torch.empty((len(words),), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
         table.numpy()[:] = words
         self._table[: len(words)].copy_(table, non_blocking=True)
-        address = self._table_address
-        if waiting.num_leaves:
-            self._launchers.hash_leaves(waiting.num_leaves, self._handle, self._constants, address, waiting.num_rows)
-        address += 8 * len(waiting.rows)
-        for level in waiting.levels:
+        address, num_rows = self._table_address, len(self._rows) // _ROW_WORDS
+        self._launchers.hash_leaves(self._num_leaves, self._handle, self._constants, address, num_rows)
+        address += 8 * len(self._rows)
+        for level in self._levels:
             if level:
                 self._launchers.hash_words(len(level) // 3, self._handle, self._constants, address)
                 address += 8 * len(level)
-        self._waiting = _Waiting()
+        self._begin()
+
+    def _take_slots(self, num_words: int) -> None:
+        """Take device memory for digests."""
+        self._slots = self._empty(num_words)
+        self._num_slots = 0
 
     def _empty(self, num_words: int) -> torch.Tensor:
         # made anywhere, and written where inference mode is over
@@ -161,26 +153,24 @@ class Lane:
             return torch.empty((num_words,), dtype=torch.int64, device=self._device)
 
     def _add_row(self, num_bytes: int, num_leaves: int, target: int) -> None:
-        waiting = self._waiting
-        sums = self._sums_address + waiting.num_tiles * self._sums_per_tile
-        waiting.rows += (waiting.num_leaves, sums, num_bytes, target)
-        waiting.num_leaves += num_leaves
-        waiting.num_tiles += -(-num_bytes // self._tile_bytes)
+        sums = self._sums_address + self._num_waiting * self._sums_per_tile
+        self._rows += (self._num_leaves, sums, num_bytes, target)
+        self._num_leaves += num_leaves
+        self._num_waiting += -(-num_bytes // self._tile_bytes)
 
     def _sum(self, group: list[int]) -> None:
         """Launch the first stage for the spans, (address, number of bytes), that were added last, and clear them."""
         if not group:
             return
-        waiting = self._waiting
-        first, waiting.num_summed = waiting.num_summed, waiting.num_tiles
+        first, self._num_summed = self._num_summed, self._num_waiting
         sums = self._sums_address + first * self._sums_per_tile
         missing = (0,) * (2 * self._spans_per_launch - len(group))
-        self._launchers.sum_blocks(waiting.num_tiles - first, self._handle, self._constants, sums, *group, *missing)
+        self._launchers.sum_blocks(self._num_waiting - first, self._handle, self._constants, sums, *group, *missing)
         group.clear()
 
     def _launch_long(self, address: int, num_bytes: int, slot: int) -> None:
         """Enqueue both stages for a span whose sums would not fit: part by part, then its hashes level by level."""
-        self.finish()
+        self._finish()
         counts = [-(-num_bytes // LEAF_BYTES)]
         while counts[-1] > 1:
             counts.append(-(-8 * counts[-1] // LEAF_BYTES))
@@ -188,17 +178,13 @@ class Lane:
         hashes = self._empty(sum(counts[:-1]))
         place = hashes.data_ptr()
         held = self._num_tiles * self._tile_bytes // LEAF_BYTES * LEAF_BYTES
-        try:
-            for begin in range(0, num_bytes, held):
-                length = min(held, num_bytes - begin)
-                self._add_row(length, -(-length // LEAF_BYTES), place + begin // LEAF_BYTES * 8)
-                self._sum([address + begin, length])
-                if begin + length == num_bytes:
-                    self._waiting.levels = _levels(counts, place, slot)
-                self.finish()
-        except BaseException:  # Ctrl-C too: half a row would stay
-            self._waiting = _Waiting()  # rows that point to memory which is let go here
-            raise
+        for begin in range(0, num_bytes, held):
+            length = min(held, num_bytes - begin)
+            self._add_row(length, -(-length // LEAF_BYTES), place + begin // LEAF_BYTES * 8)
+            self._sum([address + begin, length])
+            if begin + length == num_bytes:
+                self._levels = _levels(counts, place, slot)
+            self._finish()
 
 
 def _levels(counts: Sequence[int], place: int, slot: int) -> list[list[int]]:

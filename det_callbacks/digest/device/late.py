@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from det_callbacks.digest.device.choice import device_choice
 from det_callbacks.digest.device.queue import DigestQueue
+from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_bytes
 

@@ -1,17 +1,19 @@
-"""Digests by Triton kernels on a CUDA device: the streams that spans are ready on, and fetching all digests at once."""
+"""Digests by Triton kernels on a CUDA device: their streams, fetching all at once, and whether they are taken."""
 
+import functools
 import threading
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from subprocess import SubprocessError
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from det_callbacks.digest.device.lanes import Lane
-from det_callbacks.digest.device.queue import Span, require_no_capture
-from det_callbacks.host_digest import digest_bytes
+from det_callbacks.digest.device.queue import DeviceDigest, Span, require_no_capture
+from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
 EMPTY_DIGEST = digest_bytes(b"")
 
@@ -21,6 +23,10 @@ LANE_TILES = 4 * 1024
 
 MAX_LANES = 3
 """Streams whose lanes are kept for the next step."""
+
+# What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
+# at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
+_FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +56,7 @@ class TritonDigest:
     stream and is let go then is given away only once the stream has passed. Any thread may call.
 
     Args:
-        kernels: the module ``det_callbacks.digest.triton_kernels``.
+        kernels: the module ``det_callbacks.digest.device.triton_kernels``.
         device: with its index; the host where the kernels run in Triton's interpreter.
 
     Raises:
@@ -144,7 +150,7 @@ class TritonDigest:
 
     def _lane(self, stream: Hashable) -> Lane:
         lane = self._lanes.get(stream)
-        if lane is None:
+        if lane is None or lane.is_broken:
             num_tiles = LANE_TILES if self._lanes else FIRST_LANE_TILES
             lane = Lane(self._kernels, self._launchers, self._constants, num_tiles=num_tiles, stream=stream)
             self._lanes[stream] = lane
@@ -180,3 +186,66 @@ class TritonDigest:
 
     def _host_words(self, num_words: int) -> torch.Tensor:
         return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a device's tensors are digested, and why not in a faster way.
+
+    Attributes:
+        method: of the queue; None where each tensor is copied to the host when its digest is asked for.
+        reason: why there is no method; "" for devices that no method is for.
+    """
+
+    method: DeviceDigest[Any] | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.method.name if self.method else "; ".join(filter(None, ("a copy to the host", self.reason)))
+
+
+@functools.cache
+def device_choice(device: torch.device) -> Choice:
+    """Return how tensors on a device are digested, found out when it is first asked for and kept.
+
+    On CUDA by Triton's kernels, once they have given the host's bits for a few hundred KiB there. The first call
+    compiles them for some seconds, unless Triton has them in its cache.
+
+    Args:
+        device: with its index.
+    """
+    if device.type != "cuda":
+        return Choice(method=None)
+    try:
+        import det_callbacks.digest.device.triton_kernels as kernels
+    except _FAILURES as error:
+        return Choice(method=None, reason=f"no Triton: {type(error).__name__}: {error}")
+    if kernels.IS_INTERPRETED:
+        what = "TRITON_INTERPRET is set, and Triton's interpreter would read the device's memory on the host"
+        return Choice(method=None, reason=f"no Triton: {what}")
+    try:
+        method = TritonDigest(kernels, device)
+        reason = disagreement(method, device)
+    except (*_FAILURES, kernels.TritonError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    return Choice(method=None, reason=f"no Triton: {reason}") if reason else Choice(method=method)
+
+
+def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
+    """Return in what a method does not give the host's bits, None where it does.
+
+    Raises:
+        RuntimeError: or another error of the device, its compiler or its ops.
+    """
+    length = LEAF_BYTES + BLOCK_BYTES + 5
+    # the top byte of multiples of 2**32 divided by the golden ratio: no two words are alike
+    content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
+    there = content.to(device)
+    parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
+    spans = [(there.untyped_storage(), part.start, part.stop - part.start) for part in parts]
+    given = method.collect([method.launch(spans, method.stream())])
+    expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
+    for part, one, other in zip(parts, expected, given, strict=True):
+        if one != other:
+            return f"{method.name} gave other bits than the host for {part.stop - part.start} bytes at {part.start}"
+    return None
