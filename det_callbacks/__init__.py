@@ -31,7 +31,6 @@ from det_callbacks.errors import (
     SelectionError,
     SettingsError,
     TraceError,
-    WorkerError,
 )
 from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
@@ -103,7 +102,6 @@ __all__ = [
     "TensorComparison",
     "TraceError",
     "Verdict",
-    "WorkerError",
     "check_checkpoint",
     "compare_compiled",
     "compare_modules",

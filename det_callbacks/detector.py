@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
+from det_callbacks.compare.differences import num_leading_sites
 from det_callbacks.compare.evidence import BATCH, from_batch_start
-from det_callbacks.compare.origin import num_leading_sites
 from det_callbacks.compare.record import FitRecord, RankRecord, Stop, Tally, ranges_of
-from det_callbacks.compare.step import compare_steps, empty_step, reached_part
+from det_callbacks.compare.step import StepCounter, compare_steps, empty_step, reached_part
 from det_callbacks.runs.evidence import UNSEEN_WRITE, Row
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -86,6 +86,7 @@ class StepDetector:
         self._rows: list[Row] = []
         self._lasting: dict[str, Row] = {}
         self._is_explained = False
+        self._counter = StepCounter()
 
     def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
         """Store a step; return False where it was left out.
@@ -212,8 +213,7 @@ class StepDetector:
         if not is_whole:
             reference = reached_part(reference, current)
         # another program may be the same step: which arguments vary shows only after some steps
-        difference = compare_steps(reference, current, limit=0)
-        return difference.num_compared, difference.num_differing
+        return self._counter.count(reference, current)
 
     def _reference_step(self, step: int) -> StepView:
         known = self._view

@@ -189,10 +189,6 @@ class ReferenceNotFoundError(_PathError, FileNotFoundError):
     """
 
 
-class WorkerError(DetCallbacksError):
-    """A process that compared ranks ended before it had done so."""
-
-
 class ReferenceFormatError(_PathError, ValueError):
     """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version.
 

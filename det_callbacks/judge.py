@@ -21,7 +21,6 @@ from det_callbacks.compare.opening import (
     require_same_selection,
     shown_steps,
 )
-from det_callbacks.compare.processes import choose_jobs, compare_in_processes
 from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally
 from det_callbacks.compare.step import StepDifference, compare_steps
@@ -69,7 +68,6 @@ def compare_runs(
     *,
     steps: Literal["all", "common"] = "all",
     check_files: bool | None = None,
-    jobs: int | None = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
@@ -88,9 +86,6 @@ def compare_runs(
         check_files: True reads every step of both runs and checks it against its chain, at memory speed, so that a
             damaged file is an error wherever it is damaged; False only the last equal step and those after it, and
             says so in the explanation. None does the first with runs of less than 256 MiB together.
-        jobs: processes that compare ranks, of some 400 MB and 5 s each to start. None takes one where that is faster,
-            else one a core. Above 1, a script that calls this needs ``if __name__ == "__main__":``, as with all of
-            multiprocessing.
         progress: called with the number of steps looked at so far, and that of all.
 
     Returns:
@@ -103,8 +98,7 @@ def compare_runs(
             "all", or it is not the one that a verification was compared with.
         SelectionError: the runs recorded other modules, phases or another level.
         NothingComparedError: the runs have no step in common, or no site.
-        WorkerError: a process ended before it had compared its rank.
-        ValueError: ``steps`` is another word, or ``jobs`` is not at least 1.
+        ValueError: ``steps`` is another word.
 
     Example:
         >>> compare_runs("refs/run1", "runs/today").verdict  # doctest: +SKIP
@@ -112,11 +106,9 @@ def compare_runs(
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs must be at least 1, or None; got {jobs}.")
     ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
     names = str(reference), str(current)
-    return judge_runs(ours, theirs, names=names, steps=steps, check_files=check_files, jobs=jobs, progress=progress)
+    return judge_runs(ours, theirs, names=names, steps=steps, check_files=check_files, progress=progress)
 
 
 def judge_runs(
@@ -126,7 +118,6 @@ def judge_runs(
     names: tuple[str, str],
     steps: Literal["all", "common"] = "all",
     check_files: bool | None = None,
-    jobs: int | None = 1,
     progress: Callable[[int, int], None] | None = None,
     is_one_run: bool = False,
 ) -> Verdict:
@@ -136,9 +127,8 @@ def judge_runs(
         ours: the reference.
         theirs: the current run.
         names: of both, as the verdict shows them.
-        steps: as there, and so are check_files, jobs and progress.
+        steps: as there, and so are check_files and progress.
         check_files: likewise.
-        jobs: likewise.
         progress: likewise.
         is_one_run: they are one run, which a resumed attempt disagrees with: that it has no end says nothing.
     """
@@ -163,7 +153,7 @@ def judge_runs(
     )
     if not check_files and not records and any(map(walk.has_equal_steps, ours.ranks)):
         notes.append(CHAINS_NOTE)
-    found = _compare_ranks(walk, jobs, progress)
+    found = _compare_ranks(walk, progress)
     metric, num_metrics, num_other_metrics = _compare_metrics(walk)
     # of steps alone, none in common is no comparison
     if not records and not any(one.num_common for one in found) and not num_metrics:
@@ -396,7 +386,7 @@ class Findings:
             return None, str(error)
 
 
-def _compare_ranks(walk: RankWalk, jobs: int | None, progress: Callable[[int, int], None] | None) -> list[RankFindings]:
+def _compare_ranks(walk: RankWalk, progress: Callable[[int, int], None] | None) -> list[RankFindings]:
     """Return what all ranks tell, by rank."""
     ranks = walk.reference.ranks
     total = sum(map(walk.num_steps, ranks)) if progress is not None else 0
@@ -408,13 +398,7 @@ def _compare_ranks(walk: RankWalk, jobs: int | None, progress: Callable[[int, in
         if progress is not None:
             progress(num_done, total)
 
-    num_jobs = choose_jobs(jobs, walk)
-    found = (
-        (walk.compare(rank, report) for rank in ranks)
-        if num_jobs == 1
-        else compare_in_processes(walk, num_jobs, report)
-    )
-    return sorted(found, key=lambda one: one.rank)
+    return [walk.compare(rank, report) for rank in ranks]
 
 
 def _compare_metrics(walk: RankWalk) -> tuple[MetricDifference | None, int, int]:

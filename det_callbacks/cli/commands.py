@@ -52,7 +52,6 @@ def diff(options: argparse.Namespace) -> int:
             options.current,
             steps=options.steps,
             check_files=options.check_files or None,
-            jobs=options.jobs,
             progress=progress,
         )
     if options.json:

@@ -71,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read every step of both runs, also of large ones, where chains say that they agree",
     )
-    jobs = "processes that compare ranks (default: as many as pay)"
-    diff.add_argument("--jobs", type=_positive, metavar="N", help=jobs)
     diff.add_argument("--json", **as_json)
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run="commands.diff")
@@ -141,7 +139,3 @@ def _number(text: str, *, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number from {least} on; got {text!r}")
     return int(text)
-
-
-def _positive(text: str) -> int:
-    return _number(text, least=1)

@@ -1,9 +1,11 @@
 """Which rows of two steps belong together.
 
-The same program on both sides is aligned by position. Otherwise a sequence diff runs over the units of both sides
-(an op call with its rows), with digests as anchors: prefix and suffix, then keys that occur once, then longest common
-subsequences, from the strictest key to the loosest. The occurrence of a site and its edges are no keys, so one op
-inserted among twenty alike shows as one op; where several places are equally good, it is the earliest.
+The same program on both sides is aligned by position. Otherwise a sequence diff runs over the units of both sides: an
+op call with the input and generator rows that it made, the row of its varying arguments and its outputs, or one named
+row; what can be inserted or removed as a whole. Each unit has four keys. Digests are anchors: the strictest key comes
+first, and for each key prefix and suffix, then keys that occur once, then common blocks. The occurrence of a site and
+its edges are no keys, so one op inserted among twenty alike shows as one op; where several places are equally good, it
+is the earliest.
 """
 
 from collections import defaultdict
@@ -12,9 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from det_callbacks.compare.sequence import Budget, Gap, Pairs, gaps_between, match_longest, match_unique, trim
-from det_callbacks.compare.units import DIGEST, NUM_LEVELS, OP, STRUCTURE, Interner, Units, are_compatible, group
+from det_callbacks.compare.arguments import ArgumentReader
+from det_callbacks.compare.sequence import Gap, Pairs, gaps_between, match_repeated, match_unique, trim
 from det_callbacks.runs.program import Site, StepView
+
+DIGEST, ARGUMENTS, STRUCTURE, OP = range(4)
+"""Levels of keys: same bits, same arguments and layouts, same outputs and names, op alone.
+
+An op's outputs have names where the trace knew them, which it may not have on one side. So equal bits count whatever
+the names, then names count, and last the op counts alone.
+"""
+
+_LEADING = ("input", "generator", "delivered", "left")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,31 +52,141 @@ class Alignment:
 def align(reference: StepView, current: StepView) -> Alignment:
     """Return which rows of two steps belong together, in the order of the steps.
 
-    The same program on both sides costs nothing. Otherwise some 10 microseconds a site of both sides; the exact search
-    for the best alignment is bounded, so unrelated programs of 100,000 sites also take seconds.
+    The same program on both sides costs nothing. Otherwise some 10 microseconds a site of both sides; the search for
+    the best alignment is bounded, so unrelated programs of 100,000 sites also take seconds.
     """
     if reference.record.program_id == current.record.program_id:
         places = np.arange(len(reference.program), dtype=np.int64)
         return Alignment(reference=places, current=places, is_same_program=True)
-    interner = Interner()
-    left, right = group(reference, interner), group(current, interner)
-    return _Rows(reference, current, left, right).join(match_units(left, right))
+    numbers: dict[Hashable, int] = {}
+    left, right = group(reference, numbers), group(current, numbers)
+    return _Rows(reference, current, left, right).join(_match_units(left, right))
 
 
-def match_units(reference: Units, current: Units) -> Pairs:
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """The units of one side, in order.
+
+    Attributes:
+        leads: first row of each unit, input rows included.
+        starts: first row that the op itself has.
+        stops: one past the last row.
+        names: of the rows of each unit.
+        keys: by level, one number a unit; equal numbers are equal keys, on both sides.
+    """
+
+    leads: list[int]
+    starts: list[int]
+    stops: list[int]
+    names: list[tuple[str | None, ...]]
+    keys: tuple[list[int], ...]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def group(view: StepView, numbers: dict[Hashable, int]) -> Units:
+    """Return the units of a step; some 3 microseconds a site.
+
+    Args:
+        view: the step.
+        numbers: of the keys known so far, which both sides share; new ones are added.
+    """
+    sites, entries = view.program.sites, view.layout.entries
+    digests = view.record.digests.tolist()
+    reader = ArgumentReader(view)
+    known_entries: dict[int, int] = {}  # by object: hashing each entry anew would cost more
+
+    def number(*key: Hashable) -> int:
+        return numbers.setdefault(key, len(numbers))
+
+    def entry_number(place: int) -> int:
+        entry = entries[place]
+        known = known_entries.get(id(entry))
+        if known is None:
+            known = known_entries[id(entry)] = number("layout", entry)
+        return known
+
+    units = Units(*_bounds(sites), [], ([], [], [], []))
+    for start, stop in zip(units.starts, units.stops, strict=True):
+        first = start + (sites[start].role == "argument" and stop > start + 1)
+        rows = sites[first:stop]
+        head = rows[0]
+        # by their names the rows of a state or a batch are what they are; an op is its name and place
+        place = (head.phase, head.module, head.op, *(() if head.op else (head.role, head.name)))
+        kind = number(OP, place)
+        outputs = tuple((row.role, row.output) for row in rows)
+        units.names.append(tuple(row.name for row in rows))
+        structure = number(STRUCTURE, kind, outputs, units.names[-1])
+        given = (tuple(map(entry_number, range(first, stop))), reader.canonical(first) if head.op else "")
+        units.keys[OP].append(kind)
+        units.keys[STRUCTURE].append(structure)
+        units.keys[ARGUMENTS].append(number(ARGUMENTS, structure, given))
+        units.keys[DIGEST].append(number(DIGEST, kind, outputs, given, tuple(digests[first:stop])))
+    return units
+
+
+def _bounds(sites: tuple[Site, ...]) -> tuple[list[int], list[int], list[int]]:
+    leads: list[int] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    num_sites = len(sites)
+    place = 0
+    while place < num_sites:
+        start = _skip_leading(sites, place)
+        stop = start + 1
+        head = sites[start]
+        if head.op:
+            if head.role == "argument" and stop < num_sites and _follows(sites[stop], head, 0):
+                stop += 1
+            while stop < num_sites and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
+                stop += 1
+        leads.append(place)
+        starts.append(start)
+        stops.append(stop)
+        place = stop
+    return leads, starts, stops
+
+
+def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
+    """Return where the op begins that made the input rows from here on; ``place`` where no op made them."""
+    start = place
+    while start < len(sites) and sites[start].role in _LEADING:
+        start += 1
+    if start == place or start == len(sites) or not sites[start].op:
+        return place
+    reader = sites[start]
+    if reader.role == "argument" and start + 1 < len(sites):
+        reader = sites[start + 1]
+    # Rows of generators at a step's top have no op of their own, though one may come right after them.
+    first = start
+    while first > place and first - 1 in reader.inputs:
+        first -= 1
+    return start if first == place else place
+
+
+def _follows(site: Site, before: Site, output: int) -> bool:
+    return (
+        site.op == before.op
+        and site.output == output
+        and site.role in ("output", "value", "sent", "entering")
+        and site.phase == before.phase
+        and site.module == before.module
+    )
+
+
+def _match_units(reference: Units, current: Units) -> Pairs:
     """Return the matched units in order: index in the reference, index in the current step."""
-    budget = Budget()
     pairs: Pairs = []
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
-    for level in range(NUM_LEVELS):
-        left, right = reference.keys[level], current.keys[level]
+    for level, (left, right) in enumerate(zip(reference.keys, current.keys, strict=True)):
         remaining: list[Gap] = []
         for gap in gaps:
             for part in _split(left, right, gap, pairs, prefix_first=level == DIGEST):
                 if level > DIGEST:
-                    longest = match_longest(left, right, part, budget)
-                    pairs.extend(longest)
-                    remaining.extend(gaps_between(longest, part))
+                    repeated = match_repeated(left, right, part)
+                    pairs.extend(repeated)
+                    remaining.extend(gaps_between(repeated, part))
                 elif _has_same_structure(reference, current, part):
                     pairs.extend(zip(range(part[0], part[1]), range(part[2], part[3]), strict=True))
                 else:
@@ -105,7 +226,12 @@ def _has_same_structure(reference: Units, current: Units, gap: Gap) -> bool:
 
 
 def _have_compatible_names(left: tuple[str | None, ...], right: tuple[str | None, ...]) -> bool:
-    return len(left) == len(right) and all(map(are_compatible, left, right))
+    return len(left) == len(right) and all(map(_are_compatible, left, right))
+
+
+def _are_compatible(left: str | None, right: str | None) -> bool:
+    """Return whether two names may be of the same tensor: one of them may be unknown."""
+    return left is None or right is None or left == right
 
 
 class _Rows:
@@ -182,7 +308,7 @@ class _Rows:
 
     def _may_be_same(self, left: int, right: int) -> bool:
         one, other = self._site(0, left), self._site(1, right)
-        return one.role == other.role and are_compatible(one.name, other.name)
+        return one.role == other.role and _are_compatible(one.name, other.name)
 
     def _pair_by(self, strictness: int, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
         places: defaultdict[Hashable, list[int]] = defaultdict(list)

@@ -7,16 +7,16 @@ together can: the k-th call of a collective in a group is the same call on all o
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from det_callbacks.compare.align import Alignment
+from det_callbacks.compare.differences import SiteDifferences
 from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
 from det_callbacks.runs.values import itemsize
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
-Begins = Literal["own", "outside", "open", "none"]
+Begins = Literal["local", "external", "ambiguous", "received"]
 CallKey = tuple[str, str, int]
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
@@ -58,11 +58,11 @@ class RankDifference:
         segment: fit of the run.
         step: first training batch that differs.
         begins: the surest of what differs there though nothing that was read differs, and no collective delivered it.
-            "own": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
-            "outside": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
+            "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
+            "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
             the run's first difference that is the rank's own, and later it may follow from what another rank did.
-            "open": nobody recorded who wrote it, such as a gradient at a level below "op".
-            "none": a collective delivered all that differs.
+            "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
+            "received": a collective delivered all that differs.
         calls: the collectives that differ, in the order of the step.
     """
 
@@ -128,8 +128,8 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
         >>> got = CollectiveCall(
         ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=False, output_differs=True
         ... )
-        >>> zero = RankDifference(rank=0, segment=0, step=3, begins="none", calls=(got,))
-        >>> one = RankDifference(rank=1, segment=0, step=3, begins="own", calls=(sent,))
+        >>> zero = RankDifference(rank=0, segment=0, step=3, begins="received", calls=(got,))
+        >>> one = RankDifference(rank=1, segment=0, step=3, begins="local", calls=(sent,))
         >>> classify([zero, one]).sides
         ('receiver', 'origin')
     """
@@ -156,16 +156,16 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
 def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
     """Return who a rank that differs is, among the ranks that differ at the run's first differing step."""
     is_early = any(known is other for other in earliest)
-    if known.begins == "own" or (known.begins == "outside" and is_early):
+    if known.begins == "local" or (known.begins == "external" and is_early):
         return "origin"
-    if known.begins == "none":
+    if known.begins == "received":
         return "receiver"
-    if known.begins == "outside":
+    if known.begins == "external":
         return "unknown"
-    if not is_early or any(other.begins in ("own", "outside") for other in earliest):
+    if not is_early or any(other.begins in ("local", "external") for other in earliest):
         return "receiver"
     # nobody else can have started it, or several may have
-    return "origin" if sum(other.begins == "open" for other in earliest) == 1 else "unknown"
+    return "origin" if sum(other.begins == "ambiguous" for other in earliest) == 1 else "unknown"
 
 
 def call_key(op: str, group: str, number: int) -> CallKey:
@@ -173,32 +173,70 @@ def call_key(op: str, group: str, number: int) -> CallKey:
     return ("", group, 0) if op.partition(".")[2].startswith(_POINT_TO_POINT) else (op, group, number)
 
 
-def differing_calls(
-    reference: StepView, current: StepView, alignment: Alignment, rows: Iterable[int]
-) -> tuple[CollectiveCall, ...]:
-    """Return the collectives of a step that differ on this rank.
+def describe_rank(found: SiteDifferences) -> tuple[list[tuple[CallKey, int]], RankDifference]:
+    """Return what collectives delivered with nothing differing before it here, and what the other ranks have to know.
 
     Args:
-        reference: the step in the reference.
-        current: the same step of the current run.
-        alignment: which of their sites belong together.
-        rows: of the alignment, that differ.
+        found: how the first step of a rank differs that does.
+
+    Returns:
+        Rows that a collective delivered, with its call; and what is to be known of the rank.
     """
-    inputs: set[int] = set()
-    outputs: set[int] = set()
+    current = found.current
+    keys = {position: call_key(site.op, group, number) for position, site, group, number in _calls_in(current)}
+    delivered: list[tuple[CallKey, int]] = []
+    begins: set[Begins] = set()
+    for row in found.beginnings:
+        if found.site(row).role == "delivered" and not _is_in_flight(found, row):
+            position = found.places(row)[1]
+            delivered.extend((keys[call], row) for call in _calls_of(current, position)[:1])
+            begins.add("received")
+            continue
+        # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
+        has_received = "received" in begins
+        is_passed_on = has_received or found.site(row).role == "value" or found.is_after_readable(row)
+        begun = _begun(found, row, is_passed_on=is_passed_on)
+        if begun != "ambiguous" or not has_received:
+            begins.add(begun)
+    surest: tuple[Begins, ...] = ("local", "external", "ambiguous")
+    return delivered, RankDifference(
+        rank=current.rank,
+        segment=current.record.segment,
+        step=current.record.step,
+        begins=next((begun for begun in surest if begun in begins), "received"),
+        calls=_differing_calls(found),
+    )
+
+
+def _begun(found: SiteDifferences, row: int, *, is_passed_on: bool) -> Begins:
+    """Return how sure it is that a difference which nothing recorded led to is this rank's own."""
+    site = found.site(row)
+    if found.is_source(row):
+        if site.phase in ("data", "rng"):
+            return "local"
+        # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
+        is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
+        return "ambiguous" if is_exchanged or is_passed_on else "external"
+    if site.op and found.kinds[row] in ("argument", "missing", "extra"):
+        return "ambiguous" if is_passed_on else "external"
+    return "local" if found.is_origin(row) else "ambiguous"
+
+
+def _differing_calls(found: SiteDifferences) -> tuple[CollectiveCall, ...]:
+    """Return the collectives of a step that differ on this rank; one that only the reference has comes last."""
+    current, inputs, outputs = found.current, set[int](), set[int]()
+    if not any((view.program.roles == "sent").any() for view in (found.reference, current)):
+        return ()
     missing: list[Site] = []
-    for row in rows:
-        position = int(alignment.current[row])
-        site = current.program.sites[position] if position >= 0 else None
-        if site is None:
-            left = reference.program.sites[int(alignment.reference[row])]
-            if left.role == "sent" and left.output == 0:
-                missing.append(left)
+    for row in found.kinds:
+        site, position = found.site(row), found.places(row)[1]
+        if position < 0:
+            missing += [site] if site.role == "sent" and site.output == 0 else []
         elif site.role == "sent":
             inputs.add(position - site.output)
-        elif site.role == "delivered" and not is_in_flight(reference, current, int(alignment.reference[row]), position):
-            outputs.update(calls_of(current, position))
-    found = [
+        elif site.role == "delivered" and not _is_in_flight(found, row):
+            outputs.update(_calls_of(current, position))
+    calls = [
         CollectiveCall(
             op=site.op,
             group=group,
@@ -208,34 +246,37 @@ def differing_calls(
             num_bytes=_num_bytes(current, position),
             source=site.source,
         )
-        for position, site, group, number in calls_in(current.program.sites)
+        for position, site, group, number in _calls_in(current)
         if position in inputs or position in outputs
     ]
-    found.extend(
-        CollectiveCall(
-            op=site.op, group=_group_of(site), number=-1, input_differs=True, output_differs=False, source=site.source
-        )
-        for site in missing
-    )
-    return tuple(found)
+    lacking = {"number": -1, "input_differs": True, "output_differs": False}
+    calls += [CollectiveCall(op=one.op, group=_group_of(one), source=one.source, **lacking) for one in missing]
+    return tuple(calls)
 
 
-def calls_in(sites: Sequence[Site]) -> Iterator[tuple[int, Site, str, int]]:
+def _calls_in(view: StepView) -> Iterator[tuple[int, Site, str, int]]:
     """Yield position, first site, group and number of each collective of a step."""
     counts: Counter[tuple[str, str]] = Counter()
-    for position, site in enumerate(sites):
-        if site.role == "sent" and site.output == 0:
+    for position in (view.program.roles == "sent").nonzero()[0].tolist():
+        site = view.program.sites[position]
+        if site.output == 0:
             group = _group_of(site)
             yield position, site, group, counts[site.op, group]
             counts[site.op, group] += 1
 
 
-def is_in_flight(reference: StepView, current: StepView, left: int, right: int) -> bool:
-    """Return whether a site had not arrived from its collective yet when it was read, in one of two steps."""
-    entries = [
-        view.layout.entries[position] for view, position in ((reference, left), (current, right)) if position >= 0
-    ]
+def _is_in_flight(found: SiteDifferences, row: int) -> bool:
+    """Return whether a site had not arrived from its collective yet when it was read, in one of the two steps."""
+    views = zip((found.reference, found.current), found.places(row), strict=True)
+    entries = [view.layout.entries[position] for view, position in views if position >= 0]
     return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
+
+
+def _calls_of(view: StepView, position: int) -> list[int]:
+    """Return where the calls are that delivered what a site holds; none of a site that is not there."""
+    inputs = view.program.sites[position].inputs if position >= 0 else ()
+    read = ((place, view.program.sites[place]) for place in inputs)
+    return [place - site.output for place, site in read if site.role == "sent"]
 
 
 def _moment(known: RankDifference) -> tuple[int, int]:
@@ -245,14 +286,6 @@ def _moment(known: RankDifference) -> tuple[int, int]:
 def _delivered(known: RankDifference) -> Iterator[CollectiveCall]:
     """Yield the calls that brought a difference to a rank whose own part agrees."""
     return (call for call in known.calls if call.output_differs and not call.input_differs)
-
-
-def calls_of(view: StepView, position: int) -> Iterator[int]:
-    """Yield where the calls are that delivered what a site holds."""
-    for place in view.program.sites[position].inputs:
-        site = view.program.sites[place]
-        if site.role == "sent":
-            yield place - site.output
 
 
 def _group_of(site: Site) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from det_callbacks.compare.collectives import CallKey, Classification, RankDifference
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
-from det_callbacks.compare.step import StepDifference, compare_steps, reached_part
+from det_callbacks.compare.step import StepCounter, StepDifference, compare_steps, reached_part
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
@@ -167,6 +167,7 @@ class RankWalk:
             for run in (ours, theirs):
                 run.check_steps()
         tally, whole, first, num_common = Tally(), list[WholeSteps](), None, 0
+        counter = StepCounter()
         for segment in sorted({*ours.segments, *theirs.segments}):
             left, right = ours.fit(segment), theirs.fit(segment)
             num_equal = num_equal_steps(left, right)
@@ -177,10 +178,11 @@ class RankWalk:
             num_common += num_equal + len(in_ours & in_theirs)
             for step in sorted(in_ours & in_theirs):
                 views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
-                difference = compare_steps(*views, limit=0 if first else MAX_ORIGINS)
-                tally.count([step], views[1].program, difference.num_compared)
-                tally.num_differing += difference.num_differing
-                if first is None and difference.num_differing:
+                num_compared, num_differing = counter.count(*views)
+                tally.count([step], views[1].program, num_compared)
+                tally.num_differing += num_differing
+                if first is None and num_differing:
+                    difference = compare_steps(*views, limit=MAX_ORIGINS)
                     first = self._first(difference, is_first=step == int(left.steps[0]))
                 report(1)
             if not self.is_common:
@@ -270,16 +272,6 @@ class RankWalk:
         """Return whether steps of a rank are counted as equal by their chains."""
         runs = self.reference.rank(rank), self.current.rank(rank)
         return any(num_equal_steps(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
-
-    def num_left(self, rank: int) -> int:
-        """Return how many sites are to be aligned, of steps whose programs differ; all others cost next to nothing."""
-        runs, total = (self.reference.rank(rank), self.current.rank(rank)), 0
-        for segment in runs[0].segments:
-            ours, theirs = (run.fit(segment) for run in runs)
-            _, left, right = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
-            is_other = ours.program_ids[left] != theirs.program_ids[right]
-            total += int(theirs.num_digests[right][is_other].sum())
-        return total
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""

@@ -1,24 +1,15 @@
 """Two recordings of one step: what differs in them, and where it starts."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from det_callbacks.compare.align import Alignment, align
-from det_callbacks.compare.changes import Changes, find_changes
-from det_callbacks.compare.collectives import (
-    Begins,
-    CallKey,
-    RankDifference,
-    call_key,
-    calls_in,
-    calls_of,
-    differing_calls,
-    is_in_flight,
-)
-from det_callbacks.compare.origin import OriginFinder
-from det_callbacks.compare.units import ArgumentDifference
-from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout
+from det_callbacks.compare.arguments import ArgumentDifference
+from det_callbacks.compare.collectives import CallKey, RankDifference, describe_rank
+from det_callbacks.compare.differences import SiteDifferences
+from det_callbacks.runs.program import Layout, Program, StepView, TensorLayout
 from det_callbacks.verdict import Divergence, Kind
 
 STARTS_BACKWARD = "aten.ones_like.default"
@@ -26,6 +17,8 @@ STARTS_BACKWARD = "aten.ones_like.default"
 
 MAX_SOURCES = 10_000
 """Differing sources of one step that are looked at; a step reads them before anything else."""
+
+_MAX_ALIGNMENTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +35,6 @@ class Finding:
         unread: type of something in the batch that could not be looked into, which Python may have passed it on from.
         layouts: of the reference and of the current step, where the kind is structure.
         arguments: of an op whose arguments differ.
-        is_leading: it lies before everything that the step computed.
         has_equal_samples: of a batch tensor: its samples are the reference's, in another order.
         is_inside_region: an op that was seen inside a compiled region.
         is_written_unseen: a named tensor whose recorded writers agree.
@@ -60,7 +52,6 @@ class Finding:
     unread: str = ""
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
     arguments: ArgumentDifference | None = None
-    is_leading: bool = False
     has_equal_samples: bool = False
     is_inside_region: bool = False
     is_written_unseen: bool = False
@@ -105,17 +96,46 @@ class StepDifference:
     delivered: tuple[tuple[CallKey, Divergence], ...] = ()
 
 
+class StepCounter:
+    """Counts what differs in step after step: steps of the same two programs are aligned once, where they first occur.
+
+    There most digests agree that tell which sites belong together; in later steps of a difference none does.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, ...], Alignment] = OrderedDict()
+
+    def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
+        """Return how many sites both steps have, and how many divergences there are.
+
+        The same program on both sides costs one comparison of two arrays.
+        """
+        require_whole(reference, current)
+        ours, theirs = reference.record, current.record
+        if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
+            differs = ours.digests != theirs.digests
+            # other arguments are looked into; all else that differs in one and the same program is content
+            if not np.any(differs & (current.program.roles == "argument")):
+                return len(differs), int(np.count_nonzero(differs))
+        key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id
+        alignment = self._known.pop(key, None) or align(reference, current)
+        self._known[key] = alignment
+        if len(self._known) > _MAX_ALIGNMENTS:
+            self._known.popitem(last=False)
+        found = SiteDifferences(reference, current, alignment)
+        return found.num_compared, len(found.kinds)
+
+
 def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -> StepDifference:
     """Compare a step with the reference's.
 
     Equal steps and the same program on both sides cost one comparison of two arrays; other programs are aligned first
-    (see :func:`det_callbacks.compare.align.align`). What differs is then looked at site by site, some 5 microseconds
-    each.
+    (see :func:`det_callbacks.compare.align.align`).
 
     Args:
         reference: the step as the reference has it.
         current: the same step of the current run.
-        limit: how many divergences and how many origins are described; all are counted. With 0 they are only counted.
+        limit: how many divergences and how many origins are described; all are counted.
 
     Raises:
         ValueError: a step holds another number of digests or layouts than its program has sites.
@@ -125,42 +145,63 @@ def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -
         >>> [divergence.op for divergence in difference.divergences if divergence.is_origin]  # doctest: +SKIP
         ['aten.index_add_.default']
     """
-    for view in (reference, current):
+    found = differing_sites(reference, current)
+    rank, step, segment = current.rank, current.record.step, current.record.segment
+    if found is None or not found.kinds:
+        num_compared = len(current.program) if found is None else found.num_compared
+        return StepDifference(rank=rank, step=step, segment=segment, num_compared=num_compared)
+    judged = {row: found.is_origin(row) for row in found.beginnings}
+    origins = [row for row, is_origin in judged.items() if is_origin]
+    divergences = {row: describe(found, row) for row in (*list(found.kinds)[:limit], *origins[:limit])}
+
+    def finding(row: int) -> Finding:
+        return _finding(found, row, divergences.get(row) or describe(found, row))
+
+    first = next(iter(found.kinds))
+    is_before = (row for row in judged if not origins or row < origins[0])
+    sources = [row for row in is_before if row != first and found.is_source(row)]
+    evidence = dict.fromkeys((first, *sources[: MAX_SOURCES - 1], *origins[:1]))
+    restored = [row for row in judged if _is_state_found(found, row)]
+    delivered, among_ranks = describe_rank(found)
+    return StepDifference(
+        rank=rank,
+        step=step,
+        segment=segment,
+        num_compared=found.num_compared,
+        num_differing=len(found.kinds),
+        divergences=tuple(divergences[row] for row in list(found.kinds)[:limit]),
+        origins=tuple(divergences[row] for row in origins[:limit]),
+        findings=tuple(map(finding, evidence)),
+        kinds=frozenset(found.kinds.values()),
+        restored=tuple(map(finding, restored[:MAX_SOURCES])),
+        num_initial=sum(_is_state_found(found, row) for row in np.flatnonzero(found.is_leading).tolist()),
+        among_ranks=among_ranks,
+        delivered=tuple((call, describe(found, row)) for call, row in delivered[:limit]),
+    )
+
+
+def differing_sites(reference: StepView, current: StepView) -> SiteDifferences | None:
+    """Return how the sites of a step differ; None where they cost no more than a look because all bits agree.
+
+    Raises:
+        ValueError: as ``compare_steps`` does.
+    """
+    require_whole(reference, current)
+    ours, theirs = reference.record, current.record
+    is_same = (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id)
+    if is_same and np.array_equal(ours.digests, theirs.digests):
+        return None
+    return SiteDifferences(reference, current, align(reference, current))
+
+
+def require_whole(*views: StepView) -> None:
+    """Raise ValueError where a step holds another number of digests or layouts than its program has sites."""
+    for view in views:
         if not len(view.program) == len(view.layout) == len(view.record.digests):
             raise ValueError(
                 f"Step {view.record.step} of rank {view.rank} holds {len(view.record.digests)} digests and "
                 f"{len(view.layout)} layouts for the {len(view.program)} sites of its program."
             )
-    rank, step, segment = current.rank, current.record.step, current.record.segment
-    is_same = (
-        reference.record.program_id == current.record.program_id
-        and reference.record.layout_id == current.record.layout_id
-    )
-    if is_same:
-        differs = reference.record.digests != current.record.digests
-        num_differing = int(np.count_nonzero(differs))
-        # Other arguments are looked into; all else that differs in one and the same program is content.
-        if not num_differing or (not limit and not np.any(differs & current.program.is_argument)):
-            return StepDifference(
-                rank=rank,
-                step=step,
-                segment=segment,
-                num_compared=len(current.program),
-                num_differing=num_differing,
-                kinds=frozenset(("content",) if num_differing else ()),
-            )
-    alignment = align(reference, current)
-    changes = find_changes(reference, current, alignment)
-    if not limit or not changes.kinds:
-        return StepDifference(
-            rank=rank,
-            step=step,
-            segment=segment,
-            num_compared=changes.num_compared,
-            num_differing=len(changes.kinds),
-            kinds=frozenset(changes.kinds.values()),
-        )
-    return _Description(reference, current, alignment, changes).difference(limit)
 
 
 def reached_part(reference: StepView, current: StepView) -> StepView:
@@ -181,175 +222,73 @@ def empty_step(view: StepView) -> StepView:
 def _beginning(view: StepView, num_sites: int) -> StepView:
     program = Program(sites=view.program.sites[:num_sites])
     layout = Layout(entries=view.layout.entries[:num_sites])
-    record = replace(
-        view.record,
-        program_id=program.id,
-        layout_id=layout.id,
-        digests=np.array(view.record.digests[:num_sites], dtype=np.uint64),
-    )
+    digests = np.array(view.record.digests[:num_sites], dtype=np.uint64)
+    record = replace(view.record, program_id=program.id, layout_id=layout.id, digests=digests)
     return replace(view, record=record, program=program, layout=layout)
 
 
-class _Description:
-    """Describes the differing rows of one step."""
+def describe(found: SiteDifferences, row: int) -> Divergence:
+    """Return a differing row as the verdict has it."""
+    left, right = found.places(row)
+    site, ours, theirs = found.site(row), found.reference, found.current
+    layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
+    is_tensor = layout is not None and site.role not in ("value", "argument", "graph")
+    before = ours.program.sites[left] if left >= 0 else site
+    return Divergence(
+        rank=theirs.rank,
+        step=theirs.record.step,
+        phase=site.phase,
+        module=site.module,
+        op=site.op,
+        occurrence=site.occurrence,
+        output=site.output,
+        name=site.name or before.name,
+        kind=found.kinds[row],
+        source=site.source or before.source,
+        shape=layout.shape if layout is not None and is_tensor else None,
+        dtype=layout.dtype if layout is not None and is_tensor else None,
+        reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
+        current_digest=None if right < 0 else f"{int(theirs.record.digests[right]):016x}",
+        is_origin=found.is_origin(row),
+    )
 
-    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, changes: Changes) -> None:
-        self._reference = reference
-        self._current = current
-        self._alignment = alignment
-        self._changes = changes
-        self._finder = OriginFinder(reference, current, alignment, changes)
 
-    def difference(self, limit: int) -> StepDifference:
-        divergences: list[Divergence] = []
-        origins: list[Divergence] = []
-        findings: list[Finding] = []
-        restored: list[Finding] = []
-        delivered, begins = self._beginnings(limit)
-        for row in self._changes.kinds:
-            is_wanted = len(divergences) < limit
-            if not is_wanted and len(origins) >= limit:
-                break
-            is_origin = self._finder.is_origin(row)
-            is_evidence = not origins and len(findings) < MAX_SOURCES and (not findings or self._is_source(row))
-            is_restored = len(restored) < MAX_SOURCES and self._is_state_found(row)
-            if not (is_wanted or is_evidence or is_origin or is_restored):
-                continue
-            finding = self._finding(row, is_origin)
-            if is_wanted:
-                divergences.append(finding.divergence)
-            if is_evidence or (is_origin and not origins):
-                findings.append(finding)
-            if is_origin and len(origins) < limit:
-                origins.append(finding.divergence)
-            if is_restored:
-                restored.append(finding)
-        return StepDifference(
-            rank=self._current.rank,
-            step=self._current.record.step,
-            segment=self._current.record.segment,
-            num_compared=self._changes.num_compared,
-            num_differing=len(self._changes.kinds),
-            divergences=tuple(divergences),
-            origins=tuple(origins),
-            findings=tuple(findings),
-            kinds=frozenset(self._changes.kinds.values()),
-            restored=tuple(restored),
-            num_initial=sum(
-                self._is_state_found(row) for row in range(len(self._alignment)) if self._finder.is_leading(row)
-            ),
-            among_ranks=RankDifference(
-                rank=self._current.rank,
-                segment=self._current.record.segment,
-                step=self._current.record.step,
-                begins=begins,
-                calls=differing_calls(self._reference, self._current, self._alignment, self._changes.kinds),
-            ),
-            delivered=tuple(delivered),
-        )
+def _finding(found: SiteDifferences, row: int, divergence: Divergence) -> Finding:
+    left, right = found.places(row)
+    site = found.site(row)
+    layouts = (
+        (found.reference.layout.entries[left], found.current.layout.entries[right]) if min(left, right) >= 0 else None
+    )
+    return Finding(
+        divergence=divergence,
+        position=row,
+        role=site.role,
+        is_source=found.is_source(row),
+        is_rewired=found.is_rewired(row),
+        is_passed_on=found.may_be_passed_on(row),
+        unread=found.unread,
+        layouts=layouts if layouts is not None and layouts[0] != layouts[1] else None,
+        arguments=found.arguments.get(row),
+        has_equal_samples=divergence.kind == "content" and _has_equal_samples(found, row),
+        is_inside_region=found.is_inside_region(row),
+        is_written_unseen=found.is_written_unseen(row),
+        starts_backward=site.op == STARTS_BACKWARD and found.first_reader(row) == "backward",
+        draws=found.draws(row),
+        read_in=found.first_reader(row) if site.role == "input" else "",
+    )
 
-    def _beginnings(self, limit: int) -> tuple[list[tuple[CallKey, Divergence]], Begins]:
-        """Return what a collective delivered with nothing differing before it here, and what else began."""
-        delivered: list[tuple[CallKey, Divergence]] = []
-        begins: set[Begins] = set()
-        calls: dict[int, CallKey] = {}
-        was_delivered = False
-        for row in self._changes.kinds:
-            left, right = self._places(row)
-            site = self._finder.site(row)
-            if self._finder.has_differing_input(row):
-                continue
-            if site.role != "delivered" or is_in_flight(self._reference, self._current, left, right):
-                # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
-                is_passed_on = was_delivered or site.role == "value" or self._finder.is_after_readable(row)
-                begun = self._begun(row, site, is_passed_on=is_passed_on)
-                if begun != "open" or not was_delivered:
-                    begins.add(begun)
-                continue
-            was_delivered = True
-            if right >= 0 and len(delivered) < limit:
-                calls = calls or {
-                    position: call_key(call.op, group, number)
-                    for position, call, group, number in calls_in(self._current.program.sites)
-                }
-                call = next(calls_of(self._current, right))
-                delivered.append((calls[call], self._finding(row, None).divergence))
-        surest: tuple[Begins, ...] = ("own", "outside", "open")
-        return delivered, next((begun for begun in surest if begun in begins), "none")
 
-    def _begun(self, row: int, site: Site, *, is_passed_on: bool) -> Begins:
-        """Return how sure it is that a difference which nothing recorded led to is this rank's own."""
-        if self._is_source(row):
-            if site.phase in ("data", "rng"):
-                return "own"
-            # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
-            is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
-            return "open" if is_exchanged or is_passed_on else "outside"
-        if site.op and self._changes.kinds[row] in ("argument", "missing", "extra"):
-            return "open" if is_passed_on else "outside"
-        return "own" if self._finder.is_origin(row) else "open"
+def _is_state_found(found: SiteDifferences, row: int) -> bool:
+    """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
+    site = found.site(row)
+    if site.op or site.name is None or site.role not in ("named", "input"):
+        return False
+    return site.role == "input" or (site.phase == "state" and bool(found.is_leading[row]))
 
-    def _is_state_found(self, row: int) -> bool:
-        """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
-        site = self._finder.site(row)
-        if site.op or site.name is None or site.role not in ("named", "input"):
-            return False
-        is_found = site.role == "input" or (site.phase == "state" and self._finder.is_leading(row))
-        return is_found and not self._finder.has_differing_input(row)
 
-    def _places(self, row: int) -> tuple[int, int]:
-        return int(self._alignment.reference[row]), int(self._alignment.current[row])
-
-    def _is_source(self, row: int) -> bool:
-        return self._finder.is_source(row) and not self._finder.has_differing_input(row)
-
-    def _finding(self, row: int, is_origin: bool | None) -> Finding:
-        left, right = self._places(row)
-        kind = self._changes.kinds[row]
-        site = self._finder.site(row)
-        ours = self._reference.layout.entries[left] if left >= 0 else None
-        theirs = self._current.layout.entries[right] if right >= 0 else None
-        layout = theirs if right >= 0 else ours
-        is_tensor = layout is not None and site.role not in ("value", "argument", "graph")
-        divergence = Divergence(
-            rank=self._current.rank,
-            step=self._current.record.step,
-            phase=site.phase,
-            module=site.module,
-            op=site.op,
-            occurrence=site.occurrence,
-            output=site.output,
-            name=site.name or (self._reference.program.sites[left].name if left >= 0 else None),
-            kind=kind,
-            source=site.source or (self._reference.program.sites[left].source if left >= 0 else ()),
-            shape=layout.shape if layout is not None and is_tensor else None,
-            dtype=layout.dtype if layout is not None and is_tensor else None,
-            reference_digest=None if left < 0 else f"{int(self._reference.record.digests[left]):016x}",
-            current_digest=None if right < 0 else f"{int(self._current.record.digests[right]):016x}",
-            is_origin=is_origin,
-        )
-        return Finding(
-            divergence=divergence,
-            position=row,
-            role=site.role,
-            is_source=self._is_source(row),
-            is_rewired=self._finder.is_rewired(row),
-            is_passed_on=self._finder.may_be_passed_on(row),
-            unread=self._finder.unread,
-            layouts=(ours, theirs) if left >= 0 and right >= 0 and ours != theirs else None,
-            arguments=self._changes.arguments.get(row),
-            is_leading=self._finder.is_leading(row),
-            has_equal_samples=kind == "content" and self._has_equal_samples(row),
-            is_inside_region=self._finder.is_inside_region(row),
-            is_written_unseen=self._finder.is_written_unseen(row),
-            starts_backward=site.op == STARTS_BACKWARD and self._finder.first_reader(row) == "backward",
-            draws=self._finder.draws(row),
-            read_in=self._finder.first_reader(row) if site.role == "input" else "",
-        )
-
-    def _has_equal_samples(self, row: int) -> bool:
-        """Return whether the order-free digest of a batch tensor's samples, which follows it, agrees."""
-        if row + 1 >= len(self._alignment) or row + 1 in self._changes.kinds:
-            return False
-        site, following = (self._current.program.sites[self._places(place)[1]] for place in (row, row + 1))
-        return site.phase == "data" and following.role == "samples" and following.name == site.name
+def _has_equal_samples(found: SiteDifferences, row: int) -> bool:
+    """Return whether the order-free digest of a batch tensor's samples, which follows it, agrees."""
+    if row + 1 >= len(found.alignment) or row + 1 in found.kinds:
+        return False
+    site, following = found.site(row), found.site(row + 1)
+    return site.phase == "data" and following.role == "samples" and following.name == site.name

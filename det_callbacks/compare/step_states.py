@@ -8,14 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from det_callbacks.compare.align import Alignment, align
-from det_callbacks.compare.changes import Changes, find_changes
-from det_callbacks.compare.origin import OriginFinder
+from det_callbacks.compare.differences import SiteDifferences
 from det_callbacks.compare.ranks import num_equal_steps
 from det_callbacks.compare.record import FitRecord
-from det_callbacks.runs.program import Site, StepView
+from det_callbacks.compare.step import differing_sites
 from det_callbacks.runs.store import Run
 
 Outcome = Literal["equal", "differs", "missing", "extra", "unkept", "unknown"]
@@ -26,40 +22,6 @@ missing, extra: only the reference, or only the current run, has it.
 unkept: a verification found that it differs, and did not keep it, so that nobody knows in what.
 unknown: a verification kept nothing of it and does not say that it compared it.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SiteDifferences:
-    """How the sites of one step differ.
-
-    Attributes:
-        reference: the step as the reference has it.
-        current: the same step of the current run.
-        alignment: which of their sites belong together; a row below is one of its rows.
-        changes: what differs, and in what.
-        rows: int64, rows that differ, ascending.
-        origins: bool by entry of ``rows``: an op with nothing it read differing.
-        sources: bool likewise: something that entered the step here (a batch, a weight, a generator).
-        unproven: bool likewise: nothing that it read differs, and that it starts there cannot be proven all the same.
-    """
-
-    reference: StepView
-    current: StepView
-    alignment: Alignment
-    changes: Changes
-    rows: np.ndarray
-    origins: np.ndarray
-    sources: np.ndarray
-    unproven: np.ndarray
-
-    def places(self, row: int) -> tuple[int, int]:
-        """Return the positions of a row in the reference and in the current step, -1 where there is none."""
-        return int(self.alignment.reference[row]), int(self.alignment.current[row])
-
-    def site(self, row: int) -> Site:
-        """Return the site of a row: that of the current step, where it has one."""
-        left, right = self.places(row)
-        return self.current.program.sites[right] if right >= 0 else self.reference.program.sites[left]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,6 +80,7 @@ def walk_outcomes(
         sites = None
         if left >= num_equal:
             sites = differing_sites(reference.view(rank, segment, step), current.view(rank, segment, step))
+            sites = sites if sites is not None and sites.kinds else None
         yield StepOutcome(
             step=step,
             outcome="equal" if sites is None else "differs",
@@ -141,32 +104,6 @@ def first_difference(
         return min([*named, *theirs.steps[:1].tolist()], default=None)
     num_equal = num_equal_steps(ours, theirs)
     return min([*ours.steps[num_equal:][:1].tolist(), *theirs.steps[num_equal:][:1].tolist()], default=None)
-
-
-def differing_sites(reference: StepView, current: StepView) -> SiteDifferences | None:
-    """Return how the sites of a step differ, the first argument as the reference has it; None when they do not."""
-    alignment = align(reference, current)
-    changes = find_changes(reference, current, alignment)
-    if not changes.kinds:
-        return None
-    rows = np.fromiter(changes.kinds, dtype=np.int64, count=len(changes.kinds))
-    origins, sources, unproven = (np.zeros(len(rows), dtype=bool) for _ in range(3))
-    finder = OriginFinder(reference, current, alignment, changes)
-    for index, row in enumerate(changes.kinds):
-        if not finder.has_differing_input(row):  # few rows do not
-            is_origin = finder.is_origin(row)
-            origins[index], unproven[index] = is_origin is True, is_origin is None
-            sources[index] = finder.is_source(row)
-    return SiteDifferences(
-        reference=reference,
-        current=current,
-        alignment=alignment,
-        changes=changes,
-        rows=rows,
-        origins=origins,
-        sources=sources,
-        unproven=unproven,
-    )
 
 
 def _outcome_without_current(step: int, *, keeps: str, known: FitRecord | None) -> Outcome:

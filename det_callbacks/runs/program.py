@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -157,9 +158,21 @@ class Program:
         return digest_bytes(b"\n".join([_to_json(site.identity()) for site in self.sites]))
 
     @cached_property
-    def is_argument(self) -> np.ndarray:
-        """Bool by position: whether it is a row of varying arguments."""
-        return np.fromiter((site.role == "argument" for site in self.sites), dtype=bool, count=len(self.sites))
+    def roles(self) -> np.ndarray:
+        """Role by position, as text."""
+        return np.array([site.role for site in self.sites], dtype="U9")
+
+    @cached_property
+    def phases(self) -> np.ndarray:
+        """Phase by position, as text."""
+        return np.array([site.phase for site in self.sites], dtype="U9")
+
+    @cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two int64 arrays with an entry for each site that another one reads: the reader, and what it reads."""
+        num_read = [len(site.inputs) for site in self.sites]
+        read = np.fromiter(chain.from_iterable(site.inputs for site in self.sites), dtype=np.int64, count=sum(num_read))
+        return np.repeat(np.arange(len(num_read)), num_read), read
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,16 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    @cached_property
+    def dtypes(self) -> np.ndarray:
+        """Dtype by position, as text; "" where there is no tensor."""
+        return np.array(["" if entry is None else entry.dtype for entry in self.entries], dtype=np.str_)
+
+    @cached_property
+    def unread(self) -> str:
+        """Type of the first object in the batch that could not be looked into; "" where there is none."""
+        return next((entry.dtype for entry in self.entries if entry is not None and entry.detail == UNREAD), "")
 
     @cached_property
     def id(self) -> int:

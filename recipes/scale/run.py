@@ -25,7 +25,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=50, help="default: %(default)s")
     parser.add_argument("--sites", type=positive, default=4000, help="sites of a step; default: %(default)s")
     parser.add_argument("--folder", type=Path, help="keep the runs there; default: a temporary folder")
-    parser.add_argument("--jobs", type=positive, help="processes that compare; default: as many as pay")
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="what the second run is; default: all"
     )
@@ -69,7 +68,7 @@ def main() -> None:
             write_run(folder / case, num_ranks=ranks, num_steps=steps, num_sites=sites, differences=planted)
             for check_files in (False, True):
                 start = time.perf_counter()
-                verdict = compare_runs(folder / "reference", folder / case, check_files=check_files, jobs=options.jobs)
+                verdict = compare_runs(folder / "reference", folder / case, check_files=check_files)
                 seconds = time.perf_counter() - start
                 how = "reads all" if check_files else "by chains"
                 print(f"{CASES[case]:38} {how}: {seconds:6.2f} s, {shown(verdict)}")

@@ -27,7 +27,7 @@ def call(*, put: bool, got: bool, op: str = REDUCE, group: str = "0-2", number: 
     )
 
 
-def rank(number: int, *calls: CollectiveCall, begins: Begins = "none", step: int = 3) -> RankDifference:
+def rank(number: int, *calls: CollectiveCall, begins: Begins = "received", step: int = 3) -> RankDifference:
     return RankDifference(rank=number, segment=0, step=step, begins=begins, calls=calls)
 
 
@@ -39,7 +39,7 @@ def test_nothing_differs(tmp_path: Path) -> None:
 
 def test_one_rank_started_it_and_the_others_received_it(tmp_path: Path) -> None:
     got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="own"), rank(2, got)])
+    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local"), rank(2, got)])
     assert found.sides == ("receiver", "origin", "receiver")
     assert (found.origins, found.receivers, found.collective, found.through) == ((1,), (0, 2), None, got)
     assert explain_ranks(found) == (
@@ -63,13 +63,13 @@ def test_the_collective_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"group": "1-2"}, {"number": 1}, {"op": "c10d.broadcast_.default"}])
 def test_another_call_explains_nothing(other: dict[str, Any], tmp_path: Path) -> None:
-    found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), begins="own")])
+    found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), begins="local")])
     assert found.collective == call(put=False, got=True)
 
 
 def test_a_later_collective_hands_on_what_an_earlier_one_brought(tmp_path: Path) -> None:
     first, second = call(put=False, got=True), call(put=True, got=True, number=1)
-    found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, begins="own")])
+    found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, begins="local")])
     assert found.sides == ("receiver", "origin")
     assert found.through == first
     found = classify([rank(0, first, second), rank(1, first, second)])
@@ -79,16 +79,16 @@ def test_a_later_collective_hands_on_what_an_earlier_one_brought(tmp_path: Path)
 def test_the_ends_of_a_message_belong_together(tmp_path: Path) -> None:
     got = call(put=False, got=True, op="c10d.recv_.default")
     put = call(put=True, got=False, op="c10d.send.default")
-    assert classify([rank(0, got), rank(1, put, begins="own")]).sides == ("receiver", "origin")
-    assert classify([rank(0, got), rank(1, put, begins="own")]).collective is None
+    assert classify([rank(0, got), rank(1, put, begins="local")]).sides == ("receiver", "origin")
+    assert classify([rank(0, got), rank(1, put, begins="local")]).collective is None
     assert classify([rank(0, got), None]).collective == got
 
 
 def test_ranks_that_differ_later_do_not_explain_an_earlier_step(tmp_path: Path) -> None:
     got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="own", step=4)])
+    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local", step=4)])
     assert found.collective == got
-    later = classify([rank(0, begins="own"), rank(1, got, step=4)])
+    later = classify([rank(0, begins="local"), rank(1, got, step=4)])
     assert (later.sides, later.collective) == (("origin", "receiver"), None)
 
 
@@ -179,7 +179,7 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
     assert "which is a race" in verdict.explanation
     among = compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()).among_ranks
     assert among is not None
-    assert (among.begins, among.calls) == ("open", ())
+    assert (among.begins, among.calls) == ("ambiguous", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
     verdict = judge(tmp_path, (reference, current))

@@ -11,8 +11,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from det_callbacks.compare.differences import SiteDifferences
 from det_callbacks.compare.record import read_compared
-from det_callbacks.compare.step_states import Outcome, SiteDifferences, first_difference, walk_outcomes
+from det_callbacks.compare.step_states import Outcome, first_difference, walk_outcomes
 from det_callbacks.report.console import count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
@@ -288,8 +289,8 @@ class _SiteRows:
         sides = [(view, place) for view, place in ((sites.reference, left), (sites.current, right)) if place >= 0]
         digests = {id(view): f"{int(view.record.digests[place]):016x}" for view, place in sides}
         tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides]
-        kind = sites.changes.kinds.get(row, "")
-        state = self._states.get(row, "carried on" if sites.changes.differs[row] else "agrees")
+        kind = sites.kinds.get(row, "")
+        state = self._states.get(row, "carried on" if sites.differs[row] else "agrees")
         source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
         return (
             *(left if right < 0 else right, state, site.phase, _label_of(site.module), describe_site(site)),
