@@ -249,8 +249,12 @@ def _differing_calls(found: SiteDifferences) -> tuple[CollectiveCall, ...]:
         for position, site, group, number in _calls_in(current)
         if position in inputs or position in outputs
     ]
-    lacking = {"number": -1, "input_differs": True, "output_differs": False}
-    calls += [CollectiveCall(op=one.op, group=_group_of(one), source=one.source, **lacking) for one in missing]
+    calls += [
+        CollectiveCall(
+            op=site.op, group=_group_of(site), number=-1, input_differs=True, output_differs=False, source=site.source
+        )
+        for site in missing
+    ]
     return tuple(calls)
 
 

@@ -354,7 +354,7 @@ def num_leading_sites(program: Program) -> int:
 
 def _readable_sites(program: Program) -> np.ndarray:
     """Return, bool by position, whether Python may know of what is there: a number, the batch, its own generators."""
-    is_readable = (program.roles == "value") | (program.phases == "data")
+    is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS
     return is_readable
