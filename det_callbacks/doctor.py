@@ -13,8 +13,11 @@ from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import too_late
+from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
+
+_FACTS = ("python.version", "torch.version", "lightning.version", "cpu.model", "torch.cpu_capability")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class SettingFinding:
         in_force: what torch or the process says.
         state: how the two compare.
         to_do: line of code, variable or reason; "" where there is nothing to do.
-        why: what may happen without it.
+        effect: what the setting changes, and what that costs.
     """
 
     name: str
@@ -35,27 +38,17 @@ class SettingFinding:
     in_force: Any
     state: State
     to_do: str
-    why: str
+    effect: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFinding:
-    """An entry of the environment that is another one than in a reference.
+    """How an entry of the environment, here the current one, differs from a reference's, and what would make it equal.
 
-    Attributes:
-        name: of the entry.
-        reference: value there.
-        here: value here.
-        is_machine: a machine fact, not a choice.
-        changes_bits: whether it can change bits by itself.
-        to_do: line that makes it the reference's; "" where there is none.
+    ``to_do`` is "" where nothing is known to.
     """
 
-    name: str
-    reference: Any
-    here: Any
-    is_machine: bool
-    changes_bits: bool
+    difference: EnvironmentDifference
     to_do: str
 
 
@@ -76,20 +69,14 @@ class Diagnosis:
     differences: tuple[EnvironmentFinding, ...]
 
     @property
-    def is_well(self) -> bool:
-        """Whether everything asked for is in force, or can have no effect here."""
-        return all(finding.state not in ("not in force", "too late") for finding in self.settings)
+    def missing(self) -> list[str]:
+        """The settings that are asked for, not in force, and would have an effect here."""
+        return [finding.name for finding in self.settings if finding.state in ("not in force", "too late")]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "schema": 1,
-            "is_well": self.is_well,
-            "facts": dict(self.facts),
-            "settings": [asdict(finding) for finding in self.settings],
-            "against": self.against,
-            "differences": [asdict(finding) for finding in self.differences],
-        }
+        differences = [{**asdict(one.difference), "to_do": one.to_do} for one in self.differences]
+        return {"schema": 1, "is_well": not self.missing, **asdict(self), "differences": differences}
 
 
 def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None = None) -> Diagnosis:
@@ -101,24 +88,19 @@ def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None
     """
     if settings is None:
         settings = DeterminismSettings() if against is None else _settings_of(against)
-    in_force = settings_in_force()
-    findings = tuple(_find(name, getattr(settings, name), found) for name, found in in_force.items())
-    differences: tuple[EnvironmentFinding, ...] = ()
-    if against is not None:
-        if torch.cuda.is_available():
-            torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
-        differences = _differences(against)
+    findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
+    if against is not None and torch.cuda.is_available():
+        torch.cuda.init()  # only now: what is said of a GPU can be asked through a context alone
     return Diagnosis(
         facts=_facts(),
         settings=findings,
         against=None if against is None else str(against.path),
-        differences=differences,
+        differences=() if against is None else _differences(against),
     )
 
 
 def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
     setting = SETTINGS[name]
-    late = None if wanted is None else too_late(setting, wanted)
     state: State
     to_do = ""
     if wanted is None:
@@ -128,9 +110,10 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
     elif setting.is_cuda_only and not torch.cuda.is_available():
         state = "no effect here"
     else:
+        late = too_late(setting, wanted)
         state = "not in force" if late is None else "too late"
         to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
-    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, why=setting.why)
+    return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, effect=setting.effect)
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
@@ -152,39 +135,29 @@ def _settings_of(run: Run) -> DeterminismSettings:
 def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
     here = capture_environment()
     found = [
-        EnvironmentFinding(
-            name=entry.name,
-            reference=entry.reference,
-            here=entry.current,
-            is_machine=entry.is_machine,
-            changes_bits=entry.changes_bits,
-            to_do=_line_for_entry(entry.name, entry.reference),
-        )
-        for entry in compare_environments(run.environment, here)
+        EnvironmentFinding(difference=one, to_do=_line_for_entry(one.name, one.reference))
+        for one in compare_environments(run.environment, here)
         # what a Trainer or a configuration chose is nothing that can be seen without it
-        if entry.name in here.entries and not entry.name.startswith(("settings.", "code."))
+        if one.name in here.entries and not one.name.startswith(("settings.", "code."))
     ]
-    return tuple(sorted(found, key=lambda finding: (not finding.changes_bits, finding.name)))
+    return tuple(sorted(found, key=lambda finding: (not finding.difference.changes_bits, finding.difference.name)))
 
 
 def _line_for_entry(name: str, value: Any) -> str:
-    if name.startswith("env."):
-        variable = name.removeprefix("env.")
-        return f"unset {variable}" if value is None else f"export {variable}={value}"
+    """Return the line that makes an entry the reference's; "" where there is none."""
+    start, _, rest = name.partition(".")
+    if start == "env":
+        return f"unset {rest}" if value is None else f"export {rest}={value}"
     if name in ("torch.num_threads", "torch.num_interop_threads"):
-        return SETTINGS[name.removeprefix("torch.")].how(value)
-    package, _, is_version = name.rpartition(".")
-    if is_version == "version" and package in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
-        return f"pip install {package}=={str(value).partition('+')[0]}"
-    if name == "torch.cpu_capability":
-        return f"export ATEN_CPU_CAPABILITY={str(value).lower()}"
-    return ""
+        return SETTINGS[rest].how(value)
+    if rest == "version" and start in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
+        return f"pip install {start}=={str(value).partition('+')[0]}"
+    return f"export ATEN_CPU_CAPABILITY={str(value).lower()}" if name == "torch.cpu_capability" else ""
 
 
 def _facts() -> dict[str, Any]:
     entries = capture_environment().entries
-    names = ("python.version", "torch.version", "lightning.version", "cpu.model", "torch.cpu_capability")
-    facts = {name: entries[name].value for name in (*names, "torch.num_threads")}
+    facts = {name: entries[name].value for name in (*_FACTS, "torch.num_threads")}
     count = torch.cuda.device_count()
     facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -1,46 +1,26 @@
-"""What can change the bits of a run, and how two environments differ.
+"""What can change the bits of a run: the environment of this process, its code, and the command that started it.
 
-An entry is a *choice* (somebody decided it), which never excuses a divergence, or a *machine* fact (it came with the
-place), which does when it can change bits and the bits did change. So an entry counts as able to change bits only when
-it acts by itself: one that acts through another entry would excuse divergences that it has nothing to do with.
-
-=======================================  =======  ====  ==============================================================
-name                                     kind     bits  why
-=======================================  =======  ====  ==============================================================
-python.*, platform.*, numpy.version      machine  yes   libm, the sum of floats, data augmentation
-cpu.architecture, cpu.model              machine  yes   kernels and block sizes are chosen by them
-cpu.count                                machine  no    acts through torch.num_threads
-torch.version, build, mkl, cuda, ...     machine  yes   other kernels, or the same in another order
-torch.cpu_capability                     machine  yes   the width of vectors is the order of sums
-torch.num_threads                        machine  yes   sums are split among threads
-torch.num_interop_threads                machine  no    runs whole ops side by side, splits none
-torch.backends.*                         machine  yes   flags that choose another kernel for the same op
-triton.version, gpu.*                    machine  yes   kernels are compiled for, and chosen by, the device
-digest.cuda, digest.mps, ...             machine  no    the same bits in every way, checked before use
-gpu.count                                machine  no    acts through the world size, a choice
-lightning.version                        machine  yes   decides which ops run, and in which order
-det_callbacks.version                    machine  no    a trace changes no bits (a test holds it to that)
-env.MKL_CBWR, env.NCCL_ALGO, ...         machine  yes   variables that choose kernels or algorithms
-env.OMP_NUM_THREADS, MKL_NUM_THREADS     machine  no    act through torch.num_threads
-env.PYTHONHASHSEED, ...                  choice   yes   variables that ask for determinism
-settings.*, torch.default_dtype          choice   yes   seed, deterministic algorithms, precision
-code.git_commit, code.is_dirty           choice   no    a commit changes bits through what it changes
-config.sha256                            choice   no    a configuration through what it configures
-process.argv                             choice   no    a command through what it chooses
-what the caller passes                   choice   yes   hyperparameters, strategy, accumulation, clipping
-=======================================  =======  ====  ==============================================================
-
-The settings' thread counts are no choices here: they are ``torch.num_threads`` and ``torch.num_interop_threads``, which
-most often come with the machine.
+An entry is a *choice* (somebody decided it: settings, variables that ask for determinism, the code, what the caller
+passes), which never excuses a divergence, or a *machine* fact (it came with the place: versions, hardware, threads,
+flags and variables that choose kernels), which does when it can change bits and the bits did change. So an entry counts
+as able to change bits only when it acts by itself, and not through another entry: the number of CPUs acts through
+``torch.num_threads``, a commit through what it changes, a command through what it chooses, and a value of the
+configuration through the hyperparameter or the option that it became. An entry that acts through another would excuse,
+or be blamed for, divergences that it has nothing to do with. ``torch.num_threads`` comes with the machine, unless it
+was set through our settings.
 """
 
 import enum
 import functools
 import importlib.metadata
+import json
 import math
 import os
 import platform
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -49,11 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from det_callbacks.code_state import code_state
 from det_callbacks.digest import device_choice
-from det_callbacks.runs.environment import DIGEST, Environment, EnvironmentEntry
-from det_callbacks.settings import SETTINGS, settings_in_force
+from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.runs.environment import ARGUMENTS, CHANGED_FILE, CONFIGURATION, DIGEST, Environment, EnvironmentEntry
+from det_callbacks.settings import SETTINGS, enforced_names, settings_in_force
 from det_callbacks.settings.catalogue import start_environment
+
+WITHHELD = "<withheld>"
+GIT_SECONDS = 5
 
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -75,7 +58,6 @@ _KERNEL_VARIABLES = (
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-_ONLY_NAMES = frozenset({"config.sha256", "process.argv"})
 _DETERMINISM_VARIABLES = ("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED")
 
 # Names under which people keep what must not be copied into a file that is passed around.
@@ -109,22 +91,32 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
         0.1
     """
     entries: dict[str, EnvironmentEntry] = {}
+    enforced = {f"torch.{name}" for name in enforced_names()}
     for name, value, changes_bits in _machine_facts():
-        entries[name] = EnvironmentEntry(value=value, is_machine=True, changes_bits=changes_bits)
+        entries[name] = EnvironmentEntry(value=value, is_machine=name not in enforced, changes_bits=changes_bits)
     for name, value in _own_choices():
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
     for name, value in code_state().items():
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
-    for name, value in _flatten("", choices):
+    flat = dict(_flatten("", choices))
+    became = {_last_part(name, value) for name, value in flat.items() if not name.startswith(CONFIGURATION)}
+    became |= {_last_part(name, entry.value) for name, entry in entries.items()}
+    for name, value in flat.items():
         if name in entries:
             raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=name not in _ONLY_NAMES)
+        acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=acts)
     return Environment(entries=MappingProxyType(entries))
 
 
 def is_secret(name: str) -> bool:
     """Return whether people keep under this name what must not be copied into a file that is passed around."""
     return _SECRET.search(name) is not None
+
+
+def _last_part(name: str, value: Any) -> tuple[str, str]:
+    """Return what a value of the configuration and the option that it became have in common."""
+    return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
 def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
@@ -240,7 +232,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, np.generic):
         return _plain(name, value.item())
     if isinstance(value, str | bytes) and is_secret(name):
-        return "<withheld>"
+        return WITHHELD
     if isinstance(value, str):
         return _PLACE.sub("<place>", str(value))
     if isinstance(value, os.PathLike):
@@ -287,3 +279,99 @@ def _first(pattern: str, text: str) -> str | None:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# the code and the command
+
+
+def code_state() -> dict[str, Any]:
+    """Return the commit of the git repository that the program lies in, and what differs from it.
+
+    That is the folder of the main script, else the working directory. None where there is no repository or no git.
+    Untracked files do not count. Costs some 20 milliseconds.
+
+    Returns:
+        ``code.git_commit``, ``code.is_dirty``, and for each file that differs ``code.file.<path>``: the digest of its
+        content; None where it is deleted or no file.
+    """
+    git = shutil.which("git")
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder = Path.cwd() if script is None else Path(script).absolute().parent
+    where = None if git is None else _ask(git, folder, "rev-parse", "HEAD", "--show-toplevel")
+    if git is None or where is None:
+        return {"code.git_commit": None, "code.is_dirty": None}
+    commit, root = where.splitlines()
+    changed = _ask(git, Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
+    state: dict[str, Any] = {"code.git_commit": commit, "code.is_dirty": None if changed is None else bool(changed)}
+    for entry in filter(None, (changed or "").split("\0")):
+        path = Path(root, name := entry[3:])  # two letters that say what was done to it, and a space
+        state[f"{CHANGED_FILE}{name}"] = format_digest(digest_bytes(path.read_bytes())) if path.is_file() else None
+    return state
+
+
+def _ask(git: str, folder: Path, *arguments: str) -> str | None:
+    # --no-optional-locks: a question must not write to the repository of somebody else
+    command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None
+
+
+_OURS = ("determinism", "callbacks.determinism", "callbacks/determinism")
+_SETTINGS = "determinism.settings"
+# names of values, also in {nested: {mappings: 1}}
+_NAME = re.compile(r"([\w.\-/@]+)\s*[=:]")
+
+
+def script_words(start: str | Path | None = None) -> list[str]:
+    """Return the script that runs, as it would be written after ``python``; [] in an interactive interpreter.
+
+    Args:
+        start: where the program was started; None is the working directory. A script that is not below it is shown by
+            its name alone.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        return ["-m", str(spec.name).removesuffix(".__main__")]
+    script = sys.argv[0] if sys.argv else ""
+    if script in ("", "-", "-c"):
+        return []
+    start = Path.cwd() if start is None else Path(start)
+    path = start / script  # which is the script's own path where that is absolute
+    return [path.relative_to(start).as_posix() if path.is_relative_to(start) and ".." not in path.parts else path.name]
+
+
+def command_choice(
+    overrides: Sequence[str] | None = None, *, start: str | Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return what started this run, as a choice for ``capture_environment``, which withholds places besides.
+
+    That is the script's name and, under Hydra, the overrides of the job, without our own: they say nothing of the
+    training, and differ between recording and verifying. Arguments of other programs are not recorded: nothing tells
+    which of their words is a secret.
+
+    Args:
+        overrides: of the Hydra job; None where there is none.
+        start: where the program was started; None is the working directory.
+
+    Example:
+        >>> command_choice(["lr=0.1", "logger.api_key=abc", "determinism.level=op"])["process"]["argv"][1:]
+        ['lr=0.1', 'logger.api_key=<withheld>']
+    """
+    words = [_shown(word) for word in overrides or () if not _is_ours(word)]
+    return {"process": {"argv": [*script_words(start), *words]}}
+
+
+def _is_ours(override: str) -> bool:
+    name = override.lstrip("+~").partition("=")[0]
+    if name.startswith(f"{_SETTINGS}."):
+        return False  # part of what trains
+    return any(name == own or name.startswith(f"{own}.") for own in _OURS)
+
+
+def _shown(override: str) -> str:
+    name, equals, _ = override.partition("=")
+    secret = any(is_secret(re.split(r"[./@]", found)[-1]) for found in _NAME.findall(override))
+    return f"{name}{equals}{WITHHELD}" if secret else override

@@ -5,13 +5,13 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 """
 
 import atexit
-import hashlib
 import inspect
 import os
+import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -28,15 +28,17 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
-from det_callbacks.command_line import command_choice
+from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import end_process, print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
 
-_config_sha256: ContextVar[str | None] = ContextVar("det_callbacks_config_sha256", default=None)
-"""Digest of the running job's configuration; set before the task function and taken back after it."""
+_configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
+"""The running job's configuration; set before the task function and taken back after it."""
+
+_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))")
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
@@ -67,8 +69,8 @@ def determinism_callback(
         arguments["replay"] = Path(HydraConfig.get().runtime.cwd, replay)
     path = None if reference is None else _job_folder(reference)
     callback = DeterminismCallback(path, current=folder, **arguments)
-    if (sha256 := _config_sha256.get()) is not None:
-        callback.choices["config"] = {"sha256": sha256}
+    if (configuration := _configuration.get()) is not None:
+        callback.choices["config"] = configuration
     if HydraConfig.initialized():
         config = HydraConfig.get()
         callback.choices |= command_choice(config.overrides.task, start=config.runtime.cwd)
@@ -125,8 +127,8 @@ class DeterminismJobCallback(Callback):
                 "determinism.reference is not set, so there is nowhere to record to or to verify against. "
                 "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
             )
-        token = _config_sha256.set(_digest_config(config))
-        self._undo.callback(_config_sha256.reset, token)
+        token = _configuration.set(configuration_of(config))
+        self._undo.callback(_configuration.reset, token)
         self._undo.callback(_restore_variables, dict(os.environ))
         self._undo.enter_context(warnings.catch_warnings())
         # Nothing to set is still everything to put back, so that no job leaks into the next.
@@ -164,19 +166,52 @@ class DeterminismJobCallback(Callback):
             end_process(NothingComparedError.exit_code)
 
 
-def _digest_config(config: DictConfig) -> str | None:
-    """Return the SHA-256 of the resolved configuration, without what record and verify have different.
+def configuration_of(config: DictConfig) -> Mapping[str, Any]:
+    """Return the resolved configuration of a job, without what two runs of one training have different.
 
-    None when it does not resolve: then what is missing is not needed, or the program will say so.
+    That is our own part, Hydra's, folders of the job and what holds the time. Where an interpolation does not resolve,
+    which the program then does not need or will say, all values are as they are written.
     """
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("determinism", "hydra")])
     callbacks = OmegaConf.select(own, "callbacks")
     if isinstance(callbacks, DictConfig) and "determinism" in callbacks:
         own.callbacks = OmegaConf.masked_copy(callbacks, [str(key) for key in callbacks if key != "determinism"])
+    written = OmegaConf.to_container(own, resolve=False)
     try:
-        return hashlib.sha256(OmegaConf.to_yaml(own, resolve=True, sort_keys=True).encode()).hexdigest()
+        values = OmegaConf.to_container(own, resolve=True)
     except OmegaConfBaseException:
-        return None
+        values = written
+    folders = set(_own_texts(written, values))
+    if HydraConfig.initialized():
+        folders |= {str(HydraConfig.get().runtime.output_dir), str(HydraConfig.get().run.dir)}
+    known = sorted(filter(None, folders), key=len, reverse=True)
+    found: Mapping[str, Any] = _without(known, values)
+    return found
+
+
+def _own_texts(written: Any, values: Any) -> Iterator[str]:
+    """Yield the values that are made of the time or of Hydra's folders."""
+    if isinstance(written, dict):
+        for key in written:
+            yield from _own_texts(written[key], values[key])
+    elif isinstance(written, list):
+        for one, value in zip(written, values, strict=True):
+            yield from _own_texts(one, value)
+    elif isinstance(written, str) and _OF_ONE_RUN.search(written):
+        yield str(values)
+
+
+def _without(texts: Sequence[str], value: Any) -> Any:
+    """Return a value whose texts have "<run>" where one of these stood."""
+    if isinstance(value, dict):
+        return {key: _without(texts, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without(texts, inner) for inner in value]
+    if isinstance(value, str):
+        for text in texts:
+            # a short one, such as the hour, may be part of anything
+            value = "<run>" if value == text else value.replace(text, "<run>") if len(text) > 7 else value
+    return value
 
 
 def _restore_variables(variables: dict[str, str]) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.command_line import command_choice
-from det_callbacks.environment import capture_environment
+from det_callbacks.environment import capture_environment, command_choice
 from det_callbacks.settings import settings_in_force
 
 

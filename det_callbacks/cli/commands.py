@@ -103,7 +103,7 @@ def doctor(options: argparse.Namespace) -> int:
         _print_json(diagnosis.to_dict())
     else:
         render_diagnosis(diagnosis, make_console())
-    return 0 if diagnosis.is_well else 1
+    return 1 if diagnosis.missing else 0
 
 
 def check_checkpoint(options: argparse.Namespace) -> int:

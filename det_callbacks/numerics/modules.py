@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, T
 from det_callbacks.numerics.side import ContextFactory, Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
-from det_callbacks.settings.catalogue import load_inductor_config
 from det_callbacks.verdict import TensorNumbers
 
 _AS_THEY_ARE = DeterminismSettings(
@@ -282,7 +282,7 @@ def compare_compiled(
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
         if fallback_random:
-            stack.enter_context(load_inductor_config().patch(fallback_random=True))
+            stack.enter_context(import_module("torch._inductor.config").patch(fallback_random=True))
         control: Any = torch.compile(module, backend=counting, dynamic=dynamic)
         report = compare_modules(module, control, inputs, **options)
     if not counting.num_runs:

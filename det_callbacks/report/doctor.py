@@ -29,7 +29,7 @@ def render_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
         line = Text(f"  {finding.state:<16}", style=_STYLES[finding.state])
         line.append(f"{finding.name} = {finding.wanted!r}", style="default")
         if finding.state != "in force":
-            line.append(f", here {finding.in_force!r}. {finding.why}", style="default")
+            line.append(f", here {finding.in_force!r}: {finding.effect}", style="default")
         console.print(line, soft_wrap=True)
         if finding.to_do:
             print_line(console, f"{' ' * 18}{finding.to_do}", "cyan")
@@ -40,17 +40,18 @@ def render_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
         print_line(console, f"\nDifferent from {against}", "bold")
         rows = [
             (
-                *(one.name, one.reference, one.here, "machine" if one.is_machine else "choice"),
+                *(one.name, one.reference, one.current, "machine" if one.is_machine else "choice"),
                 "can change bits" if one.changes_bits else "changes no bits by itself",
-                one.to_do or "-",
+                finding.to_do or "-",
             )
-            for one in diagnosis.differences
+            for finding in diagnosis.differences
+            for one in (finding.difference,)
         ]
         if rows:
             print_table(console, ("name", "reference", "here", "kind", "effect", "to make it the reference's"), rows)
         else:
             print_line(console, "nothing")
-    missing = [finding.name for finding in asked if finding.state in ("not in force", "too late")]
+    missing = diagnosis.missing
     if not missing:
         print_line(console, "\nall in force", "bold green")
         return

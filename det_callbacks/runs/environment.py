@@ -15,8 +15,19 @@ from det_callbacks.verdict import EnvironmentDifference
 
 NOT_RECORDED = "<not recorded>"
 
+AS_COMMITTED = "<as committed>"
+
 DIGEST = "digest."
 """Begins the names of entries that say how digests are computed on a device."""
+
+CONFIGURATION = "config."
+"""Begins the names of the keys of an application's configuration."""
+
+CHANGED_FILE = "code.file."
+"""Begins the names of entries with the digest of a file of the code that differs from the commit."""
+
+ARGUMENTS = "process.argv"
+"""The words that started the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +69,21 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     """Return the entries that differ, sorted by name.
 
     Values are compared as JSON, so 1, 1.0 and true differ. An entry that only one side has differs from "not recorded".
-    Where the two sides classify an entry differently, it excuses nothing: it is a choice if either side says so.
+    Of the arguments of the program only those that differ are named. Where the two sides classify an entry differently,
+    it excuses nothing: it is a choice if either side says so.
     """
     differences = []
     for name in sorted({*reference.entries, *current.entries}):
         sides = [environment.entries.get(name) for environment in (reference, current)]
         known = [side for side in sides if side is not None]
-        values = [NOT_RECORDED if side is None else side.value for side in sides]
+        absent = AS_COMMITTED if name.startswith(CHANGED_FILE) else NOT_RECORDED
+        values = [absent if side is None else side.value for side in sides]
         if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
             continue
+        if name == ARGUMENTS and all(isinstance(value, list) for value in values):
+            values = [[word for word in own if word not in other] for own, other in (values, values[::-1])]
+            if values == [[], []]:  # the same in another order
+                continue
         differences.append(
             EnvironmentDifference(
                 name=name,

@@ -1,4 +1,7 @@
-"""The one list of settings: of each its default, what is allowed, how it is read and set, what it changes and why."""
+"""The one list of settings: of each what is allowed, how it is read and set, and what it changes and costs.
+
+Their defaults stand in ``DeterminismSettings``.
+"""
 
 import importlib
 import os
@@ -25,36 +28,34 @@ _BOOLS = (True, False)
 _BRANCHES = ("AUTO", "COMPATIBLE", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
 
+_INDUCTOR = "torch._inductor.config"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting of a running process.
+    """One setting of a running process; it has an attribute of torch, or a variable, or a getter and a setter.
 
     Attributes:
         name: field of ``DeterminismSettings``.
         effect: what it changes, and what that costs.
-        why: what may happen without it.
-        read: returns what is in force, asked of torch or the process.
-        apply: puts a value in force; None where only a restart can.
         allowed: the values; a range for integers, ``str`` for any text; empty where ``DeterminismSettings`` looks.
-        default: in ``DeterminismSettings``; None leaves it as it is.
         when: until when it can be set.
+        attribute: path of the attribute of torch behind it, if any.
         variable: the environment variable behind it, if any.
-        line: how to set it by hand, with {value!r}.
+        getter: returns what is in force, where that is more than reading attribute or variable.
+        setter: puts a value in force; likewise.
         is_cuda_only: whether it has no effect without CUDA.
         is_recorded_elsewhere: whether the environment records it under another name, as a machine fact or a variable.
     """
 
     name: str
     effect: str
-    why: str
-    read: Callable[[], Any]
-    apply: Callable[[Any], object] | None
     allowed: tuple[Any, ...] | range | type[str] = ()
-    default: Any = None
     when: Timing = "any"
-    variable: str | None = None
-    line: str = ""
+    attribute: str = ""
+    variable: str = ""
+    getter: Callable[[], Any] | None = None
+    setter: Callable[[Any], object] | None = None
     is_cuda_only: bool = False
     is_recorded_elsewhere: bool = False
 
@@ -63,16 +64,46 @@ class Setting:
         """Whether a running process can put it back."""
         return self.when in ("any", "before_cuda", "before_nccl")
 
+    def read(self) -> Any:
+        """Return what is in force, asked of torch or the process."""
+        if self.getter is not None:
+            return self.getter()
+        if self.attribute:
+            return getattr(*owner_of(self.attribute))
+        variables = start_environment() if self.when == "start" else os.environ
+        text = variables.get(self.variable)
+        if text is None:
+            return None
+        if self.allowed is _BOOLS:
+            return text not in ("0", "")
+        return int(text) if isinstance(self.allowed, range) and text.isdecimal() else text
+
+    def apply(self, value: Any) -> None:
+        """Put a value in force; nothing is done where only a restart can, and for the seed."""
+        if self.setter is not None:
+            self.setter(value)
+        elif self.attribute:
+            setattr(*owner_of(self.attribute), value)
+        elif self.variable and self.when != "start":
+            os.environ[self.variable] = self.as_text(value)
+
     def as_text(self, value: Any) -> str:
         """Return a value as the text of the variable."""
         return str(int(value)) if isinstance(value, bool) else str(value)
 
     def how(self, value: Any) -> str:
         """Return the line of code, or the variable, that sets a value."""
-        if self.variable is not None:
+        if self.variable:
             return f"{self.variable}={self.as_text(value)}"
-        line = self.line or f"det_callbacks.enforce_determinism({{{{'{self.name}': {{value!r}}}}}})"
-        return line.format(value=value)
+        return f"det_callbacks.enforce_determinism({{{self.name!r}: {value!r}}})"
+
+
+def owner_of(path: str) -> tuple[Any, str]:
+    """Return the object that has the attribute of a path below torch, and the attribute's name."""
+    owner, _, name = path.rpartition(".")
+    if owner == _INDUCTOR:  # imported only here, since that takes a second
+        return importlib.import_module(owner), name
+    return attrgetter(owner.removeprefix("torch."))(torch), name
 
 
 @cache
@@ -103,38 +134,21 @@ def algorithms_in_force() -> str:
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
 
 
-def set_algorithms(value: str) -> None:
-    """Call ``torch.use_deterministic_algorithms``."""
-    torch.use_deterministic_algorithms(value != "disabled", warn_only=value == "warn")
-
-
-def matmul_precision_in_force() -> str:
-    """Return "highest", "high" or "medium"; "mixed" when torch's two interfaces contradict each other."""
+def _precision_in_force() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer when the newer fp32_precision attributes say something else
         return "mixed"
 
 
-def sdpa_in_force() -> tuple[str, ...]:
-    """Return the implementations of scaled_dot_product_attention that are enabled."""
-    return tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+def _set_precision(value: str) -> None:
+    if value != "mixed":
+        torch.set_float32_matmul_precision(value)
 
 
-def set_sdpa(names: tuple[str, ...]) -> None:
-    """Enable exactly these implementations of scaled_dot_product_attention."""
+def _set_sdpa(names: tuple[str, ...]) -> None:
     for name in SDPA_BACKENDS:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name in names)
-
-
-def inductor_config() -> Any:
-    """Return Inductor's configuration if something imported it, else None."""
-    return sys.modules.get("torch._inductor.config")
-
-
-def load_inductor_config() -> Any:
-    """Return Inductor's configuration; importing it takes a second, so only those who set something pay for it."""
-    return importlib.import_module("torch._inductor.config")
 
 
 def _seed_in_force() -> int | None:
@@ -147,50 +161,6 @@ def _reduction_in_force(kind: str) -> bool:
     return bool(value[0] if isinstance(value, tuple) else value)  # torch may add whether split-K is allowed
 
 
-def _inductor(name: str, effect: str, why: str) -> Setting:
-    def read() -> bool:
-        config = inductor_config()
-        if config is None:  # what it will start with (torch/_inductor/config.py, torch 2.13)
-            return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
-        return bool(getattr(config, name))
-
-    return Setting(
-        name=f"inductor_{name}",
-        effect=effect,
-        why=why,
-        read=read,
-        apply=lambda value: setattr(load_inductor_config(), name, value),
-        allowed=_BOOLS,
-        line=f"torch._inductor.config.{name} = {{value!r}}",
-    )
-
-
-def _attribute(name: str, path: str, effect: str, why: str, **options: Any) -> Setting:
-    owner_path, _, attribute = path.rpartition(".")
-    owner = attrgetter(owner_path.removeprefix("torch."))(torch)
-    options = {"read": partial(getattr, owner, attribute), "allowed": _BOOLS, **options}
-    apply, line = partial(setattr, owner, attribute), f"{path} = {{value!r}}"
-    return Setting(name=name, effect=effect, why=why, apply=apply, line=line, **options)
-
-
-def _variable(name: str, variable: str, effect: str, why: str, **options: Any) -> Setting:
-    allowed, is_at_start = options.get("allowed"), options.get("when") == "start"
-
-    def read() -> Any:
-        text = start_environment().get(variable) if is_at_start else os.environ.get(variable)
-        if text is None:
-            return None
-        if allowed is _BOOLS:
-            return text not in ("0", "")
-        return int(text) if isinstance(allowed, range) and text.isdecimal() else text
-
-    def apply(value: Any) -> None:
-        os.environ[variable] = str(int(value)) if isinstance(value, bool) else str(value)
-
-    options = {"is_recorded_elsewhere": True, "read": read, "apply": None if is_at_start else apply, **options}
-    return Setting(name=name, variable=variable, effect=effect, why=why, **options)
-
-
 def _hash_seed() -> int | str | None:
     text = start_environment().get("PYTHONHASHSEED")
     if text is None or sys.flags.ignore_environment or text == "random":
@@ -198,199 +168,187 @@ def _hash_seed() -> int | str | None:
     return int(text) if text.isdecimal() else text
 
 
+def _inductor_in_force(name: str) -> bool:
+    if _INDUCTOR not in sys.modules:  # what it will start with (torch/_inductor/config.py, torch 2.13)
+        return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
+    return bool(getattr(sys.modules[_INDUCTOR], name))
+
+
+def _flag(name: str, attribute: str, effect: str, **options: Any) -> Setting:
+    return Setting(name=name, attribute=attribute, effect=effect, allowed=_BOOLS, **options)
+
+
+def _variable(name: str, variable: str, effect: str, allowed: Any, **options: Any) -> Setting:
+    options = {"is_recorded_elsewhere": True, **options}
+    return Setting(name=name, variable=variable, effect=effect, allowed=allowed, **options)
+
+
+_CUDA: Mapping[str, Any] = {"is_cuda_only": True}
 _NCCL: Mapping[str, Any] = {"when": "before_nccl", "is_cuda_only": True}
 
 _ALL = (
     Setting(
-        name="seed",
+        name="seed",  # set by enforce_determinism, which keeps what the seed came too late for
         effect="Python, NumPy, torch on every device, DataLoader workers and other processes; 0 is a seed. "
         "Before the model has parameters",
-        why="Without it weights, dropout and shuffling are others in each process.",
-        read=_seed_in_force,
-        apply=None,  # by enforce_determinism, which keeps what the seed came too late for
+        getter=_seed_in_force,
         allowed=_SEEDS,
-        line="det_callbacks.enforce_determinism({{'seed': {value!r}}})  # before the model is built",
     ),
     Setting(
         name="deterministic_algorithms",
-        effect="`error`, `warn` or `disabled`: ops without a deterministic implementation raise or are listed; some "
-        "ops get slower, and Inductor does not autotune",
-        why="Without it some ops add up in whatever order their threads finish.",
-        read=algorithms_in_force,
-        apply=set_algorithms,
+        effect="`error`, `warn` or `disabled`: ops without a deterministic implementation, which add up in whatever "
+        "order their threads finish, raise or are listed; some ops get slower, and Inductor does not autotune",
+        getter=algorithms_in_force,
+        setter=lambda value: torch.use_deterministic_algorithms(value != "disabled", warn_only=value == "warn"),
         allowed=("error", "warn", "disabled"),
-        default="error",
     ),
-    _attribute(
+    _flag(
         "fill_uninitialized_memory",
         "torch.utils.deterministic.fill_uninitialized_memory",
-        "`torch.empty` is filled under deterministic algorithms; a write per allocation",
-        "Uninitialised memory that is read differs from run to run.",
+        "`torch.empty` is filled under deterministic algorithms, so that memory that is read unwritten is the same in "
+        "each run; a write per allocation",
     ),
     _variable(
         "cublas_workspace_config",
         "CUBLAS_WORKSPACE_CONFIG",
-        '24 MiB of GPU memory; `":16:8"` takes less and may be slower. Before the first use of CUDA',
-        "Without it cuBLAS may split a matrix product differently each time.",
-        allowed=(":4096:8", ":16:8"),  # the two that torch.use_deterministic_algorithms names
-        default=":4096:8",
+        "cuBLAS splits a matrix product in the same way each time; 24 MiB of GPU memory; `:16:8` takes less and may "
+        "be slower. Before the first use of CUDA",
+        (":4096:8", ":16:8"),  # the two that torch.use_deterministic_algorithms names
         when="before_cuda",
         is_cuda_only=True,
         is_recorded_elsewhere=False,
     ),
-    _attribute(
+    _flag(
         "cudnn_benchmark",
         "torch.backends.cudnn.benchmark",
-        "whether cuDNN times its algorithms and keeps the fastest; without, convolutions can be slower",
-        "Timing decides which convolution algorithm runs, and may decide otherwise next time.",
-        default=False,
-        is_cuda_only=True,
+        "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; without, "
+        "convolutions can be slower",
+        **_CUDA,
     ),
-    _attribute(
+    _flag(
         "cudnn_deterministic",
         "torch.backends.cudnn.deterministic",
-        "cuDNN uses deterministic algorithms only; can be slower",
-        "Some cuDNN algorithms add up in no fixed order.",
-        default=True,
-        is_cuda_only=True,
+        "cuDNN uses deterministic algorithms only, and none that adds up in no fixed order; can be slower",
+        **_CUDA,
     ),
-    _attribute(
+    _flag(
         "cudnn_allow_tf32",
         "torch.backends.cudnn.allow_tf32",
         "convolutions in TF32: about ten bits less, up to several times faster",
-        "TF32 rounds the inputs of convolutions to ten bits.",
-        is_cuda_only=True,
+        **_CUDA,
     ),
     Setting(
         name="float32_matmul_precision",
         effect="`highest` (float32), `high` or `medium` (TF32 or bfloat16 inside: less exact, faster)",
-        why="It chooses between float32, TF32 and bfloat16 inside matrix products.",
-        read=matmul_precision_in_force,
-        apply=lambda value: torch.set_float32_matmul_precision(value),
+        getter=_precision_in_force,
+        setter=_set_precision,
         allowed=("highest", "high", "medium"),
-        line="torch.set_float32_matmul_precision({value!r})",
     ),
     *(
-        _attribute(
+        _flag(
             f"{kind}_reduced_precision_reduction",
             f"torch.backends.cuda.matmul.allow_{kind}_reduced_precision_reduction",
             f"products of {dtype} may add up in that type: faster, less exact",
-            f"It lets products of {dtype} add up in {dtype}.",
-            read=partial(_reduction_in_force, kind),
+            getter=partial(_reduction_in_force, kind),
             is_cuda_only=True,
         )
         for kind, dtype in (("fp16", "float16"), ("bf16", "bfloat16"))
     ),
     Setting(
         name="sdpa_backends",
-        effect="some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA; `math` is slowest",
-        why="The implementations of attention give different bits.",
-        read=sdpa_in_force,
-        apply=set_sdpa,
+        effect="some of `math`, `flash`, `mem_efficient`, `cudnn`, for attention on CUDA: each gives other bits, and "
+        "`math` is slowest",
+        getter=lambda: tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()),
+        setter=_set_sdpa,
         is_cuda_only=True,
         is_recorded_elsewhere=True,
     ),
-    _inductor(
-        "deterministic",
-        "Inductor chooses nothing by timing; some kernels are slower",
-        "Without it Inductor chooses kernels by timing.",
-    ),
-    _inductor(
-        "max_autotune",
-        "Inductor times kernels and keeps the fastest",
-        "Timing decides which kernels compiled code runs.",
+    *(
+        _flag(f"inductor_{name}", f"{_INDUCTOR}.{name}", effect, getter=partial(_inductor_in_force, name))
+        for name, effect in (
+            ("deterministic", "Inductor chooses nothing by timing; some kernels are slower"),
+            ("max_autotune", "Inductor times kernels and keeps the fastest, which may be another one next time"),
+        )
     ),
     _variable(
         "nccl_algo",
         "NCCL_ALGO",
         "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
-        "The algorithm of a collective is the order of its sum.",
-        allowed=str,
+        str,
         **_NCCL,
     ),
+    _variable("nccl_proto", "NCCL_PROTO", "such as `Simple`; likewise", str, **_NCCL),
+    _variable("nccl_min_nchannels", "NCCL_MIN_NCHANNELS", "the least number of channels; likewise", _POSITIVE, **_NCCL),
     _variable(
-        "nccl_proto",
-        "NCCL_PROTO",
-        "such as `Simple`; likewise",
-        "The protocol of a collective changes the order of its sum.",
-        allowed=str,
-        **_NCCL,
-    ),
-    *(
-        _variable(
-            f"nccl_{side}_nchannels",
-            f"NCCL_{side.upper()}_NCHANNELS",
-            f"the {word} number of channels; likewise",
-            "The number of channels splits a collective's sum.",
-            allowed=_POSITIVE,
-            **_NCCL,
-        )
-        for side, word in (("min", "least"), ("max", "largest"))
+        "nccl_max_nchannels", "NCCL_MAX_NCHANNELS", "the largest number of channels; likewise", _POSITIVE, **_NCCL
     ),
     Setting(
         name="num_threads",
         effect="sums on the CPU are split among threads",
-        why="Sums are split among threads.",
-        read=torch.get_num_threads,
-        apply=torch.set_num_threads,
+        getter=torch.get_num_threads,
+        setter=torch.set_num_threads,
         allowed=_POSITIVE,
-        line="torch.set_num_threads({value!r})",
         is_recorded_elsewhere=True,
     ),
     Setting(
         name="num_interop_threads",
-        effect="threads that run ops side by side; once in a process, before the first use; cannot be put back",
-        why="It runs whole ops side by side, and changes no sum.",
-        read=torch.get_num_interop_threads,
-        apply=torch.set_num_interop_threads,
+        effect="threads that run ops side by side, which changes no sum; once in a process, before the first use; "
+        "cannot be put back",
+        getter=torch.get_num_interop_threads,
+        setter=torch.set_num_interop_threads,
         allowed=_POSITIVE,
         when="once",
-        line="torch.set_num_interop_threads({value!r})  # before anything is computed",
         is_recorded_elsewhere=True,
     ),
     _variable(
         "mkl_cbwr",
         "MKL_CBWR",
-        "the branch of Intel MKL; `COMPATIBLE` gives the same bits on every x86 CPU at a third of the speed. At start",
-        "MKL chooses its kernels by the CPU.",
-        allowed=(*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)),
+        "the branch of Intel MKL, which it else chooses by the CPU; `COMPATIBLE` gives the same bits on every x86 CPU "
+        "at a third of the speed. At start",
+        (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)),
         when="start",
     ),
     _variable(
         "aten_cpu_capability",
         "ATEN_CPU_CAPABILITY",
-        "`default`, `avx2` or `avx512`: the width of vectors. At start",
-        "The width of vectors is the order of sums.",
-        read=lambda: str(torch.backends.cpu.get_cpu_capability()).lower(),
-        allowed=("default", "avx2", "avx512"),
+        "`default`, `avx2` or `avx512`: the width of vectors, which is the order of sums. At start",
+        ("default", "avx2", "avx512"),
+        getter=lambda: str(torch.backends.cpu.get_cpu_capability()).lower(),
         when="start",
     ),
     _variable(
         "python_hash_seed",
         "PYTHONHASHSEED",
         "the order of sets of strings; 0 turns randomisation off. At start",
-        "The order of a set of strings is another one in each process.",
-        read=_hash_seed,
-        allowed=_SEEDS,
+        _SEEDS,
+        getter=_hash_seed,
         when="start",
     ),
     _variable(
         "flash_attention_deterministic",
         "FLASH_ATTENTION_DETERMINISTIC",
-        "the backward pass of the flash-attn package; slower, more memory",
-        "The backward pass of flash-attn adds up in no fixed order without it.",
-        allowed=_BOOLS,
-        is_cuda_only=True,
+        "the backward pass of the flash-attn package adds up in a fixed order; slower, more memory",
+        _BOOLS,
+        **_CUDA,
     ),
     _variable(
         "nvte_allow_nondeterministic_algo",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "Transformer Engine's faster kernels",
-        "Transformer Engine takes faster kernels that differ from run to run.",
-        allowed=_BOOLS,
-        is_cuda_only=True,
+        "Transformer Engine's faster kernels, which differ from run to run",
+        _BOOLS,
+        **_CUDA,
     ),
 )
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 """Every setting but ``allow``, which says of ops what ``deterministic_algorithms`` does not hold for."""
+
+
+def settings_in_force() -> dict[str, Any]:
+    """Return what is in force now, keyed like the fields of :class:`DeterminismSettings` but ``allow``.
+
+    ``seed`` is the seed of torch's CPU generator, and None when that is none that Python, NumPy and Lightning could
+    share: an unseeded generator starts from 64 random bits. ``float32_matmul_precision`` is "mixed" when torch's older
+    and newer precision interfaces were both used and contradict each other. A variable that is not set is None.
+    """
+    return {name: setting.read() for name, setting in SETTINGS.items()}

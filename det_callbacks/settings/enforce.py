@@ -12,32 +12,15 @@ from torch import nn
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
-from det_callbacks.settings.catalogue import (
-    SETTINGS,
-    Setting,
-    algorithms_in_force,
-    inductor_config,
-    load_inductor_config,
-    matmul_precision_in_force,
-    restart_command,
-    sdpa_in_force,
-    set_algorithms,
-    set_sdpa,
-    start_environment,
-)
-from det_callbacks.settings.check import require_seed
+from det_callbacks.settings.catalogue import SETTINGS, Setting, owner_of, restart_command, start_environment
 from det_callbacks.settings.model import DeterminismSettings
-from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, keep_earlier_parameters, seed_all
+from det_callbacks.settings.seeding import SEED_VARIABLE, WORKERS_VARIABLE, earlier, require_seed, seed_all
 
-# Typed loosely: torch 2.13 declares neither fill_uninitialized_memory nor the matmul of mkldnn.
-_deterministic: Any = torch.utils.deterministic
-_backends: Any = torch.backends
+# set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
+_WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
-_VARIABLES = (
-    SEED_VARIABLE,
-    WORKERS_VARIABLE,
-    *(setting.variable for setting in SETTINGS.values() if setting.variable is not None and setting.is_restorable),
-)
+_enforced: list[DeterminismSettings] = []
+"""What is in force through us, the latest last: it was chosen, and did not come with the machine."""
 
 
 class EnforcedDeterminism:
@@ -51,8 +34,9 @@ class EnforcedDeterminism:
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
         self.settings = settings
-        self._undo: list[Callable[[], object]] = []
-        self._keep(settings, with_generators=with_generators)
+        self._undo = _ways_back(settings, with_generators=with_generators)
+        _enforced.append(settings)
+        self._undo.append(partial(_enforced.remove, settings))
 
     def __enter__(self) -> "EnforcedDeterminism":
         return self
@@ -72,47 +56,10 @@ class EnforcedDeterminism:
         for step in undo:
             step()
 
-    def _keep(self, settings: DeterminismSettings, *, with_generators: bool) -> None:
-        """Note everything that settings or a training can change in a running process."""
-        names = _VARIABLES if with_generators else set(_VARIABLES) - {SEED_VARIABLE, WORKERS_VARIABLE}
-        self._undo.append(partial(_set_variables, {name: os.environ.get(name) for name in names}))
-        if settings.seed is not None:
-            self._undo.append(keep_earlier_parameters())
-        self._undo.append(partial(set_algorithms, algorithms_in_force()))
-        if settings.inductor_deterministic is not None or settings.inductor_max_autotune is not None:
-            load_inductor_config()  # here, so that what it starts with is put back
-        inductor = inductor_config()
-        if inductor is not None:
-            # use_deterministic_algorithms overwrites the first one, and it may have been another before.
-            self._keep_attributes(inductor, "deterministic", "max_autotune")
-        self._keep_attributes(_deterministic, "fill_uninitialized_memory")
-        self._keep_attributes(torch.backends.cudnn, "benchmark", "deterministic", "allow_tf32")
-        precision = matmul_precision_in_force()
-        if precision != "mixed":
-            self._undo.append(lambda: torch.set_float32_matmul_precision(precision))
-        # The line above writes both of these as well, and knows no "none", which is where they start.
-        self._keep_attributes(_backends.cuda.matmul, "fp32_precision")
-        self._keep_attributes(_backends.mkldnn.matmul, "fp32_precision")
-        for kind in ("fp16", "bf16"):
-            self._keep_attributes(_backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
-        self._undo += [
-            partial(set_sdpa, sdpa_in_force()),
-            partial(torch.set_num_threads, torch.get_num_threads()),
-            partial(torch.set_default_dtype, torch.get_default_dtype()),
-        ]
-        if with_generators:
-            self._undo.append(partial(RewindPoint().put_back, restarts_new=True))
 
-    def _keep_attributes(self, owner: Any, *names: str) -> None:
-        self._undo += [partial(setattr, owner, name, getattr(owner, name)) for name in names]
-
-
-def _set_variables(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def enforced_names() -> set[str]:
+    """Return the settings that were put in force here and not taken back."""
+    return {name for settings in _enforced for name in SETTINGS if getattr(settings, name) is not None}
 
 
 def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
@@ -140,8 +87,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
     """
     if not isinstance(settings, DeterminismSettings):
         settings = DeterminismSettings.from_mapping(settings)
-    refuse_late(settings)
-    return _enforce(EnforcedDeterminism(settings))
+    return _enforce(settings)
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
@@ -162,40 +108,95 @@ def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> 
     if settings.seed is not None:
         require_seed(settings.seed, model)
         settings = replace(settings, seed=None)
-    refuse_late(settings)
-    return _enforce(EnforcedDeterminism(settings, with_generators=False))
+    return _enforce(settings, with_generators=False)
 
 
-def _enforce(enforced: EnforcedDeterminism) -> EnforcedDeterminism:
+def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> EnforcedDeterminism:
+    _refuse_late(settings)
+    enforced = EnforcedDeterminism(settings, with_generators=with_generators)
     try:
-        _apply(enforced.settings)
+        _apply(settings)
     except BaseException:  # Ctrl-C too: nobody has anything to restore by
         enforced.restore()
         raise
     return enforced
 
 
-def refuse_late(settings: DeterminismSettings) -> None:
+def _apply(settings: DeterminismSettings) -> None:
+    # what can be set once comes first: it can fail, and then nothing else was done
+    for setting in sorted(SETTINGS.values(), key=lambda setting: setting.when != "once"):
+        wanted = getattr(settings, setting.name)
+        if wanted is None or (setting.when == "once" and wanted == setting.read()):
+            continue
+        try:
+            setting.apply(wanted)
+        except RuntimeError as error:
+            if setting.when != "once":
+                raise
+            raise SettingsError(
+                f"{setting.name}={wanted!r} comes too late: the pool of {setting.read()} threads has been used, or was "
+                f"set before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything "
+                "is computed."
+            ) from error
+    if settings.seed is not None:
+        seed_all(settings.seed)
+
+
+# the way back
+
+
+def _ways_back(settings: DeterminismSettings, *, with_generators: bool) -> list[Callable[[], object]]:
+    """Return what puts back everything that settings or a training can change in a running process."""
+    undo: list[Callable[[], object]] = []
+    if with_generators:
+        undo += [_variable_back(SEED_VARIABLE), _variable_back(WORKERS_VARIABLE)]
+    if settings.seed is not None:
+        undo.append(partial(setattr, earlier, "known", earlier.known))
+    # in their order: the algorithms overwrite what Inductor's attribute was
+    undo += [_way_back(setting) for setting in SETTINGS.values() if setting.is_restorable]
+    undo += [_attribute_back(path) for path in _WRITTEN_TOO]
+    undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    if with_generators:
+        undo.append(partial(RewindPoint().put_back, restarts_new=True))
+    return undo
+
+
+def _way_back(setting: Setting) -> Callable[[], object]:
+    if setting.variable:
+        return _variable_back(setting.variable)
+    return _attribute_back(setting.attribute) if setting.attribute else partial(setting.apply, setting.read())
+
+
+def _attribute_back(path: str) -> Callable[[], object]:
+    owner, name = owner_of(path)
+    return partial(setattr, owner, name, getattr(owner, name))
+
+
+def _variable_back(name: str) -> Callable[[], object]:
+    value = os.environ.get(name)
+    return partial(os.environ.pop, name, None) if value is None else partial(os.environ.__setitem__, name, value)
+
+
+# what comes too late
+
+
+def _refuse_late(settings: DeterminismSettings) -> None:
     """Raise ``SettingsError`` that names every setting that can no longer be made in this process."""
     late: list[str] = []
     variables: dict[str, str] = {}
-    start = start_environment()
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
-        if wanted is None:
+        reason = None if wanted is None else too_late(setting, wanted)
+        if reason is None:
             continue
-        reason = too_late(setting, wanted)
-        is_at_start = setting.when == "start" and start.get(setting.variable or "") == setting.as_text(wanted)
-        if reason is not None and is_at_start:
+        if setting.when == "start" and start_environment().get(setting.variable) == setting.as_text(wanted):
             raise SettingsError(
                 f"{name}={wanted!r} cannot be had here: {setting.how(wanted)} was set when the process started, and "
                 f"{setting.read()!r} is in force all the same. Nothing was changed. Ask for what this machine can do, "
                 "or for None."
             )
-        if reason is not None:
-            late.append(f"{name}={wanted!r} comes too late: {reason}")
-            if setting.variable is not None:
-                variables[setting.variable] = setting.as_text(wanted)
+        late.append(f"{name}={wanted!r} comes too late: {reason}")
+        variables[setting.variable] = setting.as_text(wanted)
     if late:
         raise SettingsError(
             f"{'; '.join(late)}. Nothing was changed. Start the program with "
@@ -229,23 +230,3 @@ def has_nccl_communicator() -> bool:
     return (
         distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend()).lower()
     )
-
-
-def _apply(settings: DeterminismSettings) -> None:
-    # what can be set once comes first: it can fail, and then nothing else was done
-    for setting in sorted(SETTINGS.values(), key=lambda setting: setting.when != "once"):
-        wanted = getattr(settings, setting.name)
-        if wanted is None or setting.apply is None or (setting.when == "once" and wanted == setting.read()):
-            continue
-        try:
-            setting.apply(wanted)
-        except RuntimeError as error:
-            if setting.when != "once":
-                raise
-            raise SettingsError(
-                f"{setting.name}={wanted!r} comes too late: the pool of {setting.read()} threads has been used, or was "
-                f"set before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything "
-                "is computed."
-            ) from error
-    if settings.seed is not None:
-        seed_all(settings.seed)

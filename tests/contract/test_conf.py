@@ -162,5 +162,6 @@ def test_the_documented_table_is_made_of_the_list() -> None:
     pages = [Path(__file__).parents[2] / "README.md", *(Path(__file__).parents[2] / "docs").rglob("*.md")]
     rows = [line for page in pages for line in page.read_text().splitlines()]
     for setting in SETTINGS.values():
-        default = json.dumps(setting.default) if isinstance(setting.default, str) else setting.default
+        value = DeterminismSettings.__dataclass_fields__[setting.name].default
+        default = json.dumps(value) if isinstance(value, str) else value
         assert f"| `{setting.name}` | `{default}` | {setting.effect} |" in rows

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("audit", "errors", "host_digest", "numbers", "verdict"),
     ("patterns", "rng", "nondeterminism"),
     ("runs",),
-    ("digest", "code_state", "command_line", "environment", "settings"),
+    ("digest", "environment", "settings"),
     ("trace",),
     ("tensors", "equivalence", "compare", "doctor", "export", "check"),
     ("report", "checkpoint", "ranks", "resume", "numerics", "observers", "judge", "detector", "verification"),

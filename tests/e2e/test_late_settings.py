@@ -16,7 +16,7 @@ import json, os, random, sys
 import numpy as np
 import torch
 from det_callbacks import SettingsError, enforce_determinism
-from det_callbacks.settings import check_settings, enforce, settings_in_force, DeterminismSettings
+from det_callbacks.settings import settings_in_force
 
 OTHERS = {"seed": 3, "deterministic_algorithms": "error", "cudnn_benchmark": True, "num_threads": 1,
           "nccl_proto": "LL", "float32_matmul_precision": "medium"}
@@ -34,7 +34,7 @@ def outcome(**settings):
     except SettingsError as error:
         return {"message": str(error), "exit_code": error.exit_code, "is_unchanged": state() == before}
     in_force = settings_in_force()
-    left = [problem.name for problem in check_settings(enforced.settings)]
+    left = [name for name, value in in_force.items() if getattr(enforced.settings, name) not in (None, value)]
     enforced.restore()
     after = state()
     return {"message": None, "in_force": in_force, "left": left,

@@ -14,6 +14,7 @@ from trainers import quiet_trainer
 from det_callbacks import (
     DeterminismCallback,
     DeterminismSettings,
+    DivergenceError,
     NotComparableError,
     SettingsError,
     Verdict,
@@ -168,14 +169,15 @@ class Mean(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def fit_mean(path: Path, mode: str, width: int, num_threads: int) -> Verdict | None:
-    with enforce_determinism({"seed": 0, "num_threads": num_threads}):
+def fit_mean(path: Path, mode: str, width: int, num_threads: int, *, is_chosen: bool = False) -> Verdict | None:
+    with enforce_determinism({"seed": 0, "num_threads": num_threads if is_chosen else None}):
+        torch.set_num_threads(num_threads)
         callback = DeterminismCallback(path / "reference", mode=mode, current=path / "current")
         quiet_trainer(callback).fit(Mean(width), DataLoader(TensorDataset(torch.randn(4, width)), batch_size=2))
     return callback.verdict
 
 
-def test_another_thread_count_excuses_other_bits_and_nothing_else(tmp_path: Path) -> None:
+def test_another_thread_count_excuses_other_bits_unless_we_set_it_and_nothing_else(tmp_path: Path) -> None:
     fit_mean(tmp_path, "record", 500_000, 2)
     with pytest.raises(NotComparableError, match=r"torch\.num_threads: 2 in the reference, 1 now") as caught:
         fit_mean(tmp_path, "verify", 500_000, 1)
@@ -189,6 +191,9 @@ def test_another_thread_count_excuses_other_bits_and_nothing_else(tmp_path: Path
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.op == "aten.sum.default"
     assert verdict.first_divergence.is_origin
+    with pytest.raises(DivergenceError, match=r"torch\.num_threads: 2 in the reference, 1 now") as caught:
+        fit_mean(tmp_path, "verify", 500_000, 1, is_chosen=True)
+    assert caught.value.exit_code == 1, "a choice excuses nothing"
     fit_mean(tmp_path / "equal", "record", 64, 2)
     verdict = fit_mean(tmp_path / "equal", "verify", 64, 1)
     assert verdict is not None

@@ -1,19 +1,30 @@
+"""What is kept of a run's environment, code and command, what is not, and how two environments differ."""
+
 import enum
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hydra.core.utils import setup_globals
+from omegaconf import OmegaConf
 
 from det_callbacks.digest.device import Choice
-from det_callbacks.environment import capture_environment
+from det_callbacks.environment import capture_environment, code_state, command_choice, script_words
+from det_callbacks.host_digest import digest_bytes, format_digest
+from det_callbacks.hydra import configuration_of
 from det_callbacks.runs.environment import (
+    AS_COMMITTED,
     NOT_RECORDED,
     Environment,
     EnvironmentEntry,
@@ -21,7 +32,6 @@ from det_callbacks.runs.environment import (
     digested_on,
 )
 from det_callbacks.settings import enforce_determinism
-from det_callbacks.verdict import EnvironmentDifference
 
 
 class Colour(enum.Enum):
@@ -36,18 +46,23 @@ def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> 
     return EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
 
 
+def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
+    """Return the differences of two environments with these choices: name -> values, and whether it changes bits."""
+    found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
+    assert not any(one.is_machine for one in found)
+    return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
+
+
 def test_two_captures_in_one_process_are_equal_and_survive_json() -> None:
     choices = {"precision": "32-true", "hparams": {"lr": 0.1, "betas": (0.9, 0.999)}}
     first, second = capture_environment(choices=choices), capture_environment(choices=choices)
     assert compare_environments(first, second) == ()
-    read = Environment.from_dict(json.loads(json.dumps(first.to_dict(), allow_nan=False)))
+    text = json.dumps(first.to_dict(), allow_nan=False)
+    read = Environment.from_dict(json.loads(text))
     assert compare_environments(first, read) == ()
     assert read.to_dict() == first.to_dict()
-    assert len(first.entries) > 50
-
-
-def test_entries_say_what_torch_and_the_process_say() -> None:
-    entries = {name: entry.value for name, entry in capture_environment().entries.items()}
+    for private in (socket.gethostname(), str(Path.home()), str(Path.cwd()), os.environ.get("USER") or "no user"):
+        assert len(private) <= 4 or private not in text
     expected = {
         "torch.version": str(torch.__version__),
         "torch.num_threads": torch.get_num_threads(),
@@ -55,46 +70,50 @@ def test_entries_say_what_torch_and_the_process_say() -> None:
         "numpy.version": np.__version__,
         "python.version": ".".join(str(part) for part in sys.version_info[:3]),
         "torch.default_dtype": "float32",
-        "gpu.count": torch.cuda.device_count() if torch.cuda.is_initialized() else 0,
     }
-    assert entries == {**entries, **expected}
-    if "MKL-DNN" in torch.__config__.show():
-        assert entries["torch.mkldnn"].startswith("v")
+    assert {name: first.entries[name].value for name in expected} == expected
     if "Math Kernel Library" in torch.__config__.show():
-        assert entries["torch.mkl"][:4].isdigit()
+        assert first.entries["torch.mkl"].value[:4].isdigit()
     if Path("/proc/cpuinfo").is_file():
-        assert entries["cpu.model"] in Path("/proc/cpuinfo").read_text()
-
-
-def differences_of(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, EnvironmentDifference]:
-    monkeypatch.setenv("MKL_NUM_THREADS", "2")
-    with enforce_determinism({"deterministic_algorithms": "disabled", "num_threads": 2, "seed": 1}):
-        before = capture_environment()
-        for name, value in change.get("variables", {}).items():
-            monkeypatch.setenv(name, value)
-        with enforce_determinism(change.get("settings", {"deterministic_algorithms": "disabled"})):
-            return {difference.name: difference for difference in compare_environments(before, capture_environment())}
+        assert first.entries["cpu.model"].value in Path("/proc/cpuinfo").read_text()
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "is_machine", "changes_bits"),
+    ("variables", "settings", "name", "is_machine", "changes_bits"),
     [
-        ({"settings": {"num_threads": 1, "deterministic_algorithms": "disabled"}}, "torch.num_threads", True, True),
-        ({"settings": {"deterministic_algorithms": "warn"}}, "settings.deterministic_algorithms", False, True),
-        ({"settings": {"seed": 2, "deterministic_algorithms": "disabled"}}, "settings.seed", False, True),
-        ({"variables": {"MKL_CBWR": "COMPATIBLE"}}, "env.MKL_CBWR", True, True),
-        ({"variables": {"NCCL_ALGO": "Ring"}}, "env.NCCL_ALGO", True, True),
-        ({"variables": {"FLASH_ATTENTION_DETERMINISTIC": "1"}}, "env.FLASH_ATTENTION_DETERMINISTIC", False, True),
-        ({"variables": {"MKL_NUM_THREADS": "1"}}, "env.MKL_NUM_THREADS", True, False),
+        ({}, {"num_threads": 1}, "torch.num_threads", False, True),
+        ({}, {"deterministic_algorithms": "warn"}, "settings.deterministic_algorithms", False, True),
+        ({}, {"seed": 2}, "settings.seed", False, True),
+        ({"MKL_CBWR": "COMPATIBLE"}, {}, "env.MKL_CBWR", True, True),
+        ({"NCCL_ALGO": "Ring"}, {}, "env.NCCL_ALGO", True, True),
+        ({"FLASH_ATTENTION_DETERMINISTIC": "1"}, {}, "env.FLASH_ATTENTION_DETERMINISTIC", False, True),
+        ({"MKL_NUM_THREADS": "1"}, {}, "env.MKL_NUM_THREADS", True, False),
     ],
 )
 def test_one_change_is_one_difference_of_its_kind(
-    change: dict[str, Any], name: str, is_machine: bool, changes_bits: bool, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str],
+    settings: dict[str, Any],
+    name: str,
+    is_machine: bool,
+    changes_bits: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    differences = differences_of(change, monkeypatch)
-    assert list(differences) == [name]
-    assert differences[name].is_machine is is_machine
-    assert differences[name].changes_bits is changes_bits
+    monkeypatch.setenv("MKL_NUM_THREADS", "2")
+    threads = torch.get_num_threads()
+    with enforce_determinism({"deterministic_algorithms": "disabled", "seed": 1}):
+        torch.set_num_threads(2)
+        before = capture_environment()
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        with enforce_determinism({"deterministic_algorithms": "disabled", **settings}):
+            (difference,) = compare_environments(before, capture_environment())
+        assert (difference.name, difference.is_machine, difference.changes_bits) == (name, is_machine, changes_bits)
+        torch.set_num_threads(1)  # by nobody's settings
+        assert any(
+            one.name == "torch.num_threads" and one.is_machine
+            for one in compare_environments(before, capture_environment())
+        )
+    assert torch.get_num_threads() == threads
 
 
 # hyperparameter -> what is given, and what is written
@@ -128,18 +147,47 @@ def test_choices_are_flat_and_written_so_that_anyone_may_read_them() -> None:
     written = {f"hparams.all.{name}": value for name, (_, value) in WRITTEN.items()}
     assert {name: entry.value for name, entry in entries.items()} == {**written, "strategy": None}
     assert not any(entry.is_machine for entry in entries.values())
-
-
-def test_a_choice_must_not_hide_what_is_captured() -> None:
     with pytest.raises(ValueError, match=r"'torch\.num_threads' has the name"):
         capture_environment(choices={"torch": {"num_threads": 4}})
 
 
-def test_nothing_of_who_and_where() -> None:
-    text = json.dumps(capture_environment().to_dict())
-    for private in (socket.gethostname(), str(Path.home()), str(Path.cwd()), os.environ.get("USER") or "no user"):
-        if len(private) > 4:
-            assert private not in text
+def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became() -> None:
+    def choices(lr: float, flip: float) -> dict[str, Any]:
+        return {"hparams": {"lr": lr}, "config": {"model": {"lr": lr}, "data": {"flip": flip, "api_key": str(flip)}}}
+
+    assert chosen(choices(0.1, 0.5), choices(0.2, 0.3)) == {
+        "hparams.lr": (0.1, 0.2, True),
+        "config.model.lr": (0.1, 0.2, False),
+        "config.data.flip": (0.5, 0.3, True),
+    }
+
+
+def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own() -> None:
+    setup_globals()
+    config = {
+        "lr": 0.1,
+        "steps": "${lr}",
+        "name": "net_${now:%Y-%m-%d_%H-%M-%S}",
+        "logger": [{"dir": "logs/${name}", "version": 1}],
+        "missing": "???",
+        "hydra": {"run": {"dir": "outputs"}},
+        "determinism": {"mode": "record"},
+        "callbacks": {"determinism": {"level": "op"}, "stopping": {"patience": 3}},
+    }
+    kept = {
+        **{"lr": 0.1, "steps": 0.1, "name": "<run>", "logger": [{"dir": "logs/<run>", "version": 1}], "missing": "???"},
+        "callbacks": {"stopping": {"patience": 3}},
+    }
+    assert configuration_of(OmegaConf.create(config)) == kept
+    assert configuration_of(OmegaConf.create({"a": "${nowhere}", "b": 1})) == {"a": "${nowhere}", "b": 1}
+
+
+def test_of_a_command_the_words_that_differ_are_named() -> None:
+    commands = [
+        command_choice(words) for words in (["a=1", "b=2", "c=3"], ["c=3", "a=2", "b=2"], ["b=2", "c=3", "a=1"])
+    ]
+    assert chosen(commands[0], commands[1]) == {"process.argv": (["a=1"], ["a=2"], False)}
+    assert chosen(commands[0], commands[2]) == {}, "in another order"
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), (None, ""), ([1], [1, 1])])
@@ -179,19 +227,153 @@ def test_a_gpu_that_nothing_used_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_how_a_device_that_is_used_has_its_digests_computed_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice(device: torch.device) -> Choice:
+        assert device == torch.device("xpu", 3)
+        return Choice(method=None, reason="no Triton: it is slow")
+
     assert digested_on(capture_environment()) == {}
     monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 3)
-    asked = []
-
-    def choice(device: torch.device) -> Choice:
-        asked.append(device)
-        return Choice(method=None, reason="no Triton: it is slow")
-
     monkeypatch.setattr("det_callbacks.environment.device_choice", choice)
     found = capture_environment()
-    assert asked == [torch.device("xpu", 3)]
     assert digested_on(found) == {"xpu": "a copy to the host; no Triton: it is slow"}
     other = replace(found, entries={**found.entries, "digest.xpu": entry("Triton 3.7.1", changes_bits=False)})
     (difference,) = compare_environments(found, other)
     assert (difference.name, difference.is_machine, difference.changes_bits) == ("digest.xpu", True, False)
+
+
+# the command
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A program that was started as a script, whatever runs the tests."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("src/train.py", ["src/train.py"]),
+        ("{start}/src/train.py", ["src/train.py"]),
+        ("/home/somebody/train.py", ["train.py"]),
+        ("../other/train.py", ["train.py"]),
+        ("-c", []),
+        ("", []),
+    ],
+)
+def test_the_script_goes_by_its_name_in_the_project(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.format(start=tmp_path), "--password", "hunter2"])
+    assert command_choice(start=tmp_path) == {"process": {"argv": words}}
+    main.__spec__ = ModuleSpec("project.__main__", None)
+    assert script_words() == ["-m", "project"]
+
+
+# override -> as it is kept; None where it is ours
+OVERRIDES = {
+    "lr=0.1": "lr=0.1",
+    "+model/net=large": "+model/net=large",
+    "~callbacks.stopping": "~callbacks.stopping",
+    "determinism.settings.seed=0": "determinism.settings.seed=0",
+    "model.num_tokens=5": "model.num_tokens=5",
+    "logger.api_key=abc": "logger.api_key=<withheld>",
+    "+hub@store.token='a=b'": "+hub@store.token=<withheld>",
+    "logger={name: x, nested: {wandb_token: abc}}": "logger=<withheld>",
+    "data.dir=/home/somebody/data": "data.dir=<place>",
+    "data.url=https://somewhere/x": "data.url=<place>",
+    "determinism.reference=refs/a": None,
+    "+determinism=record": None,
+    "callbacks.determinism.level=op": None,
+    "determinism_of_mine=1": "determinism_of_mine=1",
+}
+
+
+def test_overrides_are_kept_but_for_secrets_places_and_ours() -> None:
+    found = capture_environment(choices=command_choice(list(OVERRIDES))).entries["process.argv"]
+    assert found.value == [*script_words(), *filter(None, OVERRIDES.values())]
+    assert (found.is_machine, found.changes_bits) == (False, False)
+
+
+# the code
+
+
+NOTHING = {"code.git_commit": None, "code.is_dirty": None}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, that the running program seems to lie in."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    folder = tmp_path / "repository"
+    (folder / "tools").mkdir(parents=True)
+    (folder / "tools" / "train.py").write_text("print()\n")
+    (folder / "größe.py").write_text("")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "first")
+    program = ModuleType("__main__")
+    program.__file__ = str(folder / "tools" / "train.py")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_the_commit_of_the_repository_that_the_program_lies_in_and_the_files_that_differ(repository: Path) -> None:
+    def changes(**files: str | None) -> bool:
+        found = code_state()
+        assert found.pop("code.git_commit") == git(repository, "rev-parse", "HEAD")
+        return found == {"code.is_dirty": bool(files), **{f"code.file.{name}": files[name] for name in files}}
+
+    def digest(text: str) -> str:
+        return format_digest(digest_bytes(text.encode()))
+
+    (repository / "notes.txt").write_text("untracked")
+    assert changes()
+    (repository / "tools" / "train.py").write_text("print(1)\n")
+    (repository / "größe.py").unlink()
+    assert changes(**{"tools/train.py": digest("print(1)\n"), "größe.py": None})
+    git(repository, "add", ".")
+    here = capture_environment()
+    changed = {"tools/train.py": digest("print(1)\n"), "größe.py": None, "notes.txt": digest("untracked")}
+    assert changes(**changed), "staged is not committed"
+    git(repository, "commit", "--quiet", "--message", "second")
+    assert changes()
+    found = {one.name: (one.reference, one.current) for one in compare_environments(capture_environment(), here)}
+    assert found.pop("code.git_commit")
+    assert found == {
+        "code.is_dirty": (False, True),
+        **{f"code.file.{name}": (AS_COMMITTED, value) for name, value in changed.items()},
+    }
+    # the index is not written: another time than it says makes a plain `git status` refresh it
+    index = repository / ".git" / "index"
+    os.utime(repository / "tools" / "train.py", (1, 1))
+    before = index.read_bytes()
+    assert changes()
+    assert index.read_bytes() == before
+    git(repository, "status")
+    assert index.read_bytes() != before, "the test could not have failed"
+
+
+def test_no_repository_no_commit_and_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "__main__", ModuleType("__main__"))
+        assert code_state() == NOTHING, "without a script it is the working directory"
+        patched.chdir(repository)
+        assert code_state()["code.git_commit"] == git(repository, "rev-parse", "HEAD")
+    shutil.move(repository / ".git", repository / "git")
+    assert code_state() == NOTHING
+    git(repository, "init", "--quiet")
+    assert code_state() == NOTHING, "a repository without a commit"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert code_state() == NOTHING

@@ -1,48 +1,124 @@
+"""Settings: wrong values, what is in force, what comes too late, and that all of it is put back."""
+
 import os
 import random
+import re
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config as inductor
 from lightning.fabric.utilities.seed import seed_everything
 from omegaconf import OmegaConf
-from process_state import NOTHING, process_state
+from process_state import NOTHING, process_state, sdpa
 from torch import nn
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.settings import (
-    DeterminismSettings,
-    SettingProblem,
-    check_settings,
-    enforce_determinism,
-    settings_in_force,
-)
-from det_callbacks.settings import enforce as settings_module
-from det_callbacks.settings.check import require_seed
+from det_callbacks.settings import SETTINGS, DeterminismSettings, enforce, enforce_determinism, settings_in_force
+from det_callbacks.settings.seeding import require_seed
 
 pytestmark = pytest.mark.usefixtures("same_process_afterwards")
+
+matmul: Any = torch.backends.cuda.matmul
+
+
+def variable(name: str, text: str) -> Callable[[], bool]:
+    return lambda: os.environ.get(name) == text
 
 
 def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-def test_defaults_enforce_algorithms_and_choose_nothing_else() -> None:
-    settings = DeterminismSettings()
-    assert settings.seed is None
-    assert settings.num_threads is None
-    assert settings.float32_matmul_precision is None
-    with enforce_determinism(settings):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not torch.backends.cudnn.benchmark
-        assert torch.backends.cudnn.deterministic
+# From there every setting is another one than below, so that "in force" cannot be true by accident.
+OTHERS: dict[str, Any] = {
+    "seed": 99,
+    "deterministic_algorithms": "disabled",
+    "fill_uninitialized_memory": True,
+    "cublas_workspace_config": ":4096:8",
+    "cudnn_benchmark": False,
+    "cudnn_deterministic": False,
+    "cudnn_allow_tf32": True,
+    "float32_matmul_precision": "highest",
+    "fp16_reduced_precision_reduction": True,
+    "bf16_reduced_precision_reduction": True,
+    "sdpa_backends": ("math", "flash", "mem_efficient", "cudnn"),
+    "inductor_deterministic": False,
+    "inductor_max_autotune": False,
+    "nccl_algo": "Ring",
+    "nccl_proto": "Simple",
+    "nccl_min_nchannels": 1,
+    "nccl_max_nchannels": 8,
+    "num_threads": 2,
+    "flash_attention_deterministic": False,
+    "nvte_allow_nondeterministic_algo": True,
+}
+
+CASES: list[tuple[str, Any, Callable[[], bool]]] = [
+    ("seed", 0, lambda: torch.initial_seed() == 0 and os.environ["PL_GLOBAL_SEED"] == "0"),
+    ("deterministic_algorithms", "error", lambda: torch.get_deterministic_debug_mode() == 2),
+    ("deterministic_algorithms", "warn", lambda: torch.get_deterministic_debug_mode() == 1),
+    ("fill_uninitialized_memory", False, lambda: not torch.utils.deterministic.fill_uninitialized_memory),
+    ("cublas_workspace_config", ":16:8", variable("CUBLAS_WORKSPACE_CONFIG", ":16:8")),
+    ("cudnn_benchmark", True, lambda: torch.backends.cudnn.benchmark),
+    ("cudnn_deterministic", True, lambda: torch.backends.cudnn.deterministic),
+    ("cudnn_allow_tf32", False, lambda: not torch.backends.cudnn.allow_tf32),
+    ("float32_matmul_precision", "medium", lambda: torch.get_float32_matmul_precision() == "medium"),
+    ("fp16_reduced_precision_reduction", False, lambda: not matmul.allow_fp16_reduced_precision_reduction),
+    ("bf16_reduced_precision_reduction", False, lambda: not matmul.allow_bf16_reduced_precision_reduction),
+    ("sdpa_backends", ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
+    ("inductor_deterministic", True, lambda: inductor.deterministic),
+    ("inductor_max_autotune", True, lambda: inductor.max_autotune),
+    ("nccl_algo", "Tree", variable("NCCL_ALGO", "Tree")),
+    ("nccl_proto", "LL", variable("NCCL_PROTO", "LL")),
+    ("nccl_min_nchannels", 2, variable("NCCL_MIN_NCHANNELS", "2")),
+    ("nccl_max_nchannels", 4, variable("NCCL_MAX_NCHANNELS", "4")),
+    ("num_threads", 1, lambda: torch.get_num_threads() == 1),
+    ("flash_attention_deterministic", True, variable("FLASH_ATTENTION_DETERMINISTIC", "1")),
+    ("nvte_allow_nondeterministic_algo", False, variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")),
+]
+
+# In a process of their own (tests/e2e/test_late_settings.py), or with a Trainer (`allow`).
+TESTED_ELSEWHERE = {"allow", "num_interop_threads", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
+
+
+def test_every_setting_is_tested() -> None:
+    names = {field.name for field in fields(DeterminismSettings)}
+    assert {name for name, _, _ in CASES} | TESTED_ELSEWHERE == names == {*SETTINGS, "allow"}
+    assert {name for name, setting in SETTINGS.items() if not setting.is_restorable} == TESTED_ELSEWHERE - {"allow"}
+
+
+@pytest.mark.parametrize(("name", "value", "in_force"), CASES)
+def test_it_is_set_found_in_force_and_restored_after_an_exception(
+    name: str, value: Any, in_force: Callable[[], bool]
+) -> None:
+    def fail() -> None:
+        assert in_force()
+        assert settings_in_force()[name] == value
+        raise KeyError
+
+    with enforce_determinism(OTHERS):
+        before = process_state()
+        assert not in_force()
+        assert settings_in_force()[name] == OTHERS[name]
+        with pytest.raises(KeyError), enforce_determinism({**NOTHING, name: value}):
+            fail()
+        assert process_state() == before
+
+
+def test_the_defaults_enforce_algorithms_and_choose_nothing_else() -> None:
+    with enforce_determinism(DeterminismSettings()) as enforced:
+        changed = {name for name in SETTINGS if getattr(enforced.settings, name) is not None}
+        names = {"deterministic_algorithms", "cublas_workspace_config", "cudnn_benchmark", "cudnn_deterministic"}
+        assert changed == names
+        assert torch.get_deterministic_debug_mode() == 2
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert "PL_GLOBAL_SEED" not in os.environ
 
 
-def test_the_task_cannot_leak_what_it_changed_itself() -> None:
+def test_a_task_cannot_leak_what_it_changed_itself() -> None:
     before = process_state()
     with enforce_determinism(DeterminismSettings()):
         draw()
@@ -56,32 +132,17 @@ def test_the_task_cannot_leak_what_it_changed_itself() -> None:
     assert process_state() == before
 
 
-@pytest.mark.parametrize("seed", [0, 7, 4294967295])
-def test_seed_draws_what_lightning_draws(seed: int) -> None:
-    with enforce_determinism(DeterminismSettings(seed=seed)):
-        ours, variables = draw(), {key: value for key, value in os.environ.items() if key.startswith("PL_")}
-    with enforce_determinism(DeterminismSettings()):
-        draw()
-        seed_everything(seed, workers=True, verbose=False)
-        assert draw() == ours
-        assert {key: value for key, value in os.environ.items() if key.startswith("PL_")} == variables
-
-
-def test_applies_when_called_and_restores_once() -> None:
+def test_a_second_restore_does_nothing() -> None:
     before = process_state()
     enforced = enforce_determinism(DeterminismSettings(seed=3))
-    assert settings_in_force()["seed"] == 3
     enforced.restore()
     assert process_state() == before
-    outer = enforce_determinism(DeterminismSettings(seed=4))
-    enforced.restore()
-    assert settings_in_force()["seed"] == 4, "a second restore must not undo what came later"
-    outer.restore()
+    with enforce_determinism(DeterminismSettings(seed=4)):
+        enforced.restore()
+        assert settings_in_force()["seed"] == 4
 
 
-def test_inductor_flag_that_torch_overwrites_goes_back() -> None:
-    import torch._inductor.config as inductor
-
+def test_the_flag_of_inductor_that_torch_overwrites_goes_back() -> None:
     before = inductor.deterministic
     inductor.deterministic = True
     try:
@@ -92,118 +153,134 @@ def test_inductor_flag_that_torch_overwrites_goes_back() -> None:
         inductor.deterministic = before
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
+def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: str) -> None:
+        monkeypatch.undo()  # the way back uses the same function
+        raise SettingsError(f"no {value}")
+
+    before = process_state()
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
+    with pytest.raises(SettingsError, match="no medium"):
+        enforce_determinism(DeterminismSettings(seed=1, float32_matmul_precision="medium"))
+    assert process_state() == before
+
+
+# seeds
+
+
+@pytest.mark.parametrize("seed", [0, 4294967295])
+def test_a_seed_draws_what_lightning_draws(seed: int) -> None:
+    def variables() -> dict[str, str]:
+        return {key: value for key, value in os.environ.items() if key.startswith("PL_")}
+
+    with enforce_determinism({"seed": seed}):
+        ours = draw(), variables()
+    with enforce_determinism(DeterminismSettings()):
+        draw()
+        seed_everything(seed, workers=True, verbose=False)
+        assert (draw(), variables()) == ours
+
+
+def test_what_is_no_seed_or_no_precision_is_said() -> None:
+    with enforce_determinism(DeterminismSettings()):
+        torch.manual_seed(2**40)
+        assert settings_in_force()["seed"] is None, "an unseeded generator starts from 64 random bits"
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert settings_in_force()["float32_matmul_precision"] == "mixed"
+
+
+def test_weights_older_than_the_seed_are_named_until_the_seed_is_taken_back() -> None:
+    early = nn.Linear(2, 2, device="meta")
+    message = r"2 of the model's 2 parameters \(weight, bias\) existed when it was set"
+    with enforce_determinism({"seed": 1}):
+        with enforce_determinism({"seed": 2}):
+            pass
+        with pytest.raises(SettingsError, match=message):
+            require_seed(1, early)
+        require_seed(1, nn.Linear(2, 2))
+        seed_everything(1, workers=False, verbose=False)
+        with pytest.raises(SettingsError, match="should be PL_SEED_WORKERS=1 and is PL_SEED_WORKERS=0"):
+            require_seed(1, nn.Linear(2, 2))
+    with pytest.raises(SettingsError, match="seed=1 comes too late: the model is there, and the seed should be 1"):
+        require_seed(1, early)
+
+
+# wrong values
+
+WRONG = {
+    "seed": {-1: "0 to 4294967295", 4294967296: "0 to 4294967295", True: "an integer", "7": "an integer"},
+    "deterministic_algorithms": {"off": "'disabled'", False: "'disabled'"},
+    "allow": {"aten.put_.default": "a list of texts", 1: "a list of texts", (1,): "a list of texts"},
+    "cublas_workspace_config": {"4096": "':4096:8', ':16:8'"},
+    "cudnn_benchmark": {1: "True, False", "true": "True, False"},
+    "float32_matmul_precision": {"low": "'highest', 'high', 'medium'"},
+    "sdpa_backends": {"math": "a list of texts", (): "'math', 'flash'", ("math", "fast"): "'math', 'flash'"},
+    "nccl_algo": {"": "such as 'Ring'", " ": "such as 'Ring'", 1: "such as 'Ring'"},
+    "nccl_min_nchannels": {0: "from 1"},
+    "num_threads": {0: "from 1", 2.0: "an integer"},
+    "mkl_cbwr": {"avx2": "'AUTO', 'COMPATIBLE'", "AVX2,STRCT": "'AVX2,STRICT'"},
+    "aten_cpu_capability": {"AVX2": "'default', 'avx2', 'avx512'"},
+    "python_hash_seed": {"random": "0 to 4294967295"},
+    "flash_attention_deterministic": {1: "True, False"},
+}
+
+
+def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
+    before = process_state()
+    for name, values in WRONG.items():
+        for value, allowed in values.items():
+            with pytest.raises(SettingsError, match=re.escape(f"{name}={value!r}")) as refused:
+                enforce_determinism({name: value})
+            assert allowed in str(refused.value)
+            assert refused.value.exit_code == 2
     with pytest.raises(SettingsError, match=r"setting sead; the settings are seed, deterministic_algorithms"):
         DeterminismSettings.from_mapping({"sead": 1, "seed": 1})
+    with pytest.raises(SettingsError, match="nccl_min_nchannels=4 is more than nccl_max_nchannels=2"):
+        DeterminismSettings(nccl_min_nchannels=4, nccl_max_nchannels=2)
+    with pytest.raises(SettingsError, match="The op pattern 'kthvalue' names no op"):
+        DeterminismSettings(allow=("aten.put_.default", "kthvalue"))
+    assert process_state() == before
 
 
-def test_a_hydra_node_is_a_mapping() -> None:
-    node = OmegaConf.create({"seed": 0, "deterministic_algorithms": "warn", "num_threads": None})
-    assert DeterminismSettings.from_mapping(node) == DeterminismSettings(seed=0, deterministic_algorithms="warn")
+def test_a_value_has_one_form() -> None:
+    given = {"allow": ["backward/a:aten.put_.*"], "sdpa_backends": ["flash", "math", "flash"], "seed": 0}
+    settings = DeterminismSettings.from_mapping(OmegaConf.create(given))
+    alike = DeterminismSettings(allow=("backward/a:aten.put_.*",), sdpa_backends=("math", "flash"), seed=0)
+    assert settings == alike
+    assert hash(settings) == hash(alike)
 
 
-def test_cublas_variable_after_a_cuda_context_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+# too late
+
+
+def test_cublas_after_a_cuda_context_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_state()
-    monkeypatch.setattr(settings_module, "has_cuda_context", lambda: True)
+    monkeypatch.setattr(enforce, "has_cuda_context", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
     assert process_state() == before
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"nccl_algo": "Ring"}, "NCCL_ALGO=Ring set"),
-        ({"nccl_proto": "LL"}, "NCCL_PROTO=LL set"),
-        ({"nccl_min_nchannels": 2, "nccl_max_nchannels": 4}, "NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4 set"),
-    ],
-)
-def test_nccl_variables_after_a_communicator_are_refused_and_nothing_applied(
-    settings: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = process_state()
-    backend = "gloo"
+def test_nccl_after_a_communicator_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"nccl_algo": "Ring", "nccl_proto": "LL", "nccl_min_nchannels": 2, "nccl_max_nchannels": 4}
+    before, backend = process_state(), "gloo"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    with enforce_determinism({"seed": 1, **settings}):
-        assert check_settings(DeterminismSettings(**settings, **NOTHING)) == (), "gloo reads none of them"
+    with enforce_determinism({"seed": 1, **wanted}):  # gloo reads none of them
         backend = "cpu:gloo,cuda:nccl"
-        with enforce_determinism(settings):
+        with enforce_determinism(wanted):
             pass  # in force already
     assert process_state() == before
     with pytest.raises(SettingsError, match="an NCCL process group exists, and NCCL has read NCCL_") as refused:
-        enforce_determinism({"seed": 1, **settings})
-    assert f"Nothing was changed. Start the program with {line}:\n    NCCL_" in str(refused.value)
+        enforce_determinism({"seed": 1, **wanted})
+    variables = "NCCL_ALGO=Ring and NCCL_PROTO=LL and NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4"
+    assert f"Nothing was changed. Start the program with {variables} set:\n    NCCL_" in str(refused.value)
     assert process_state() == before
 
 
-def test_nothing_stays_half_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(value: str) -> None:
-        raise SettingsError(f"no {value}")
-
-    before = process_state()
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
-    # The way back uses the same function, so it is given back before that.
-    original = settings_module.EnforcedDeterminism.restore
-
-    def restore(self: settings_module.EnforcedDeterminism) -> None:
-        monkeypatch.undo()
-        original(self)
-
-    monkeypatch.setattr(settings_module.EnforcedDeterminism, "restore", restore)
-    with pytest.raises(SettingsError, match="no medium"):
-        enforce_determinism(DeterminismSettings(seed=1, float32_matmul_precision="medium"))
-    monkeypatch.undo()
-    assert process_state()["cudnn"] == before["cudnn"]
-    assert process_state()["algorithms"] == before["algorithms"]
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-def test_check_names_what_is_not_in_force() -> None:
-    wanted = DeterminismSettings(seed=5, cudnn_benchmark=False, num_threads=torch.get_num_threads() + 1)
-    with enforce_determinism({**NOTHING, "deterministic_algorithms": "disabled", "cudnn_benchmark": True}):
-        problems = check_settings(wanted)
-        found = {problem.name: (problem.wanted, problem.in_force) for problem in problems}
-        assert found["deterministic_algorithms"] == ("error", "disabled")
-        assert found["cudnn_benchmark"] == (False, True)
-        assert found["cublas_workspace_config"] == (":4096:8", None)
-        assert found["num_threads"] == (torch.get_num_threads() + 1, torch.get_num_threads())
-        assert found["seed"][0] == 5
-
-
-def test_a_seed_that_workers_do_not_get_is_a_problem() -> None:
-    with enforce_determinism(DeterminismSettings()):
-        seed_everything(5, workers=False, verbose=False)
-        problems = check_settings(DeterminismSettings(seed=5))
-        assert problems == (SettingProblem(name="seed", wanted="PL_SEED_WORKERS=1", in_force="PL_SEED_WORKERS=0"),)
-
-
-def test_contradicting_precision_interfaces_are_reported_not_hidden() -> None:
-    with enforce_determinism(DeterminismSettings()):
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        assert settings_in_force()["float32_matmul_precision"] == "mixed"
-        problems = check_settings(DeterminismSettings(float32_matmul_precision="highest"))
-        assert [problem.in_force for problem in problems] == ["mixed"]
-
-
-def test_an_unseeded_process_has_no_seed() -> None:
-    with enforce_determinism(DeterminismSettings()):
-        torch.manual_seed(2**40)
-        assert settings_in_force()["seed"] is None
-        torch.manual_seed(0)
-        assert settings_in_force()["seed"] == 0
-
-
-def test_weights_older_than_the_seed_are_named_until_the_seed_is_taken_back() -> None:
-    early = nn.Linear(2, 2, device="meta")
-    with enforce_determinism({"seed": 1}):
-        with enforce_determinism({"seed": 2}):
-            pass
-        with pytest.raises(
-            SettingsError, match=r"2 of the model's 2 parameters \(weight, bias\) existed when it was set"
-        ):
-            require_seed(1, early)
-        require_seed(1, nn.Linear(2, 2))
-    with pytest.raises(SettingsError, match="seed=1 comes too late: the model is there, and the seed should be 1"):
-        require_seed(1, early)
+def test_what_the_machine_cannot_do_is_not_answered_with_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = "avx2" if torch.backends.cpu.get_cpu_capability() != "AVX2" else "default"
+    monkeypatch.setattr(enforce, "start_environment", lambda: {"ATEN_CPU_CAPABILITY": wanted})
+    with pytest.raises(SettingsError, match=rf"ATEN_CPU_CAPABILITY={wanted} was set when the process started"):
+        enforce_determinism(DeterminismSettings(aten_cpu_capability=wanted))
