@@ -1,21 +1,19 @@
 """A fit in which the ops of some steps are run again: ``mode="audit"``."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
+from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.loops import mark_training_step
-from det_callbacks.callback.session import FitTracer, Session
+from det_callbacks.callback.session import Session, Stage, StepHooks
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
-from det_callbacks.runs.selection import Selection
 from det_callbacks.verification import free_folder
 
 AUDIT_FILE = "audit.json"
@@ -25,54 +23,34 @@ NUM_STEPS = 3
 
 
 class Auditing(Session):
-    """The fits of one callback, audited.
+    """The fits of one callback, audited; files go to ``current``, or to a new folder below the Trainer's."""
 
-    Args:
-        folder: for ``audit.json`` and ``replay.yaml``; None is a new one below the Trainer's.
-        steps: whose ops are run again, by number; None is the first three.
-        on_divergence: "warn" warns of what was found, everything else raises at the end of the fit.
-
-    Attributes:
-        outcome: what was found so far; None before the end of a fit.
-    """
-
-    takes_metrics = False
-
-    def __init__(self, folder: Path | None, *, steps: Sequence[int] | None, on_divergence: str) -> None:
-        super().__init__()
-        self._folder = folder
-        self._chosen = steps
-        self._on_divergence = on_divergence
-        self._tracer = AuditTracer(steps)
-        self.tracer = self._tracer
+    def __init__(self, arguments: CallbackArguments) -> None:
+        super().__init__(arguments)
+        self._folder = arguments.current
+        self.hooks: AuditHooks = AuditHooks(arguments.selection.only_steps)
 
     @override
-    def begin_fit(
-        self,
-        manifest: Mapping[str, Any],
-        selection: Selection,
-        *,
-        root: Path,
-        is_resumed: bool = False,
-        call: str | None = None,
-    ) -> None:
-        self.outcome = None
+    def begin(self, stage: Stage) -> None:
+        super().begin(stage)
+        self.audit_report = None
         if self._folder is None:
-            self._folder = free_folder(root, kind="audit")
+            self._folder = free_folder(stage.root, kind="audit")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
 
     @override
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
+    def end(self, *, is_early: bool = False) -> None:
         """Write what was found, print the closing line, and raise when there was anything.
 
         Raises:
             AuditError: something differed, unless ``on_divergence`` is "warn", which warns.
             NothingComparedError: no step was audited.
         """
-        report = self.outcome = self._tracer.report()
+        report = self.audit_report = self.hooks.report()
+        chosen = self.arguments.selection.only_steps
         if not report.num_compared:
-            wanted = "" if self._chosen is None else f" that only_steps asks for ({', '.join(map(str, self._chosen))})"
+            wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"
             raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -83,30 +61,27 @@ class Auditing(Session):
             f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
         )
         replace_atomically(replay, replay_list(report.replay, comments).encode())
-        missed = sorted(set(self._chosen or ()).difference(report.steps))
-        self.say(audit_line(report, folder=self._folder, missed=missed))
-        if not report.findings:
-            return
-        text = audit_lines(report, replay=replay)
-        if self._on_divergence == "warn":
+        self.say(audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps))))
+        if report.findings:
+            text = audit_lines(report, replay=replay)
+            if self.arguments.on_divergence != "warn":
+                raise AuditError(text, report)
             pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
-            return
-        raise AuditError(text, report)
 
     @override
     def stop(self, reason: str) -> None:
-        self.outcome = None
+        self.audit_report = None
         self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
 
 
-class AuditTracer(FitTracer):
+class AuditHooks(StepHooks):
     """Runs the ops of chosen steps again.
 
     Args:
         steps: by number; None is the first three.
     """
 
-    def __init__(self, steps: Sequence[int] | None) -> None:
+    def __init__(self, steps: tuple[int, ...] | None) -> None:
         self._chosen = steps
         self._mode: BitwiseEquivalenceMode | None = None
         self._step = -1
@@ -121,7 +96,7 @@ class AuditTracer(FitTracer):
         self._undo = mark_training_step(trainer, self._mode.marks_forward)
 
     @override
-    def begin_step(self, step: int, batch: Any) -> None:
+    def begin_step(self, step: int, batch: object) -> None:
         if step in self._chosen if self._chosen is not None else len(self._steps) < NUM_STEPS:
             self._step = step
             self._running.begin()
@@ -131,7 +106,7 @@ class AuditTracer(FitTracer):
         self._running.phase = "gradient"
 
     @override
-    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+    def end_step(self, step: int, epoch: int, outputs: object) -> bool:
         if self._running.is_open:
             self._steps.append(step)
             for mismatch in self._running.finish():

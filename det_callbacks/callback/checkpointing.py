@@ -1,7 +1,6 @@
 """The checkpoints of a callback's Trainer: their digests, and the state beside them that makes a resume exact."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,20 +37,14 @@ class Checkpointing:
         if self._is_fit:
             self.resuming.attach(trainer)
 
-    def begin_fit(
-        self,
-        run: Session,
-        *,
-        mode: str,
-        reference: Path | None,
-        environment: Mapping[str, Any],
-    ) -> None:
+    def begin_fit(self, run: Session) -> None:
         """Know the run of a fit, and its environment."""
         self._run = run
-        self._environment = environment
+        self._environment = run.stage.manifest["environment"]
+        reference = run.arguments.reference
         self._identity = {
             "id": run.run_id,
-            "mode": mode,
+            "mode": run.arguments.mode,
             "reference": None if reference is None else str(reference),
         }
 

@@ -1,6 +1,5 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,14 @@ from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.checkpointing import Checkpointing
-from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.loops import after_loading, root_folder
 from det_callbacks.callback.manifest import manifest_of
-from det_callbacks.callback.progress import ProgressReporter, say_beside, timed
+from det_callbacks.callback.progress import ProgressReporter, say_beside
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas
-from det_callbacks.callback.session import FitTracer, Session
+from det_callbacks.callback.session import Session, Stage, StepHooks
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import OpWatch, Tracing
 from det_callbacks.callback.verifying import Verifying
@@ -116,14 +114,14 @@ class DeterminismCallback(CallbackArguments):
         self.choices: dict[str, Any] = {}
         self._together = Together()
         self._session: Session | None = None
-        self._tracer: FitTracer = FitTracer()
+        self._hooks = StepHooks()
         self._ops = OpWatch()
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._replicas = Replicas(self.audit_replicas_every_n_steps, on_divergence=self.on_divergence)
         self._checkpointing: Checkpointing | None = None
         self._enforced: EnforcedDeterminism | None = None
-        self._is_fitting = False
+        self._is_open = False
         self._call: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,166 +168,118 @@ class DeterminismCallback(CallbackArguments):
 
     def _new_session(self) -> Session:
         if self.mode == "audit":
-            return Auditing(self.current, steps=self.selection.only_steps, on_divergence=self.on_divergence)
-        assert self.reference is not None, "checked"
-        if self.mode == "record":
-            return Recording(
-                self.reference,
-                peers=self._together,
-                overwrite=self.overwrite,
-                replay=self.replay,
-                keep=self.keep_tensors,
-                budget_mib=self.tensor_budget_mib,
-            )
-        return Verifying(
-            self.reference,
-            self.current,
-            peers=self._together,
-            steps=self.steps,
-            on_divergence=self.on_divergence,
-            asked=self.asked,
-            budget_mib=self.tensor_budget_mib,
-        )
+            return Auditing(self)
+        return (Recording if self.mode == "record" else Verifying)(self, self._together)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        after_loading(trainer, partial(self._begin_fit, trainer, pl_module))
+        if self._session is not None:
+            after_loading(trainer, partial(self._begin_fit, trainer, pl_module, self._session))
 
-    @timed
-    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        session = self._session
-        if session is None:
-            return
+    def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
-        is_resumed = trainer.ckpt_path is not None
-        manifest = self._begin(trainer, pl_module, session, is_resumed=is_resumed)
+        self._begin(trainer, pl_module, session, is_resumed=trainer.ckpt_path is not None)
         assert self._checkpointing is not None, "setup was called"
-        self._checkpointing.begin_fit(
-            session, mode=self.mode, reference=self.reference, environment=manifest["environment"]
-        )
-        if session.tracer is not None:
-            self._tracer = session.tracer
+        self._checkpointing.begin_fit(session)
+        if session.hooks is not None:
+            self._hooks = session.hooks
             return
-        evidence = Evidence()
-        self._tracer = Tracing(
-            pl_module,
-            session,
-            name=f"the DeterminismCallback of {self.reference}",
-            selection=self.selection,
-            ops=self._ops.found,
-            evidence=evidence,
-            is_resumed=is_resumed,
-        )
-        evidence.attach(trainer, own=self)
+        name = f"the DeterminismCallback of {self.reference}"
+        self._hooks = Tracing(trainer, session, name=name, ops=self._ops.found, own=self)
         if self.log_metrics:
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
-    def _begin(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        session: Session,
-        *,
-        is_resumed: bool = False,
-        call: str | None = None,
-    ) -> Mapping[str, Any]:
-        """Begin a fit, or what ``call`` says; return what run.json says of it."""
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session, **options: Any) -> None:
+        """Begin a fit, or what the option ``call`` says."""
         session.say = partial(say_beside, trainer)
         manifest = manifest_of(trainer, pl_module, self, self.choices)
-        self._together.check_start(trainer, pl_module, manifest, with_weights=call is None)
+        stage = Stage(manifest=manifest, selection=self.selection, root=root_folder(trainer), **options)
+        self._together.check_start(trainer, pl_module, manifest, with_weights=stage.call is None)
         self.verdict = self.audit_report = None
-        root = root_folder(trainer)
-        session.begin_fit(manifest, self.selection, root=root, is_resumed=is_resumed, call=call)
-        self._is_fitting = True
-        self._logged.begin(session, self.selection, is_resumed=is_resumed)
-        return manifest
+        session.begin(stage)
+        self._is_open = True
+        self._logged.begin(session)
 
     @override
-    @timed
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._session is not None:
-            self._tracer.attach(trainer)
+            self._hooks.attach(trainer)
             self._replicas.begin(trainer)
 
     @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._mark("before the sanity check")
+        self._hooks.mark("before the sanity check")
 
     @override
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._mark("after the sanity check")
-
-    @timed
-    def _mark(self, point: str) -> None:
-        self._tracer.mark(point)
+        self._hooks.mark("after the sanity check")
 
     # a training epoch and its steps
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_training_logged:
-            self._stop_together(differs=self._read_epoch(trainer))
+        if self._is_fitting:
+            self._stop_together(differs=self._logged.read_epoch(trainer))
             self._logged.begin_epoch()
-        self._mark("epoch start")
+        self._hooks.mark("epoch start")
         if self._checkpointing is not None:
             self._checkpointing.resuming.begin_epoch()
 
     @override
-    @timed
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_fitting:
+        if not self._is_open:
             return
         self._close_step()  # one that a module ended by returning -1
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
         if self.mode == "audit" or self.selection.level != "op" or not self.selection.selects_step(step):
             self._ops.open()
-        self._tracer.begin_step(step, batch)
+        self._hooks.begin_step(step, batch)
 
     @override
-    @timed
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._tracer.note_loss(loss)
+        self._hooks.note_loss(loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._mark("after backward")
+        self._hooks.mark("after backward")
 
     @override
-    @timed
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._tracer.begin_gradients()
+        self._hooks.begin_gradients()
 
     @override
-    @timed
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         session, step = self._session, self._logged.step
-        if not self._is_fitting or session is None:
+        if not self._is_open or session is None:
             return
-        differs = self._tracer.end_step(step, trainer.current_epoch, outputs)
+        differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
         self._ops.close()
-        self._progress.after_step(session.progress, self._tracer.seconds)
+        self._progress.after_step(session.progress)
         error = self._replicas.after_step(step)
-        is_last = error is not None
-        if self._together.stops_after(step, differs=differs, may_stop=session.may_stop, is_last=is_last):
-            self._end(is_resumed=True, is_early=True)  # raises what differs from the reference, which says more
-        if error is not None:
-            raise error
+        self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
+        _raise(error)
+
+    def _stop_together(self, *, differs: bool, is_last: bool = True) -> None:
+        """End the fit on all ranks where something differed on one of them."""
+        may_stop = self._session is not None and self._session.may_stop
+        if self._together.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=is_last):
+            self._end(is_early=True)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close_step()
-        self._mark("epoch end")
+        self._hooks.mark("epoch end")
         self._logged.end_epoch(trainer.current_epoch)
 
     def _close_step(self) -> None:
-        self._tracer.drop_step()
+        self._hooks.drop_step()
         self._ops.close()
 
     # validation, test and prediction, of which metrics are taken
@@ -337,7 +287,7 @@ class DeterminismCallback(CallbackArguments):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._mark("before validation")
+            self._hooks.mark("before validation")
         self._begin_evaluation(trainer, pl_module)
 
     @override
@@ -350,41 +300,29 @@ class DeterminismCallback(CallbackArguments):
 
     def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ops.open()
-        if self._call is not None and not self._is_fitting:
+        if self._call is not None and not self._is_open:
             assert self._session is not None, "setup was called"
             self._begin(trainer, pl_module, self._session, call=self._call)
 
     @override
-    @timed
-    def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._is_fitting:
-            self._logged.note_batch(trainer, batch, batch_idx, dataloader_idx)
+    def on_validation_batch_start(self, trainer: pl.Trainer, *arguments: Any, **options: Any) -> None:
+        self._note_batch(trainer, *arguments, **options)
 
     @override
-    @timed
-    def on_test_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+    def on_test_batch_start(self, trainer: pl.Trainer, *arguments: Any, **options: Any) -> None:
+        self._note_batch(trainer, *arguments, **options)
+
+    def _note_batch(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if self._is_fitting:
+        if self._is_open:
             self._logged.note_batch(trainer, batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ops.close()
         if not trainer.sanity_checking:
-            self._mark("after validation")
+            self._hooks.mark("after validation")
         self._end_evaluation(trainer)
 
     @override
@@ -400,64 +338,51 @@ class DeterminismCallback(CallbackArguments):
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
             self._logged.drop_batches()
-        elif call is not None and self._is_fitting:
+        elif call is not None and self._is_open:
             assert session is not None, "it began"
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
             session.count_call(call)
             self._call = None
-            self._end(is_resumed=False)
-        elif self._is_training_logged and not self._logged.is_resuming:
+            self._end()
+        elif self._is_fitting and not self._logged.is_resuming:
             self._stop_together(differs=self._logged.read(trainer, "validation", self._logged.step, epoch=epoch))
 
     @property
-    def _is_training_logged(self) -> bool:
-        session = self._session
-        return self._is_fitting and self._call is None and session is not None and session.takes_metrics
-
-    @timed
-    def _read_epoch(self, trainer: pl.Trainer) -> bool:
-        return self._logged.read_epoch(trainer)
-
-    def _stop_together(self, *, differs: bool) -> None:
-        """End the fit on all ranks where a metric of rank 0 differs from the reference's."""
-        may_stop = self._session is not None and self.mode == "verify" and self._session.may_stop
-        differs = differs and may_stop
-        if self._together.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=True):
-            self._end(is_resumed=True, is_early=True)
+    def _is_fitting(self) -> bool:
+        return self._is_open and self._call is None
 
     # after training
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         error = self._replicas.end()
-        if error is not None and self.mode == "record":
-            raise error  # before the run is complete: it is no reference
-        if self._is_training_logged:
-            self._read_epoch(trainer)
-        self._end(is_resumed=trainer.ckpt_path is not None)
-        if error is not None:
-            raise error
+        if self.mode == "record":
+            _raise(error)  # before the run is complete: it is no reference
+        if self._is_fitting:
+            self._logged.read_epoch(trainer)
+        self._end()
+        _raise(error)
 
-    def _end(self, *, is_resumed: bool, is_early: bool = False) -> None:
+    def _end(self, *, is_early: bool = False) -> None:
         session = self._session
-        if not self._is_fitting or session is None:
+        if not self._is_open or session is None:
             return
         if not is_early:
-            self._tracer.end_fit(self._logged.step)
+            self._hooks.flush(self._logged.step)
         self._close_fit()
         try:
-            session.end_fit(is_resumed=is_resumed, is_early=is_early)
+            session.end(is_early=is_early)
         finally:
-            self.verdict, self.audit_report = session.verdict, session.outcome
+            self.verdict, self.audit_report = session.verdict, session.audit_report
             self._progress.end_fit(self.verdict)
 
     def _close_fit(self) -> None:
         """Leave no trace open, and loops and loaders as they were."""
-        if self._is_fitting:
+        if self._is_open:
             note_ended()
-        self._is_fitting = False
-        tracer, self._tracer = self._tracer, FitTracer()
-        tracer.close()
+        self._is_open = False
+        hooks, self._hooks = self._hooks, StepHooks()
+        hooks.close()
         if self._checkpointing is not None:
             self._checkpointing.end_fit()
 
@@ -466,22 +391,21 @@ class DeterminismCallback(CallbackArguments):
         """Leave nothing behind on a path that did not reach the end of training."""
         if isinstance(exception, DivergenceError):
             exception.__traceback__ = None  # the verdict says where; frames of ours and of the loops bury it
-        was_fitting, self._call = self._is_fitting, None
+        was_open, self._call = self._is_open, None
         self._close_fit()
         self._progress.close()
         try:
-            if was_fitting:
+            if was_open:
                 assert self._session is not None
                 self._session.stop(type(exception).__name__)
-                self.verdict, self.audit_report = self._session.verdict, self._session.outcome
+                self.verdict, self.audit_report = self._session.verdict, self._session.audit_report
         finally:
             self._close_stage()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
-            # only a fit that has nothing to train comes here without on_train_end
-            self._end(is_resumed=self._call is None and trainer.ckpt_path is not None)
+            self._end()  # only a fit that has nothing to train comes here without on_train_end
         finally:
             self._close_stage()
         left, self._call = self._call, None
@@ -496,3 +420,8 @@ class DeterminismCallback(CallbackArguments):
         enforced, self._enforced = self._enforced, None
         if enforced is not None:
             enforced.restore()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,18 +1,20 @@
 """What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from det_callbacks.callback.draw_watch import Drawn, DrawWatch
-from det_callbacks.callback.workers import NumWorkers
+from det_callbacks.callback.draws import Drawn, DrawWatch, asked_workers, set_workers
+from det_callbacks.check import NUM_WORKERS_VARIABLE
 from det_callbacks.digest import digest_bytes, unobserved
+from det_callbacks.errors import SettingsError
 from det_callbacks.resume import find_generators
 from det_callbacks.resume.fit import NOT_LOOKED_INTO
 from det_callbacks.runs.evidence import CONSTANTS, Row
@@ -49,30 +51,29 @@ _HOOKS = (
 
 
 class Evidence:
-    """Gathers the evidence of one fit; some 40 microseconds a step."""
+    """Gathers the evidence of one fit; some 40 microseconds a step.
 
-    def __init__(self) -> None:
+    Args:
+        trainer: whose fit it is, before its data is set up.
+        own: the callback that this is for, which is not followed.
+
+    Raises:
+        SettingsError: the environment asks for a number of workers that is none.
+    """
+
+    def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self._ledger = Ledger()
-        self._draws = DrawWatch(self._ledger.mark, self._note_setting)
-        self._workers = NumWorkers()
-        self._trainer: pl.Trainer | None = None
-        self._undo: list[Callable[[], object]] = []
-
-    def attach(self, trainer: pl.Trainer, own: pl.Callback) -> None:
-        """Follow a fit that is about to start, before its data is set up.
-
-        Args:
-            trainer: whose fit it is.
-            own: the callback that this is for, which is not followed.
-        """
-        self.detach()
+        self._draws = DrawWatch(self._ledger)
         self._trainer = trainer
+        self._num_workers = asked_workers()
+        self._has_workers = False
         self._ledger.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
             self._ledger.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
         # the user's own come first, and what only draws bars is none of those that a difference is blamed on
-        others = [one for one in _callbacks_of(trainer) if one is not own and not isinstance(one, ProgressBar)]
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
+        others = [one for one in callbacks if one is not own and not isinstance(one, ProgressBar)]
         others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
         for hook in _HOOKS:
             names = [type(callback).__qualname__ for callback in others if _has_hook(callback, hook)]
@@ -80,36 +81,43 @@ class Evidence:
                 names.insert(0, type(trainer.lightning_module).__qualname__)
             if names:
                 self._ledger.note(_FIT_START, f"callbacks of {hook}", text=", ".join(names))
-        loop: Any = trainer.fit_loop
+
+    def attach(self) -> None:
+        """Follow the loaders once they are there."""
+        loop: Any = self._trainer.fit_loop
         original = loop._load_combined_loader_states  # called just before the loader is first iterated over
 
         def load_and_follow() -> None:
             original()
-            loader = loop._combined_loader
-            self._workers.apply(loader.flattened)
-            self._draws.attach(loader)
-            roots = {"train_dataloader": loader.flattened[0] if len(loader.flattened) == 1 else loader.flattened}
-            left = (*NOT_LOOKED_INTO, DrawWatch, pl.LightningModule)
-            self._ledger.held = find_generators(roots, left=left)
+            self._follow(loop._combined_loader)
 
         loop._load_combined_loader_states = load_and_follow
-        self._undo.append(lambda: vars(loop).pop("_load_combined_loader_states", None))
+
+    def _follow(self, loader: CombinedLoader) -> None:
+        inner = loader.flattened
+        if self._num_workers is not None:
+            self._has_workers = set_workers(inner, self._num_workers)
+        self._draws.attach(loader)
+        roots = {"train_dataloader": inner[0] if len(inner) == 1 else inner}
+        self._ledger.held = find_generators(roots, left=(*NOT_LOOKED_INTO, DrawWatch, pl.LightningModule))
 
     def detach(self) -> None:
-        """Leave loops, loaders and callbacks as they were; may be called more than once."""
+        """Leave loops and loaders as they were; may be called more than once."""
         self._draws.detach()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)
 
     def check_loaders(self) -> None:
         """Raise ``SettingsError`` where the loaders of the fit that starts have not the workers that were asked for."""
-        self._workers.require()
+        if self._num_workers is not None and not self._has_workers:
+            raise SettingsError(
+                f"{NUM_WORKERS_VARIABLE}={self._num_workers}, but the training has no torch DataLoader whose number of "
+                "workers could be set before it is first iterated over. Unset the variable, or set the number in the "
+                "program."
+            )
 
     def mark(self, point: str) -> None:
         """Note the states of all generators at a point of the fit."""
-        if self._trainer is not None:
-            self._ledger.mark(point, with_seeds=point == "after forward")
+        self._ledger.mark(point, with_seeds=point == "after forward")
 
     def note_samples(self, digests: Sequence[int]) -> None:
         """Note the sketch of the samples of the step's batch, see ``det_callbacks.trace.batches``."""
@@ -125,7 +133,6 @@ class Evidence:
         """
         self._ledger.mark("batch start", with_seeds=True)
         self.note_samples(samples)
-        assert self._trainer is not None
         fetcher: Any = self._trainer.fit_loop._data_fetcher
         waiting = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
         drawn = self._draws.current(waiting)
@@ -150,14 +157,6 @@ class Evidence:
             for name, value in flatten(drawn.batch, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
-
-    def _note_setting(self, name: str, text: str) -> None:
-        self._ledger.note("before the loader starts", name, text=text)
-
-
-def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
-    return callbacks
 
 
 def _is_constant(tensor: Tensor) -> bool:

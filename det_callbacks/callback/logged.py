@@ -12,7 +12,6 @@ from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH
 from det_callbacks.digest import digest_tensor, format_digest, unobserved
 from det_callbacks.resume.fit import local_part
 from det_callbacks.runs.metrics import RESUMED, Metric, Reading
-from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
@@ -34,17 +33,16 @@ class LoggedMetrics:
     def __init__(self) -> None:
         self.step = -1
         self.is_resuming = False
-        self._session = Session()
-        self._selection = Selection()
+        self._session: Session | None = None
         self._is_whole_epoch = False
         self._ended_epoch: int | None = None
         self._seen: dict[str, Any] = {}
         self._first_batches: dict[str, str] = {}
 
-    def begin(self, session: Session, selection: Selection, *, is_resumed: bool) -> None:
+    def begin(self, session: Session) -> None:
         """Belong to a fit, or to a test or a validation outside of one, that begins."""
-        self._session, self._selection = session, selection
-        self.is_resuming, self._is_whole_epoch, self._ended_epoch = is_resumed, False, None
+        self._session = session
+        self.is_resuming, self._is_whole_epoch, self._ended_epoch = session.stage.is_resumed, False, None
 
     def begin_epoch(self) -> None:
         """Note that a training epoch begins."""
@@ -97,7 +95,8 @@ class LoggedMetrics:
             number: which of those.
             epoch: under way.
         """
-        if not trainer.is_global_zero or not self._session.takes_metrics:
+        session = self._session
+        if session is None or not trainer.is_global_zero:
             return False
         fresh = self._fresh(trainer, only=None if where == "epoch" else _evaluated(trainer))
         first_batches, self._first_batches = self._first_batches, {}
@@ -105,16 +104,16 @@ class LoggedMetrics:
             metrics = {
                 name: _metric(value)
                 for name, value in fresh.items()
-                if isinstance(value, Tensor | float | int) and self._selection.selects_metric(name)
+                if isinstance(value, Tensor | float | int) and session.stage.selection.selects_metric(name)
             }
         if not metrics:
             return False
         data = {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
-        return self._session.put_metrics(Reading(**place, metrics=metrics, evidence={**_generators(), **data}))
+        return session.put_metrics(Reading(**place, metrics=metrics, evidence={**_generators(), **data}))
 
     def _put_resumed(self, trainer: pl.Trainer, step: int, *, is_first: bool = False) -> None:
-        if trainer.is_global_zero:
+        if self._session is not None and trainer.is_global_zero:
             place = Reading(where=RESUMED, number=step, step=step, epoch=trainer.current_epoch, metrics={})
             self._session.resume_metrics(place, is_first=is_first)
 

@@ -1,9 +1,8 @@
 """How far a run is, in the Trainer's loggers and in its progress bar (read at Lightning 2.6.6)."""
 
 from collections.abc import Callable
-from functools import partial, wraps
-from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -27,18 +26,13 @@ class ProgressReporter:
 
     Loggers are given the metrics directly: what ``self.log`` takes could be monitored, and would be in the module's
     results. What a logger draws from a generator is undone.
-
-    Attributes:
-        seconds: spent in hooks of the callback since the fit began; see ``timed``.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
         self._trainer: pl.Trainer | None = None
         self._undo: Callable[[], object] | None = None
         self._progress: Progress | None = None
         self._is_recording = False
-        self._other_seconds = 0.0
         self._step = 0
         self._is_logged = True
 
@@ -50,23 +44,17 @@ class ProgressReporter:
             is_recording: steps are recorded, not verified.
         """
         self.close()
-        self.seconds = self._other_seconds = 0.0
         self._progress, self._is_logged = None, True
         self._is_recording = is_recording
         if trainer.is_global_zero:
             self._trainer = trainer
             self._undo = _show_in_bar(trainer, self._word)
 
-    def after_step(self, progress: Progress, seconds: float) -> None:
-        """Take the state after a batch, and log it when the Trainer's own metrics are logged.
-
-        Args:
-            progress: the state.
-            seconds: spent outside the hooks that are timed, in all.
-        """
+    def after_step(self, progress: Progress) -> None:
+        """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
         if self._trainer is None:
             return
-        self._progress, self._other_seconds = progress, seconds
+        self._progress = progress
         # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
         trainer: Any = self._trainer
         fit_loop = trainer.fit_loop
@@ -111,7 +99,6 @@ class ProgressReporter:
             f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
             "sites": progress.num_sites,
             "differing": progress.num_differing,
-            "overhead_seconds": round(self.seconds + self._other_seconds, 6),
             "replayed_mib": progress.num_bytes / 2**20,
         }
         # a CSV file keeps text; a user's own may do something else with what it is given
@@ -126,31 +113,6 @@ class ProgressReporter:
         return progress_word(
             num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=self._is_recording
         )
-
-
-class HasProgress(Protocol):
-    """What counts the time that its hooks take."""
-
-    _progress: ProgressReporter
-
-
-Owner = TypeVar("Owner", bound=HasProgress)
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def timed(hook: Callable[Concatenate[Owner, Parameters], Result]) -> Callable[Concatenate[Owner, Parameters], Result]:
-    """Count the time of a hook as the callback's own: two readings of the clock, 0.1 microseconds."""
-
-    @wraps(hook)
-    def counted(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        started = perf_counter()
-        try:
-            return hook(self, *args, **kwargs)
-        finally:
-            self._progress.seconds += perf_counter() - started
-
-    return counted
 
 
 def say_beside(trainer: pl.Trainer, text: str) -> None:

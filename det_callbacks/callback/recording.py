@@ -1,16 +1,17 @@
-"""What a fit is recorded into."""
+"""What a fit is recorded into, and what the steps that a resumed recording runs again are compared with."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
-from pathlib import Path
+from functools import reduce
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.agreement import Agreement
-from det_callbacks.callback.session import Progress, Session
-from det_callbacks.compare.record import Tally
+from det_callbacks.callback.arguments import CallbackArguments
+from det_callbacks.callback.session import Progress, Session, Stage
+from det_callbacks.compare.record import Tally, write_record
+from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -18,6 +19,7 @@ from det_callbacks.errors import (
     NothingComparedError,
     SelectionError,
 )
+from det_callbacks.judge import judge_runs
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import (
     level_words,
@@ -29,9 +31,8 @@ from det_callbacks.report.fits import (
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.program import Program
-from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.runs.program import Program, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -40,154 +41,140 @@ from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.verdict import Verdict
+
+LAST_STEPS = 16
+"""Steps whose programs are looked up for a resumed fit: as many as one accumulation is likely to have."""
+
+DISAGREEMENT = ".disagreement"
+"""Folder in a run where a resumed attempt puts the step that disagrees with it, for the judge; it is removed."""
 
 
 class Recording(Session):
     """The fits of one callback, written as a reference.
 
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
-    they are in the run, and so is what was saved of them for replay.
-
-    Args:
-        path: folder of the reference.
-        overwrite: replace a run that is there.
-        replay: patterns of ops whose outputs are saved.
-        keep: patterns of ops whose tensors are kept.
-        budget_mib: what one step may save, for replay and to keep together.
-        peers: the processes that record together.
-
-    Attributes:
-        verdict: of a resumed fit that disagreed with the run; None of every other one.
+    they are in the run, and so is what was saved of them for replay. Its ``verdict`` is of a resumed fit that disagreed
+    with the run; None of every other one.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        overwrite: bool,
-        replay: Sequence[str],
-        keep: Sequence[str],
-        budget_mib: float,
-        peers: Peers = ALONE,
-    ) -> None:
-        super().__init__(peers)
-        self.path = path
-        self._patterns = replay, keep
-        self._step_writers: list[StepWriter] = []
-        self._budget = TensorBudget(budget_mib)
-        self._overwrite = overwrite
+    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
+        super().__init__(arguments, peers)
         self._writer: RunWriter | None = None
-        self._agreement: Agreement | None = None
-        self._selection = Selection()
-        self._num_steps = self._num_sites = self._num_metrics = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing was recorded (any more)."""
+        self._earlier: EarlierAttempts | None = None
+        self._step_writers: list[StepWriter] = []
+        self._num_steps = self._num_sites = self._num_metrics = self._num_before_call = 0
         self._regions: set[str] = set()
-        self._call: str | None = None
-        self._num_before_call = 0
-        self._has_fit = False
-        self._is_resumed = self._has_diverged = False
+        self._has_fit = self._is_resumed = self._has_diverged = False
 
     @override
-    def begin_fit(
-        self,
-        manifest: Mapping[str, Any],
-        selection: Selection,
-        *,
-        root: Path,
-        is_resumed: bool = False,
-        call: str | None = None,
-    ) -> None:
-        """Open the run for the steps of a fit; a resumed fit goes on with the run that is there.
+    def begin(self, stage: Stage) -> None:
+        """Open the run; a resumed fit goes on with the run that is there.
 
         Raises:
             RunExistsError: there is one, and it is not gone on with.
             SelectionError: it is gone on with, and was recorded with other patterns to replay or to keep.
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
-        self._selection = selection
-        self._call, self._num_before_call = call, self._num_metrics
-        if call is not None:
-            self._writer = self._writer or self._create(manifest)
+        super().begin(stage)
+        self._num_before_call = self._num_metrics
+        if stage.call is not None:
+            self._writer = self._writer or self._create()
             return
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
-        self._is_resumed = is_resumed and selection.is_every_step
+        self._is_resumed = stage.is_resumed and stage.selection.is_every_step
         if self._writer is not None:
-            self._agreement = None
-            self._calls.clear()
+            self._earlier = None
             (self._writer.start_segment if self._has_fit else self._writer.reopen)()
-        elif is_resumed and not self._overwrite and self._is_there():
-            open_run = partial(_open_earlier, self.path, manifest, rank=self.peers.rank)
-            earlier = self.peers.do(open_run, task=f"opening the run {self.path}")
-            self._writer = RunWriter.resume(self.path, manifest=manifest, peers=self.peers)
-            self._agreement = Agreement(earlier, segment=self._writer.segment, manifest=manifest, peers=self.peers)
+        elif stage.is_resumed and not self.arguments.overwrite and self._is_there():
+            earlier = self.peers.do(self._open_earlier, task=f"opening the run {self.path}")
+            self._writer = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)
+            self._earlier = EarlierAttempts(earlier, self._writer.segment, stage.manifest, self.peers)
             if not self._is_resumed:
-                self._agreement.begin()
+                self._earlier.end_of_restored()
         else:
-            self._writer = self._create(manifest)
+            self._writer = self._create()
         self._has_fit = True
+        self._begin_saving(self._writer)
+
+    def _begin_saving(self, writer: RunWriter) -> None:
         if self._step_writers:
             for step_writer in self._step_writers:
-                step_writer.start_segment(self._writer.stream, self._writer.segment)
+                step_writer.start_segment(writer.stream, writer.segment)
             return
-        self.replay = Replay(self._step_writer(self._writer, REPLAY), self._budget)
-        replay, keep = self._patterns
-        if replay:
-            self.exchange = OpReplay(replay, self.replay)
-        if keep:
-            self.keeper = Keeper(keep, self._step_writer(self._writer, KEPT), self._budget)
-
-    def _step_writer(self, writer: RunWriter, kind: str) -> StepWriter:
         place: dict[str, Any] = {"run_id": writer.run_id, "rank": self.peers.rank, "segment": writer.segment}
-        self._step_writers.append(StepWriter(writer.stream, kind, **place))
-        return self._step_writers[-1]
+        replayed, kept = self._step_writers = [StepWriter(writer.stream, kind, **place) for kind in (REPLAY, KEPT)]
+        budget = TensorBudget(self.arguments.tensor_budget_mib)
+        self.replay = Replay(replayed, budget)
+        if patterns := self.arguments.replay:
+            self.op_replay = OpReplay(patterns, self.replay)
+        if patterns := self.arguments.keep_tensors:
+            self.keeper = Keeper(patterns, kept, budget)
 
     def _is_there(self) -> bool:
         """Return whether rank 0 sees a run to go on with; the others see its folder."""
         return bool(self.peers.agree((self.path / "run.json").exists, task=f"looking for {self.path}")[0])
 
-    def _create(self, manifest: Mapping[str, Any]) -> RunWriter:
-        return RunWriter.create(self.path, manifest=manifest, peers=self.peers, overwrite=self._overwrite)
+    def _open_earlier(self) -> Run:
+        """Open this rank's part of the run that is gone on with; one with other patterns to save is refused."""
+        earlier = Run.open(self.path, ranks=(self.peers.rank,))
+        for name in ("replay", "keep_tensors"):
+            recorded, asked = list(getattr(earlier.manifest, name)), list(self.stage.manifest.get(name, ()))
+            if set(recorded) != set(asked):
+                raise SelectionError(
+                    f"{self.path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "
+                    "Nothing was changed. Resume with the same patterns, or record to another folder."
+                )
+        return earlier
+
+    def _create(self) -> RunWriter:
+        overwrite = self.arguments.overwrite
+        return RunWriter.create(self.path, manifest=self.stage.manifest, peers=self.peers, overwrite=overwrite)
 
     @property
     @override
     def may_stop(self) -> bool:
-        return self._agreement is not None
+        return self._earlier is not None
 
     @property
     @override
     def progress(self) -> Progress:
-        agreed = Tally() if self._agreement is None else self._agreement.tally
+        agreed = Tally() if self._earlier is None else self._earlier.tally
         return Progress(
             num_steps=self._num_steps + agreed.num_steps,
             num_sites=self._num_sites + agreed.num_sites,
             num_differing=agreed.num_differing,
-            num_bytes=self.replay.counts.num_bytes if self.replay else 0,
+            num_bytes=self.replay.counts.num_bytes,
             chain=self.chain,
         )
 
     @property
     @override
     def run_id(self) -> str:
-        return self._running().run_id
+        return self._running.run_id
 
     @property
     @override
     def earlier_programs(self) -> tuple[Program, ...]:
-        return () if self._agreement is None else self._agreement.last_programs()
+        return () if self._earlier is None else self._earlier.last_programs()
 
     @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        writer = self._running()
+        writer, earlier = self._running, self._earlier
+        is_there = earlier is not None and earlier.holds(step)
         if self._is_resumed:
             self._is_resumed = False
             writer.note_resumed(step)
-            if self._agreement is not None and self._agreement.holds(step):
-                self._agreement.compare_state(step, digest_state)
+            if earlier is not None and is_there:
+                earlier.compare_state(step, digest_state)
         saved, expectation = None, None
-        if self._agreement is not None and self._agreement.holds(step):
-            expectation = self._agreement.expectation(step)
-            earlier = self._agreement.reference
-            saved = SavedStep.of(earlier, rank=self.peers.rank, segment=writer.segment, step=step)
-        assert self.replay is not None, "a fit was begun"
+        if earlier is not None and is_there:
+            expectation = earlier.expectation(step)
+            saved = SavedStep.of(earlier.reference, rank=self.peers.rank, segment=writer.segment, step=step)
         self.replay.begin(saved)
         if self.keeper is not None:
             self.keeper.begin()
@@ -195,22 +182,22 @@ class Recording(Session):
 
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        assert self.replay is not None, "a fit was begun"
-        if self._agreement is not None and self._agreement.holds(step):
+        writer, earlier = self._running, self._earlier
+        if earlier is not None and earlier.holds(step):
             # once is enough: several ranks go on until they stop together
-            self._has_diverged |= self._agreement.add(trace, step=step, epoch=epoch)
+            self._has_diverged |= earlier.add(trace, step=step, epoch=epoch)
+            has_saved = self.replay.saved is not None and self.replay.saved.exists
             # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
-            if self._has_diverged or not self._num_steps or self._has_saved_tensors():
-                self.chain, self.program = self._agreement.chain(step), trace.program.id
+            if self._has_diverged or not self._num_steps or has_saved:
+                self.chain, self.program = earlier.chain(step), trace.program.id
                 return self._has_diverged
         else:
-            if self._agreement is not None:
-                self._agreement.begin()
+            if earlier is not None:
+                earlier.end_of_restored()
             self.replay.write(step)  # first: a step that is there has what was saved of it
             self._num_steps += 1
             self._num_sites += len(trace.digests)
             self._regions.update(trace.program.opaque_regions)
-        writer = self._running()
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
@@ -220,31 +207,28 @@ class Recording(Session):
         self.program = trace.program.id
         return False
 
-    def _has_saved_tensors(self) -> bool:
-        return self.replay is not None and self.replay.saved is not None and self.replay.saved.exists
-
     @override
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        if self._agreement is not None:
-            self._agreement.put_evidence(rows)
-        self._running().put_evidence(rows)
+        if self._earlier is not None:
+            self._earlier.put_evidence(rows)
+        self._running.put_evidence(rows)
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
         self._num_metrics += len(reading.metrics)
-        self._running().put_reading(reading)
+        self._running.put_reading(reading)
         return False
 
     @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
-        self._running().put_reading(reading)
+        self._running.put_reading(reading)
 
     @override
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        self._running().put_nondeterministic_ops(ops)
+        self._running.put_nondeterministic_ops(ops)
 
     @override
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
+    def end(self, *, is_early: bool = False) -> None:
         """Close the run's files and print the closing line.
 
         Raises:
@@ -252,40 +236,37 @@ class Recording(Session):
                 taken back: the run is what it was before.
             NothingComparedError: no step was recorded.
         """
-        if self._call is not None:
-            self._end_call(self._call)
+        if self.stage.call is not None:
+            self._end_call(self.stage.call)
             return
-        writer = self._running()
-        agreement = self._agreement
+        writer, earlier = self._running, self._earlier
         ended = self.peers.agree(self._at_end, task=END_OF_FIT)
-        if any(end["has_diverged"] for end in ended) and agreement is not None:
-            self._take_back(ended)
-        num_agreed = sum(end["num_agreed"] for end in ended)
+        if any(end["has_diverged"] for end in ended) and earlier is not None:
+            self._take_back(earlier, ended)
         is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
-        if is_empty and agreement is not None:
+        if is_empty and earlier is not None:
             self._discard()
         writer.close(complete=not is_empty)
         if is_empty:
-            selected = "" if is_resumed else self._selection.shown_steps
+            selected = "" if self.stage.is_resumed else self.stage.selection.shown_steps
             raise NothingComparedError(nothing_recorded_text(path=self.path, selected=selected))
+        selection, kept = self.stage.selection, None
+        if self.keeper is not None:
+            kept = reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
         if self.peers.rank == 0:
             self.say(
                 recorded_line(
                     path=self.path,
-                    num_steps=sum(end["num_steps"] for end in ended),
-                    num_sites=sum(end["num_sites"] for end in ended),
-                    num_bytes=sum(end["num_bytes"] for end in ended),
-                    level=level_words(self._selection.level, self._selection.compiled, self._regions),
-                    saved=self.replay.counts.to_dict() if self.replay else {},
-                    num_agreed=None if agreement is None else num_agreed,
+                    **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
+                    level=level_words(selection.level, selection.compiled, self._regions),
+                    saved=self.replay.counts.to_dict(),
+                    num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                     num_ranks=self.peers.world_size,
-                    kept=reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
-                    if self.keeper is not None
-                    else None,
+                    kept=kept,
                     num_metrics=self._num_metrics,
                 )
             )
-        for done, found in (("saved for the replay", self.exchange), ("kept for the keep_tensors", self.keeper)):
+        for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 rank_zero_warn(
                     f"Nothing was {done} patterns {', '.join(map(repr, found.unused))}: no op that they mean ran "
@@ -295,90 +276,140 @@ class Recording(Session):
 
     def _end_call(self, call: str) -> None:
         """Say what was recorded of a test or validation outside of a fit."""
-        num_metrics = self.peers.agree(lambda: self._num_metrics - self._num_before_call, task=END_OF_FIT)[0]
+        num_all, num_new = self.peers.agree(
+            lambda: [self._num_metrics, self._num_metrics - self._num_before_call], task=END_OF_FIT
+        )[0]
         if not self._has_fit:
-            self._running().close(complete=self.peers.agree(lambda: self._num_metrics, task=END_OF_FIT)[0] > 0)
-        if not num_metrics and not self._has_fit:
-            raise NothingComparedError(no_metrics_text(call, reference=self.path))
+            self._running.close(complete=num_all > 0)
+            if not num_new:
+                raise NothingComparedError(no_metrics_text(call, reference=self.path))
         if self.peers.rank == 0:
-            self.say(recorded_call_line(call, path=self.path, num_metrics=num_metrics))
+            self.say(recorded_call_line(call, path=self.path, num_metrics=num_new))
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
-        agreement = self._agreement
         return {
             "num_steps": self._num_steps,
             "num_sites": self._num_sites,
-            "num_bytes": self._running().bytes_written,
+            "num_bytes": self._running.bytes_written,
             "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
-            "num_agreed": 0 if agreement is None else agreement.tally.num_steps,
+            "num_agreed": 0 if self._earlier is None else self._earlier.tally.num_steps,
             "has_diverged": self._has_diverged,
         }
 
-    def _take_back(self, ended: Sequence[Mapping[str, Any]]) -> None:
+    def _take_back(self, earlier: "EarlierAttempts", ended: Sequence[Mapping[str, Any]]) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
-        agreement = self._agreement
-        assert agreement is not None, "what diverged was compared"
         self._discard()
-        self.verdict = verdict = agreement.judge()
+        self.verdict = verdict = earlier.judge()
         first = next(end for end in ended if end["has_diverged"])
-        text = disagreement_text(
-            verdict,
-            path=self.path,
-            num_agreed=first["num_agreed"] - 1,
-            num_dropped=first["num_steps"],
-            rank=self.peers.rank,
-        )
+        counts = {"num_agreed": first["num_agreed"] - 1, "num_dropped": first["num_steps"]}
+        text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def _discard(self) -> None:
         """Take the attempt back; another fit would go on with the run anew."""
         for step_writer in self._step_writers:
             step_writer.delete()
-        self._step_writers.clear()
-        self._running().discard_attempt()
-        self._writer = self._agreement = self.replay = self.exchange = self.keeper = None
-        self._has_diverged = False
-        self._num_steps = self._num_sites = self._num_metrics = 0
-        self._regions.clear()
+        self._running.discard_attempt()
+        self._writer = self.op_replay = self.keeper = None
+        self.replay = Replay()
+        self._forget()
 
     @override
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
-        if self._call is not None and self._has_fit:
+        if self.stage.call is not None and self._has_fit:
             self.say(
-                f"det_callbacks: {self._call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
+                f"det_callbacks: {self.stage.call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
             )
-            return
-        # all ranks take an attempt back together, and the others may not be here
-        if self._agreement is not None and not self._num_steps and self.peers.world_size == 1:
-            num_agreed = self._agreement.tally.num_steps
+        elif self._earlier is not None and not self._num_steps and self.peers.world_size == 1:
+            # all ranks take an attempt back together, and the others may not be here
+            num_agreed = self._earlier.tally.num_steps
             self._discard()
             self.say(
                 f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self.path} "
                 "held already: it is as it was before"
             )
-            return
-        self._running().close(complete=False)
-        rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-        self.say(
-            f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
-            f"{self.path} is incomplete"
-        )
+        else:
+            self._running.close(complete=False)
+            rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
+            self.say(
+                f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
+                f"{self.path} is incomplete"
+            )
 
+    @property
     def _running(self) -> RunWriter:
         assert self._writer is not None, "a fit was begun"
         return self._writer
 
 
-def _open_earlier(path: Path, manifest: Mapping[str, Any], *, rank: int) -> Run:
-    """Open a run that is gone on with, as far as it is of a rank; one with other patterns to save is refused."""
-    earlier = Run.open(path, ranks=(rank,))
-    for name in ("replay", "keep_tensors"):
-        recorded, asked = list(getattr(earlier.manifest, name)), list(manifest.get(name, ()))
-        if set(recorded) != set(asked):
-            raise SelectionError(
-                f"{path} was recorded with {name}={recorded}, and this attempt asks for {asked}. "
-                "Nothing was changed. Resume with the same patterns, or record to another folder."
-            )
-    return earlier
+class EarlierAttempts(StepDetector):
+    """Compares the steps of a resumed recording with those that earlier attempts of the same fit recorded.
+
+    Args:
+        earlier: the run, opened before the attempt began.
+        segment: fit that goes on.
+        manifest: of the attempt: its environment tells which differences the machine may have made.
+        peers: the processes that record together.
+    """
+
+    def __init__(self, earlier: Run, segment: int, manifest: Mapping[str, Any], peers: Peers) -> None:
+        super().__init__(earlier, peers.rank, steps="common")
+        self._manifest = manifest
+        self._peers = peers
+        self._stored: tuple[StepView, tuple[Row, ...]] | None = None
+        self._resumed_at: int | None = None
+        self.begin_fit(segment, is_resumed=True)
+
+    def end_of_restored(self) -> None:
+        """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
+        if not self.has_steps:
+            self._fit.is_resumed = False
+
+    def last_programs(self) -> tuple[Program, ...]:
+        """Return the programs of the last steps that an earlier attempt recorded, each once."""
+        run, segment = self.reference, self._fit.segment
+        records = (run.rank(self.rank).read(segment, step) for step in self._fit.known[-LAST_STEPS:])
+        return tuple(run.program(identity) for identity in dict.fromkeys(record.program_id for record in records))
+
+    def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
+        """Keep the first step that differs in memory: nobody knows yet where to."""
+        if rows is not None:
+            view = trace.view(rank=self.rank, step=step, epoch=epoch, segment=self._fit.segment)
+            self._stored = view, tuple(rows)
+        return rows is not None
+
+    def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
+        """Compare a step that an earlier attempt recorded; return whether it differs."""
+        if self.is_resuming:
+            self._resumed_at = step
+        return super().add(trace, step=step, epoch=epoch, is_whole=is_whole)
+
+    def judge(self) -> Verdict:
+        """Return the judge's verdict; all ranks call it when the attempt was taken back, and one of them differs."""
+        path, folder = self.reference.path, self.reference.path / DISAGREEMENT
+        options: dict[str, Any] = {"purpose": "verify", "keeps": "diverging", "overwrite": True}
+        writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, **options)
+        for _ in range(self._fit.segment):
+            writer.start_segment()
+        if self._resumed_at is not None:
+            writer.note_resumed(self._resumed_at)
+        self._peers.do(lambda: self._write(writer), task="storing the step that differs")
+
+        def judge() -> dict[str, Any]:
+            try:
+                runs = Run.open(path, check_steps=False), Run.open(folder, check_steps=False)
+                return judge_runs(*runs, names=(str(path), str(path)), is_one_run=True).to_dict()
+            finally:
+                shutil.rmtree(folder)
+
+        return Verdict.from_dict(self._peers.broadcast(judge, task=JUDGING))
+
+    def _write(self, writer: RunWriter) -> None:
+        if self._stored is not None:
+            view, rows = self._stored
+            writer.put_evidence(rows)
+            write_step(writer, view)
+        writer.close(complete=True)
+        write_record(writer.path, self._record(writer.run_id, None))

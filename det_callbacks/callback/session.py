@@ -1,4 +1,4 @@
-"""What recording, verifying and auditing share: a session is told of the parts of a run, and of each step in them."""
+"""What recording, verifying and auditing share: a session is called for each fit of a callback, and each step in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from det_callbacks.audit import AuditReport
+from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
@@ -16,13 +17,13 @@ from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.replay import OpReplay
+from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is on one process, as loggers and progress bars are told.
+    """How far a run is on one process, for loggers and progress bars.
 
     Attributes:
         num_steps: recorded (those that a resumed recording found there and equal, too), or compared.
@@ -39,13 +40,27 @@ class Progress:
     chain: int | None = None
 
 
-class FitTracer:
-    """What follows the steps of one fit; this one follows nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A fit, or a test or validation outside of one, that begins.
 
-    @property
-    def seconds(self) -> float:
-        """Time of ours between the training's own ops, in all steps; not what is spent op by op."""
-        return 0.0
+    Attributes:
+        manifest: selection, settings and environment, as run.json has them.
+        selection: what is traced.
+        root: where folders go by default.
+        is_resumed: it goes on from a checkpoint.
+        call: what it is instead of a fit: "trainer.test", say, of which metrics are taken.
+    """
+
+    manifest: Mapping[str, Any]
+    selection: Selection
+    root: Path
+    is_resumed: bool = False
+    call: str | None = None
+
+
+class StepHooks:
+    """What is called in the steps of one fit; this one does nothing, outside of a fit."""
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Follow a Trainer that is about to train, and whose data is set up."""
@@ -69,50 +84,62 @@ class FitTracer:
     def drop_step(self) -> None:
         """Forget a step that did not come to its end; nothing is done where none is open."""
 
-    def end_fit(self, step: int) -> None:
-        """Hand over what was gathered since the last step."""
+    def flush(self, step: int) -> None:
+        """Hand over what was gathered since the last step: the fit is over."""
 
     def close(self) -> None:
         """Leave nothing open; may be called more than once."""
 
 
 class Session:
-    """What a callback does with its fits and their steps, and keeps from one fit of a Trainer to the next.
+    """What one mode does with the fits of a callback and their steps; it stays over the fits of a Trainer.
 
     Args:
+        arguments: of the callback.
         peers: the processes that have the session together.
 
     Attributes:
-        tracer: follows the steps instead of a trace; None of most sessions.
-        takes_metrics: whether what the module logs is handed over.
+        hooks: called in the steps instead of a trace; None of recordings and verifications.
         verdict: of what has run so far; None before the end of a fit.
-        outcome: of an audit; None of every other session.
+        audit_report: of an audit; None of every other session.
         chain: after the last step; None before the first.
         program: id of the program of that step.
-        replay: saves tensors of a step, or puts them back; None before a fit.
-        exchange: what the recorder hands outputs to; None when nothing is saved or put back, and before a fit.
-        keeper: what keeps tensors of the steps; None when none are kept, and before a fit.
+        replay: saves tensors of a step, or puts them back.
+        op_replay: the outputs of ops that ``replay`` is for; None where no op is.
+        keeper: keeps tensors of the steps; None where none are kept.
         say: prints a line; whoever trains may know what else is on the terminal.
     """
 
-    tracer: FitTracer | None = None
-    takes_metrics = True
+    hooks: StepHooks | None = None
 
-    def __init__(self, peers: Peers = ALONE) -> None:
-        self.peers = peers
+    def __init__(self, arguments: CallbackArguments, peers: Peers = ALONE) -> None:
+        self.arguments, self.peers = arguments, peers
         self.verdict: Verdict | None = None
-        self.outcome: AuditReport | None = None
+        self.audit_report: AuditReport | None = None
         self.chain: int | None = None
         self.program: int | None = None
-        self.replay: Any = None
-        self.exchange: OpReplay | None = None
+        self.replay = Replay()
+        self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
         self.say: Callable[[str], None] = print_closing_line
+        self._stage: Stage | None = None
         self._calls: list[str] = []
 
     @property
+    def path(self) -> Path:
+        """Folder of the reference."""
+        assert self.arguments.reference is not None, "checked where the callback was made"
+        return self.arguments.reference
+
+    @property
+    def stage(self) -> Stage:
+        """What began last."""
+        assert self._stage is not None, "a stage began"
+        return self._stage
+
+    @property
     def may_stop(self) -> bool:
-        """Whether a step that differs ends the fit."""
+        """Whether what differs ends the fit."""
         return False
 
     @property
@@ -134,25 +161,11 @@ class Session:
         """Check what can be checked before a fit, and return the selection to trace with."""
         return selection
 
-    def begin_fit(
-        self,
-        manifest: Mapping[str, Any],
-        selection: Selection,
-        *,
-        root: Path,
-        is_resumed: bool = False,
-        call: str | None = None,
-    ) -> None:
-        """Make ready for the steps of a fit.
-
-        Args:
-            manifest: selection, settings and environment, as run.json has them.
-            selection: what is traced.
-            root: where folders go by default.
-            is_resumed: it goes on from a checkpoint.
-            call: what it is instead of a fit: "trainer.test", say, of which metrics are taken.
-        """
-        raise NotImplementedError
+    def begin(self, stage: Stage) -> None:
+        """Begin a fit, or another stage of which metrics are taken."""
+        self._stage = stage
+        if stage.call is None:
+            self._calls.clear()
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Return what is known of a step that begins; None when it is new.
@@ -188,15 +201,14 @@ class Session:
         """Note that such a call is over."""
         self._calls.append(call)
 
-    def end_fit(self, *, is_resumed: bool, is_early: bool = False) -> None:
-        """Close a fit, print the closing line, and raise what was found.
+    def end(self, *, is_early: bool = False) -> None:
+        """Close the stage, print the closing line, and raise what was found.
 
         Args:
-            is_resumed: it began in the middle.
             is_early: it was stopped, so that its later steps are not missing.
         """
         raise NotImplementedError
 
     def stop(self, reason: str) -> None:
-        """Close the files: an exception ended the part."""
+        """Close the files: an exception ended the stage."""
         raise NotImplementedError

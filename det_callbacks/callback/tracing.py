@@ -8,10 +8,9 @@ from typing_extensions import override
 
 from det_callbacks.callback.evidence import Evidence
 from det_callbacks.callback.loops import leave_out_logging, mark_training_step
-from det_callbacks.callback.session import FitTracer, Session
+from det_callbacks.callback.session import Session, StepHooks
 from det_callbacks.errors import TraceError
 from det_callbacks.observers import Observations, activate, deactivate
-from det_callbacks.runs.selection import Selection
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
@@ -57,54 +56,40 @@ class OpWatch:
             self.found.close()
 
 
-class Tracing(FitTracer):
-    """Traces the selected steps of a fit and hands them to its session.
+class Tracing(StepHooks):
+    """Traces the selected steps of a fit that begins, and hands them to its session.
 
     Args:
-        pl_module: that is trained.
-        session: what the steps are handed to.
+        trainer: that trains.
+        session: what the steps are handed to; it knows what is traced, and how the fit began.
         name: of the session, for messages.
-        selection: what is traced.
         ops: collects ops without a deterministic implementation; None where nothing does.
-        evidence: gathers what explains a difference.
-        is_resumed: the fit begins in the middle of a run.
+        own: the callback that this is for.
     """
 
     def __init__(
-        self,
-        pl_module: pl.LightningModule,
-        session: Session,
-        *,
-        name: str,
-        selection: Selection,
-        ops: NondeterministicOps | None,
-        evidence: Evidence,
-        is_resumed: bool,
+        self, trainer: pl.Trainer, session: Session, *, name: str, ops: NondeterministicOps | None, own: pl.Callback
     ) -> None:
         self._session = session
-        self._evidence = evidence
-        self._selection = selection
+        self._selection = selection = session.stage.selection
         self._ops = ops
         # A resumed step is recorded as one in the middle is, so that it can be compared with the same uninterrupted.
-        self._is_first = not is_resumed
-        self._hash_mode = HashMode.for_training(pl_module, selection)
+        self._is_first = not session.stage.is_resumed
+        self._evidence = Evidence(trainer, own)
+        self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
         recorder = self._hash_mode.recorder
         recorder.nondeterministic_ops = ops
-        recorder.exchange = session.exchange
+        recorder.exchange = session.op_replay
         recorder.keeper = session.keeper
         recorder.trie.earlier = session.earlier_programs
         self._observations = Observations(
             recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step
         )
         activate(self._observations)
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Callable[[], object]] = [self._evidence.detach]
+        self._evidence.attach()
         if ops is not None:
             ops.on_new = self._put_ops
-
-    @property
-    @override
-    def seconds(self) -> float:
-        return self._hash_mode.seconds
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
@@ -165,12 +150,11 @@ class Tracing(FitTracer):
         self._hash_mode.abandon()
 
     @override
-    def end_fit(self, step: int) -> None:
+    def flush(self, step: int) -> None:
         self._session.put_evidence(self._evidence.take(step + 1))
 
     @override
     def close(self) -> None:
-        self._evidence.detach()
         self._observations.abandon()
         deactivate(self._observations)
         self._hash_mode.abandon()

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -102,8 +101,6 @@ class HashMode:
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self._interceptor: Interceptor | None = None
         self.is_open = False
-        self.seconds = 0.0
-        """Spent on gradients between the training's own ops, in all steps."""
         self.sketch = Sketch()
         """Of the samples of the last batch."""
 
@@ -257,10 +254,8 @@ class HashMode:
         return self._by_shape.get(shape, [])
 
     def _record_gradients(self, optimizer: Optimizer) -> None:
-        started = perf_counter()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         record_group(self.recorder, "gradients", "gradient", gradients(parameters, self.recorder.parameter_names))
-        self.seconds += perf_counter() - started
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.parameters()

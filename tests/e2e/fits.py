@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.callback.session import FitTracer
+from det_callbacks.callback.session import StepHooks
 from det_callbacks.callback.verifying import Verifying
 
 
@@ -124,14 +124,14 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     """Nothing that a fit needs is there after it; what is global is watched for every test by the conftest."""
     assert _get_current_dispatch_mode_stack() == []
     assert "training_step" not in vars(fit.trainer.strategy)
-    assert type(callback._tracer) is FitTracer
+    assert type(callback._hooks) is StepHooks
     loop = fit.trainer.fit_loop
     assert "_load_combined_loader_states" not in vars(loop)
     assert not {"reset", "setup_data"} & set(vars(loop))
     assert "on_run_start" not in vars(loop.epoch_loop)
     assert not {"log", "reset"} & set(vars(loop.epoch_loop._results))
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
-    assert "_get_iterator" not in vars(fit.loader)
+    assert "Watched" not in str(type(fit.loader.batch_sampler).__mro__[0].__iter__)
     run = callback._session
     if run is not None:
         keeper = run._verification if isinstance(run, Verifying) else run

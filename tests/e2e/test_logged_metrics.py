@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from fits import StopError
@@ -19,6 +21,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, compare_runs
 from det_callbacks.callback.fits import take_unfinished
+from det_callbacks.callback.logged import LoggedMetrics
 from det_callbacks.errors import (
     DivergenceError,
     NothingComparedError,
@@ -98,7 +101,8 @@ class Session:
     def __init__(
         self, mode: str, reference: Path, *, model: Callable[[], Any] = Logged, seed: int = 0, **arguments: Any
     ) -> None:
-        torch.manual_seed(seed)
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(seed)
         defaults = {"level": "state"} if mode == "record" else {}
         self.callback = DeterminismCallback(reference, mode=mode, **{**defaults, **arguments})
         self.model = model()
@@ -339,7 +343,7 @@ def _killed_after_two(read: Any) -> Any:
 @pytest.mark.parametrize("saved", ["validation-0", "batch-3"])
 def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeterminismCallback, "_read_epoch", _killed_after_two(DeterminismCallback._read_epoch))
+        patch.setattr(LoggedMetrics, "read_epoch", _killed_after_two(LoggedMetrics.read_epoch))
         with pytest.raises(StopError):
             Session("record", tmp_path / "resumed").fit(None, Saves(tmp_path))
     options = {"ckpt_path": tmp_path / f"{saved}.ckpt", "weights_only": False}

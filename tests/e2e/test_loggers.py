@@ -21,15 +21,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.callback import progress as reporting
 from det_callbacks.callback.progress import ProgressReporter
 from det_callbacks.callback.session import Progress
 from det_callbacks.digest import format_digest
 from det_callbacks.runs.store import Run
-from det_callbacks.trace import hash_mode
 
 pytestmark = LIGHTNING_ADVICE
-COMMON = ("chain", "differing", "overhead_seconds", "replayed_mib", "sites")
+COMMON = ("chain", "differing", "replayed_mib", "sites")
 
 
 class Logging(Steady):
@@ -214,21 +212,9 @@ def test_only_the_first_rank_logs() -> None:
         trainer: Any = SimpleNamespace(is_global_zero=is_first, loggers=[logger], **options)
         logged = ProgressReporter()
         logged.begin_fit(trainer, is_recording=True)
-        logged.after_step(progress, 0.0)
+        logged.after_step(progress)
         logged.end_fit(None)
         assert len(logger.ours()) == is_first
-
-
-def test_the_time_of_every_hook_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that goes on by a second at each look, a hook takes one."""
-    clock = iter(range(10**6))
-    for module in (reporting, hash_mode):
-        monkeypatch.setattr(module, "perf_counter", lambda: float(next(clock)))
-    logger = FloatsOnly()
-    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger, log_every_n_steps=1, max_epochs=1)
-    seconds = [row["overhead_seconds"] for _, row in logger.ours()]
-    # the batch's start and end, before and after backward, before the optimizer, and its gradients
-    assert np.diff(seconds).tolist() == [6.0, 6.0, 6.0]
 
 
 # progress bars at a terminal

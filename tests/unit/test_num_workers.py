@@ -4,58 +4,47 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks.callback.workers import NumWorkers
+from det_callbacks import DeterminismCallback, SettingsError
+from det_callbacks.callback.draws import set_workers
 from det_callbacks.check import NUM_WORKERS_VARIABLE
-from det_callbacks.errors import SettingsError
 
-DATA = TensorDataset(torch.arange(8.0))
+pytestmark = LIGHTNING_ADVICE
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"num_workers": 1},
         {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3},
         {"num_workers": 1, "timeout": 30, "multiprocessing_context": "fork"},
     ],
 )
-@pytest.mark.parametrize("number", ["0", "2"])
-def test_a_loader_gets_them_with_what_goes_with_them(
-    options: dict[str, Any], number: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NUM_WORKERS_VARIABLE, number)
-    loader = DataLoader(DATA, batch_size=4, **options)
-    workers = NumWorkers()
-    workers.apply([[1, 2], loader])
-    workers.require()
-    kind = type(iter(loader)).__name__
-    assert kind == ("_SingleProcessDataLoaderIter" if number == "0" else "_MultiProcessingDataLoaderIter")
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_loader_gets_them_with_what_goes_with_them(options: dict[str, Any], number: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, **options)
+    assert set_workers([[1, 2], loader], number)
+    kind = "_MultiProcessingDataLoaderIter" if number else "_SingleProcessDataLoaderIter"
+    assert type(iter(loader)).__name__ == kind
     for _ in range(2):
         assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_nothing_happens_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NUM_WORKERS_VARIABLE, raising=False)
-    loader = DataLoader(DATA, num_workers=1, timeout=3)
-    workers = NumWorkers()
-    workers.apply([loader])
-    workers.require()
-    assert (loader.num_workers, loader.timeout, loader.prefetch_factor) == (1, 3, 2)
-
-
-def test_what_has_no_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NUM_WORKERS_VARIABLE, "2")
-    workers = NumWorkers()
-    workers.apply([[1, 2]])
-    with pytest.raises(SettingsError, match="DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"):
-        workers.require()
-
-
-@pytest.mark.parametrize("text", ["", "-1", "two", "1.0"])
-def test_what_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2", "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"),
+        ("", "from 0 on; got ''"),
+        ("-1", "from 0 on; got '-1'"),
+        ("1.0", "from 0 on; got '1.0'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(text: str, message: str, monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setenv(NUM_WORKERS_VARIABLE, text)
-    with pytest.raises(SettingsError, match=f"from 0 on; got {text!r}"):
-        NumWorkers()
+    trainer = quiet_trainer(DeterminismCallback(tmp_path / "run", mode="record"))
+    with pytest.raises(SettingsError, match=message):
+        trainer.fit(BoringModel(), [torch.ones(2, 32)])
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
