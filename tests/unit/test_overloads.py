@@ -111,9 +111,11 @@ class TestSweep:
         assert sweep.checked >= UNDECLARED_VIEWS - {"aten.unsafe_split_with_sizes"}
 
 
-def test_the_sweep_sees_what_the_tables_do_not_tell(monkeypatch):
+def test_the_sweep_sees_what_the_tables_do_not_tell(monkeypatch, request):
     monkeypatch.delitem(OPAQUE_OUTPUTS, "aten._ctc_loss")
     monkeypatch.delitem(HIDDEN_WRITES, "aten.native_batch_norm")
+    make_plan.cache_clear()
+    request.addfinalizer(make_plan.cache_clear)
     mode = SweepMode()
     with mode:
         torch.nn.BatchNorm1d(3)(torch.randn(4, 3))
