@@ -3,42 +3,40 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
-from det_callbacks.errors import (
-    AuditError,
-    CheckpointFormatError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CoverageWarning,
-    DetCallbacksError,
-    DetCallbacksWarning,
-    DivergenceError,
-    DivergenceWarning,
-    EquivalenceError,
-    ExportError,
-    ModuleRunError,
-    NondeterministicOpError,
-    NondeterministicOpWarning,
-    NotComparableError,
-    NothingComparedError,
-    NotResumableError,
-    NumericsError,
-    ReferenceFormatError,
-    ReferenceNotFoundError,
-    ReplayError,
-    ReplicaError,
-    RunExistsError,
-    SelectionError,
-    SettingsError,
-    TraceError,
-)
-from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
-
 if TYPE_CHECKING:
+    from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch
     from det_callbacks.callback import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference, check_checkpoint
     from det_callbacks.digest import StateDigest, digest_state, digest_tensor
     from det_callbacks.equivalence import BitwiseEquivalenceMode
+    from det_callbacks.errors import (
+        AuditError,
+        CheckpointFormatError,
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        CoverageWarning,
+        DetCallbacksError,
+        DetCallbacksWarning,
+        DivergenceError,
+        DivergenceWarning,
+        EquivalenceError,
+        ExportError,
+        ModuleRunError,
+        NondeterministicOpError,
+        NondeterministicOpWarning,
+        NotComparableError,
+        NothingComparedError,
+        NotResumableError,
+        NumericsError,
+        ReferenceFormatError,
+        ReferenceNotFoundError,
+        ReplayError,
+        ReplicaError,
+        RunExistsError,
+        SelectionError,
+        SettingsError,
+        TraceError,
+    )
     from det_callbacks.judge import compare_runs
     from det_callbacks.numerics import NumericsReport, TensorComparison, compare_compiled, compare_modules
     from det_callbacks.observers import (
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from det_callbacks.ranks import ReplicaDifference, ReplicaReport
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
+    from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Verdict
 
 __all__ = [
     "AuditError",
@@ -119,29 +118,41 @@ __all__ = [
 ]
 
 _HOMES = {
-    "det_callbacks.callback": (
-        "DeterminismCallback",
-        "ReplicaAuditCallback",
-        "prove_resume",
-    ),
-    "det_callbacks.checkpoint": (
-        "CheckpointReport",
-        "EntryDifference",
-        "check_checkpoint",
+    "det_callbacks.audit": ("AuditFinding", "AuditReport", "OpMismatch"),
+    "det_callbacks.callback": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
+    "det_callbacks.checkpoint": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
+    "det_callbacks.digest": ("StateDigest", "digest_state", "digest_tensor"),
+    "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
+    "det_callbacks.errors": (
+        "AuditError",
+        "CheckpointFormatError",
+        "CheckpointMismatchError",
+        "CheckpointNotFoundError",
+        "CoverageWarning",
+        "DetCallbacksError",
+        "DetCallbacksWarning",
+        "DivergenceError",
+        "DivergenceWarning",
+        "EquivalenceError",
+        "ExportError",
+        "ModuleRunError",
+        "NondeterministicOpError",
+        "NondeterministicOpWarning",
+        "NotComparableError",
+        "NothingComparedError",
+        "NotResumableError",
+        "NumericsError",
+        "ReferenceFormatError",
+        "ReferenceNotFoundError",
+        "ReplayError",
+        "ReplicaError",
+        "RunExistsError",
+        "SelectionError",
+        "SettingsError",
+        "TraceError",
     ),
     "det_callbacks.judge": ("compare_runs",),
-    "det_callbacks.digest": (
-        "StateDigest",
-        "digest_state",
-        "digest_tensor",
-    ),
-    "det_callbacks.equivalence": ("BitwiseEquivalenceMode",),
-    "det_callbacks.numerics": (
-        "NumericsReport",
-        "TensorComparison",
-        "compare_compiled",
-        "compare_modules",
-    ),
+    "det_callbacks.numerics": ("NumericsReport", "TensorComparison", "compare_compiled", "compare_modules"),
     "det_callbacks.observers": (
         "ObserverContext",
         "disable_hash_mode",
@@ -151,15 +162,10 @@ _HOMES = {
         "observe_non_deterministic",
         "observe_non_deterministic_grad",
     ),
-    "det_callbacks.ranks": (
-        "ReplicaDifference",
-        "ReplicaReport",
-    ),
-    "det_callbacks.settings": (
-        "DeterminismSettings",
-        "enforce_determinism",
-    ),
+    "det_callbacks.ranks": ("ReplicaDifference", "ReplicaReport"),
+    "det_callbacks.settings": ("DeterminismSettings", "enforce_determinism"),
     "det_callbacks.trace.hash_mode": ("HashMode",),
+    "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Verdict"),
 }
 """Public names that are loaded on first use: reading a run needs neither torch nor Lightning."""
 

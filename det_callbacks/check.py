@@ -1,4 +1,4 @@
-"""A script run twice in fresh processes, and again with one thing changed that must not matter to its bits."""
+"""A script recorded, verified, or both in fresh processes, and again with one thing changed that must not matter."""
 
 import contextlib
 import json
@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from det_callbacks.compare.evidence import RunEvidence
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.store import Run
+from det_callbacks.variables import LAUNCH, NUM_WORKERS
 from det_callbacks.verdict import Verdict
 
 Factor = Literal["workers", "threads", "hash-seed"]
 FACTORS: tuple[Factor, ...] = get_args(Factor)
-
-NUM_WORKERS_VARIABLE = "DET_CALLBACKS_NUM_WORKERS"
-"""Environment variable: ``DeterminismCallback`` gives the training's DataLoaders so many workers."""
 
 RECORDING = "recording"
 PLAIN = "plain"
@@ -33,18 +31,25 @@ GRACE_SECONDS = 20.0
 _HASH_SEED = "PYTHONHASHSEED"
 _THREADS_ENTRY = "torch.num_threads"
 _NUM_WORKERS = "num_workers of "
-_OURS = re.compile(r"\+{0,2}determinism(\.(mode|reference|current))?=|--multirun$")
 _IGNORES_VARIABLES = re.compile(r"-[A-Za-z]*[EI][A-Za-z]*")
-_PLAIN_VALUE = re.compile(r"[\w./+-]+", re.ASCII)
-_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
+_STARTUP = Path(__file__).with_name("startup")
+_NOTHING = (
+    "the script ended well, and nothing was {}: no Trainer had a fit, or each had a DeterminismCallback of the "
+    "script's own, or the Python that trains has no det_callbacks installed"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """One process of a check: "recording", "plain" (the verification with nothing changed) or the factor.
+    """One process and what it came to.
 
-    ``change`` is what it has different ("2 instead of 0"), ``reason`` why it failed. Its outcome is "diverged" also
-    where the changed number of threads is all that could excuse other bits.
+    Attributes:
+        name: of a check: "recording", "plain" (the verification with nothing changed) or the factor.
+        change: what it has different ("2 instead of 0").
+        outcome: "diverged" also where the number of threads that was changed is all that could excuse other bits.
+        reason: why it failed.
+        verdict: of a verification, where it came to one.
+        output: file with what it printed; None where that went to the terminal.
     """
 
     name: str
@@ -52,6 +57,12 @@ class CheckedRun:
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed"]
     reason: str = ""
     verdict: Verdict | None = None
+    output: Path | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 recorded or match, 1 diverged, 2 failed, 3 not comparable."""
+        return {"diverged": 1, "failed": 2, "not_comparable": 3}.get(self.outcome, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,113 +76,103 @@ class CheckReport:
     @property
     def exit_code(self) -> int:
         """1 where a run diverged, else 2 where one failed, else 3 where one is not comparable, else 0."""
-        outcomes = {run.outcome for run in self.runs}
-        codes = {"diverged": 1, "failed": 2, "not_comparable": 3, "match": 0}
-        return next((code for word, code in codes.items() if word in outcomes), 2)
+        codes = {run.exit_code for run in self.runs}
+        return next((code for code in (1, 2, 3) if code in codes), 0 if len(self.runs) > 1 else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """What a process has different: in words, its variables, its overrides and the entry of run.json that shows it."""
+    """What a process has different: in words, its variables, its settings and the entry of run.json that shows it."""
 
     text: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     entry: str = ""
 
 
-def check_script(
-    words: Sequence[str],
-    *,
-    to: str | Path | None = None,
-    vary: Sequence[Factor] = (),
-    announce: Callable[[str, Sequence[str]], object] = lambda title, words: None,
-) -> CheckReport:
-    """Run a Hydra application twice in fresh processes, the second verified against the first, bit for bit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A program that trains, started as it is; Lightning gives its Trainers a DeterminismCallback.
 
-    It is started as given, with ``+determinism=record`` and then ``+determinism=verify`` of our presets added. That
-    takes the time of so many trainings, less where one differs.
-
-    Args:
+    Attributes:
         words: program and arguments, such as ``["python", "train.py", "model.lr=0.1"]``; no shell reads them.
-        to: folder for the runs; it must not exist, or be empty. None is a new one below ``determinism-check``.
-        vary: what is changed, one at a time, in a further process each, where the plain verification is a match.
+        arguments: of ``DeterminismCallback``, but for the mode and the folders.
+        settings: what is set before the script's first line: "seed", and "deterministic" for the defaults of
+            ``DeterminismSettings``; nothing where both are missing.
+        variables: the environment.
         announce: called with a title and the words of each process before it is started.
 
     Raises:
-        CheckError: the arguments are not what a check can do, or the program cannot be started.
+        CheckError: no words.
     """
-    if unknown := [factor for factor in vary if factor not in FACTORS]:
-        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
-    if not words:
-        raise CheckError("No command was given. Name the script: det-callbacks check -- python train.py model.lr=0.1")
-    if refused := [word for word in words if _OURS.match(word)]:
-        raise CheckError(
-            f"{refused[0]} cannot be checked: a check tells the script itself what to record and to verify, and runs "
-            "one job. Leave it out; other options of the presets are fine, such as determinism.level=state."
-        )
-    home = Path.cwd() / (to or f"determinism-check/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
-    home.mkdir(parents=True, exist_ok=True)
-    (home / ".gitignore").write_text("*\n", encoding="utf-8")
-    variables = dict(os.environ)
-    if "hash-seed" in vary and variables.get(_HASH_SEED, "") in ("", "random"):
-        variables[_HASH_SEED] = "0"  # else each process has another one, also two that are to be the same
-    check = _Check(words=tuple(words), home=home, variables=variables, announce=announce)
-    runs, factors = [check.record()], tuple(dict.fromkeys(vary))
-    if runs[0].outcome == "recorded":
-        runs.append(check.verify(PLAIN, _Change()))
-        if runs[-1].outcome == "match":
-            runs += [check.vary(factor) for factor in factors]
-            factors = ()
-    return CheckReport(folder=home, runs=tuple(runs), not_run=factors)
 
+    words: Sequence[str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    announce: Callable[[str, Sequence[str]], object] = lambda title, words: None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Check:
-    """The processes of one check."""
+    def __post_init__(self) -> None:
+        if not self.words:
+            raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
 
-    words: tuple[str, ...]
-    home: Path
-    variables: Mapping[str, str]
-    announce: Callable[[str, Sequence[str]], object]
+    def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
+        """Run the script, and record it into a folder.
 
-    @property
-    def reference(self) -> Path:
-        return self.home / "reference"
+        Args:
+            run: the folder.
+            overwrite: replace a run that is there.
+            output: file for what the script prints; None lets it print.
 
-    def record(self) -> CheckedRun:
-        words = (*self.words, "+determinism=record", override("determinism.reference", self.reference))
-        reason = self._start("record", words, {})
+        Raises:
+            CheckError: the program cannot be started.
+        """
+        before = _stamps(run)
+        asked = {"mode": "record", "reference": str(run), "overwrite": overwrite}
+        reason = self._start("record", asked, _Change(), output)
         if not reason:
             try:
-                run = Run.open(self.reference)
-                if not run.is_complete:
-                    reason = f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
+                recorded = Run.open(run)
+                if not recorded.is_complete:
+                    reason = f"the script ended well, and its recording is incomplete: {recorded.incomplete_reason}"
+                elif _stamps(run) == before:
+                    reason = f"{_NOTHING.format('recorded')}; {run} is as it was"
             except ReferenceNotFoundError:
-                reason = "the script ended well, and no DeterminismCallback recorded anything"
+                reason = _NOTHING.format("recorded")
             except ReferenceFormatError as error:
                 reason = str(error)
-        return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason)
+        return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
-    def vary(self, factor: Factor) -> CheckedRun:
-        try:
-            change = _CHANGES[factor](self, Run.open(self.reference))
-        except (CheckError, ReferenceFormatError) as error:
-            return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
-        return self.verify(factor, change)
+    def verify(
+        self,
+        reference: Path,
+        current: Path,
+        *,
+        name: str = PLAIN,
+        change: _Change | None = None,
+        output: Path | None = None,
+    ) -> CheckedRun:
+        """Run the script, and verify it against a run.
 
-    def verify(self, name: str, change: _Change) -> CheckedRun:
-        current = self.home / name
-        places = override("determinism.reference", self.reference), override("determinism.current", current)
-        title = "verify" if name == PLAIN else f"verify, {name}, {change.text}"
-        reason = self._start(title, (*self.words, "+determinism=verify", *places, *change.overrides), change.variables)
-        done = CheckedRun(name=name, change=change.text, outcome="failed", reason=reason)
+        Args:
+            reference: folder of that run.
+            current: folder for the verdict and what differs; there is none yet, or it is empty.
+            name: of the result.
+            change: what is different from the recording.
+            output: file for what the script prints; None lets it print.
+
+        Raises:
+            CheckError: the program cannot be started.
+        """
+        change = change or _Change()
+        asked = {"mode": "verify", "reference": str(reference), "current": str(current)}
+        title = "verify" if not change.text else f"verify, {name}, {change.text}"
+        reason = self._start(title, asked, change, output)
+        done = CheckedRun(name=name, change=change.text, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            return replace(done, reason=reason or "the script ended well, and no DeterminismCallback verified anything")
+            return replace(done, reason=reason or _NOTHING.format("verified"))
         except ValueError as error:  # no JSON, no text, or no verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done, outcome = replace(done, verdict=verdict), verdict.verdict
@@ -184,28 +185,91 @@ class _Check:
             outcome = "diverged"  # changed on purpose, it excuses nothing
         return replace(done, outcome=outcome, reason="")
 
-    def _start(self, title: str, words: Sequence[str], variables: Mapping[str, str]) -> str:
+    def _start(self, title: str, asked: Mapping[str, Any], change: _Change, output: Path | None) -> str:
         """Run a process to its end; return what was wrong with that, "" for nothing."""
-        self.announce(title, words)
+        self.announce(title, self.words)
+        settings = {**self.settings, **change.settings}
+        variables = {**self.variables, **change.variables}
+        variables[LAUNCH] = json.dumps({"arguments": {**self.arguments, **asked}, "settings": settings})
+        if settings:
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
         try:
-            status = run_process(words, variables={**self.variables, **variables})
+            with contextlib.ExitStack() as files:
+                file = None if output is None else files.enter_context(output.open("wb"))
+                status = run_process(self.words, variables=variables, output=file)
         except OSError as error:
-            raise CheckError(f"{words[0]} cannot be started: {error}") from error
+            raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
         if status < 0:
             return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
         return f"the script failed with status {status}: see what it printed" if status else ""
 
 
-def _hash_seed(check: _Check, run: Run) -> _Change:
-    if any(map(_IGNORES_VARIABLES.fullmatch, check.words)):
+def check_script(script: Script, *, to: str | Path | None = None, vary: Sequence[Factor] = ()) -> CheckReport:
+    """Run a script twice in fresh processes, the second verified against the first, bit for bit.
+
+    That takes the time of so many trainings, less where one differs. What the scripts print is kept beside the runs.
+
+    Args:
+        script: the script.
+        to: folder for the runs; it must not exist, or be empty. None is a new one below ``determinism-check``.
+        vary: what is changed, one at a time, in a further process each, where the plain verification is a match.
+
+    Raises:
+        CheckError: the arguments are not what a check can do, or the program cannot be started.
+    """
+    if unknown := [factor for factor in vary if factor not in FACTORS]:
+        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
+    home = new_folder(to, "determinism-check")
+    if "hash-seed" in vary and script.variables.get(_HASH_SEED, "") in ("", "random"):
+        # else each process has another one, also two that are to be the same
+        script = replace(script, variables={**script.variables, _HASH_SEED: "0"})
+    reference, factors = home / "reference", tuple(dict.fromkeys(vary))
+    runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
+    if runs[0].outcome == "recorded":
+        runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
+        if runs[-1].outcome == "match":
+            runs += [_vary(script, factor, home, reference) for factor in factors]
+            factors = ()
+    return CheckReport(folder=home, runs=tuple(runs), not_run=factors)
+
+
+def new_folder(to: str | Path | None, kind: str) -> Path:
+    """Make a folder for runs that git does not see: ``to``, or one named by the time below ``kind``.
+
+    Raises:
+        CheckError: it is there, and is not an empty folder.
+    """
+    home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise CheckError(f"{home} is there already, and is not an empty folder; nothing was run. Name another one.")
+    home.mkdir(parents=True, exist_ok=True)
+    (home / ".gitignore").write_text("*\n", encoding="utf-8")
+    return home
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return what tells whether something was written into a folder."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def _vary(script: Script, factor: Factor, home: Path, reference: Path) -> CheckedRun:
+    try:
+        change = _CHANGES[factor](script, Run.open(reference))
+    except (CheckError, ReferenceFormatError) as error:
+        return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
+    return script.verify(reference, home / factor, name=factor, change=change, output=home / f"{factor}.txt")
+
+
+def _hash_seed(script: Script, run: Run) -> _Change:
+    if any(map(_IGNORES_VARIABLES.fullmatch, script.words)):
         raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
-    before = check.variables[_HASH_SEED]
+    before = script.variables[_HASH_SEED]
     after = str((int(before) + 1) % 2**32)
     text = f"{_HASH_SEED} {after} instead of {before}"
     return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
 
 
-def _workers(check: _Check, run: Run) -> _Change:
+def _workers(script: Script, run: Run) -> _Change:
     steps = run.rank(0).steps(0)
     window = RunEvidence(run).window(0, 0, int(steps[0])) if len(steps) else None
     settings = {} if window is None else window.settings
@@ -214,41 +278,32 @@ def _workers(check: _Check, run: Run) -> _Change:
         raise CheckError("the training has no torch DataLoader, whose workers could be others")
     number = next(number for number in (0, 2, *range(1, len(known) + 2)) if number not in known)
     text = f"{number} instead of {' and '.join(map(str, sorted(known)))}"
-    return _Change(text=text, variables={NUM_WORKERS_VARIABLE: str(number)})
+    return _Change(text=text, variables={NUM_WORKERS: str(number)})
 
 
-def _threads(check: _Check, run: Run) -> _Change:
+def _threads(script: Script, run: Run) -> _Change:
     entry = run.environment.entries.get(_THREADS_ENTRY)
     if entry is None or not isinstance(entry.value, int):
         raise CheckError("the reference does not say how many threads computed it")
     number = 2 if entry.value == 1 else 1
-    variables = {"OMP_NUM_THREADS": str(number)}  # what NumPy's libraries ask
-    overrides = (override("determinism.settings.num_threads", number),)
     text = f"{number} instead of {entry.value}"
-    return _Change(text=text, variables=variables, overrides=overrides, entry=_THREADS_ENTRY)
+    variables = {"OMP_NUM_THREADS": str(number)}  # what NumPy's libraries ask
+    return _Change(text=text, variables=variables, settings={"num_threads": number}, entry=_THREADS_ENTRY)
 
 
 _CHANGES = {"workers": _workers, "threads": _threads, "hash-seed": _hash_seed}
 
 
-def override(name: str, value: str | int | Path) -> str:
-    """Return a Hydra override, quoted where Hydra's grammar asks for it."""
-    text = str(value)
-    if not _PLAIN_VALUE.fullmatch(text):
-        # Hydra 1.3: in quotes a backslash stands for itself, but where a quote follows
-        text = _BEFORE_QUOTE.sub(lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-        text = f"'{text}'"
-    return f"{name}={text}"
-
-
-def run_process(words: Sequence[str], *, variables: Mapping[str, str]) -> int:
+def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
     """Run a program to its end and return its status, negative for the signal that ended it.
 
     It has a session of its own, so that what it started ends with it. Where this process is interrupted, asked to end
-    or hung up on, the program is interrupted, and killed when it does not end.
+    or hung up on, the program is interrupted, and killed when it does not end. What it prints, errors included, goes to
+    ``output``, and to where this process prints where that is None.
     """
+    both: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
     with _signals_as_exceptions():
-        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(words, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, **both)
         try:
             return process.wait()
         except BaseException:

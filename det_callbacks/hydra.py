@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,6 @@ _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks
 _OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))")
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
-
-_LEAVE_ALL = dict.fromkeys((field.name for field in fields(DeterminismSettings)), None)
 
 
 def determinism_callback(
@@ -133,7 +130,7 @@ class DeterminismJobCallback(Callback):
         self._undo.enter_context(warnings.catch_warnings())
         # Nothing to set is still everything to put back, so that no job leaks into the next.
         settings = config.determinism.settings
-        self._undo.enter_context(enforce_determinism(_LEAVE_ALL if settings is None else settings))
+        self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
         self._runs_before = runs_finished()
         # a strategy may start the processes that train, such as ddp_spawn; they inherit the variable
         if self._fits_file is None:

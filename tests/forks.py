@@ -3,7 +3,6 @@
 import os
 import runpy
 import sys
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +54,7 @@ def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     except SystemExit as leaving:
         status = int(leaving.code or 0)
     except BaseException:  # a forked child has nobody above it: it prints what Python would, and ends
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

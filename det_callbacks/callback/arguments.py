@@ -26,7 +26,10 @@ class CallbackArguments(pl.Callback):
     Attributes:
         selection: what is traced; of a verification, what its reference was recorded with, once that is open.
         asked: the fields of the selection, ``replay`` and ``keep_tensors``, as far as they were given.
+        gives_way: it does nothing where the Trainer has another one.
     """
+
+    gives_way = False
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class CallbackArguments(pl.Callback):
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that has another such callback, or several processes to do what one alone can do."""
         callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, CallbackArguments)]
-        if sum(callback.mode != "disabled" for callback in callbacks) > 1:
+        if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
             raise SelectionError(
                 "This Trainer has two DeterminismCallbacks, and each would have to leave its trace before the other. "
                 "Give it one; to record and verify, train twice."

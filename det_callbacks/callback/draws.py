@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.check import NUM_WORKERS_VARIABLE
 from det_callbacks.errors import SettingsError
 from det_callbacks.resume.loaders import follow
 from det_callbacks.trace.generators import Ledger
+from det_callbacks.variables import NUM_WORKERS
 
 MAX_WAITING = 64
 """Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
@@ -149,10 +149,10 @@ def asked_workers() -> int | None:
     Raises:
         SettingsError: it asks for what is no number.
     """
-    text = os.environ.get(NUM_WORKERS_VARIABLE)
+    text = os.environ.get(NUM_WORKERS)
     if text is not None and not text.isdecimal():
         raise SettingsError(
-            f"{NUM_WORKERS_VARIABLE} is the number of workers of the training's DataLoaders, from 0 on; got "
+            f"{NUM_WORKERS} is the number of workers of the training's DataLoaders, from 0 on; got "
             f"{text!r}. Unset it, or give it a whole number."
         )
     return None if text is None else int(text)

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from det_callbacks.callback.draws import Drawn, DrawWatch, asked_workers, set_workers
-from det_callbacks.check import NUM_WORKERS_VARIABLE
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.resume import find_generators
@@ -21,6 +20,7 @@ from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
+from det_callbacks.variables import NUM_WORKERS
 
 BATCH = "batch"
 """The point at which what a batch holds is noted."""
@@ -110,7 +110,7 @@ class Evidence:
         """Raise ``SettingsError`` where the loaders of the fit that starts have not the workers that were asked for."""
         if self._num_workers is not None and not self._has_workers:
             raise SettingsError(
-                f"{NUM_WORKERS_VARIABLE}={self._num_workers}, but the training has no torch DataLoader whose number of "
+                f"{NUM_WORKERS}={self._num_workers}, but the training has no torch DataLoader whose number of "
                 "workers could be set before it is first iterated over. Unset the variable, or set the number in the "
                 "program."
             )

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+from det_callbacks.cli.options import add_options
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import print_error
 
@@ -24,7 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments; None takes those of the process.
     """
-    options = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    has_script = given[:1] in (["record"], ["verify"], ["check"]) and "--" in given
+    end = given.index("--") if has_script else len(given)
+    options = _parser().parse_args(given[:end])
+    options.words = given[end + 1 :]
     module, _, command = options.run.partition(".")
     try:
         return int(getattr(import_module(f"det_callbacks.cli.{module}"), command)(options))
@@ -75,20 +80,41 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
     diff.set_defaults(run="commands.diff")
 
-    check = commands.add_parser(
-        "check",
-        help="run a script twice, and say what differs",
-        usage="det-callbacks check [--vary FACTORS] [--to DIR] -- PROGRAM ARGUMENT ...",
-        description="Run a Hydra application twice in fresh processes, recording and then verifying, and say exactly "
-        "what differs. It is started as given, with the overrides of the presets added: +determinism=record, "
-        "+determinism=verify. Put your own, such as determinism.level=state, among its arguments.",
-        epilog="Exit status: 0 match, 1 diverged, 2 it could not be checked, 3 not comparable.",
+    record = _script_parser(
+        commands,
+        "record",
+        usage="RUN",
+        help="run a script, and record its training",
+        description="Run any script that trains with a Lightning Trainer, as it is, and record its training.",
     )
-    check.add_argument("words", metavar="PROGRAM", nargs="+", help="the program and its arguments, after --")
+    record.add_argument("run_folder", metavar="RUN", help="folder to record to")
+    record.add_argument("--overwrite", action="store_true", help="replace a run that is there")
+    record.set_defaults(run="check.record")
+
+    verify = _script_parser(
+        commands,
+        "verify",
+        usage="RUN",
+        help="run a script, and verify its training against a run",
+        description="Run a script as it is, and verify its training against a recorded one.",
+    )
+    verify.add_argument("reference", metavar="RUN", help="folder of the reference")
+    current = "folder for the verdict, the report and what differs (default: a new one in determinism-verify)"
+    verify.add_argument("--current", metavar="DIR", help=current)
+    verify.set_defaults(run="check.verify")
+
+    check = _script_parser(
+        commands,
+        "check",
+        usage="[--vary FACTORS] [--to DIR] [-v]",
+        help="run a script twice, and say what differs",
+        description="Run a script twice in fresh processes, recording and then verifying, and say what differs.",
+    )
     vary = "what must not matter, changed in one further run each: any of workers,threads,hash-seed"
     check.add_argument("--vary", metavar="FACTORS", help=vary)
     to = "folder for the runs, kept (default: a new one in determinism-check)"
     check.add_argument("--to", metavar="DIR", help=to)
+    check.add_argument("-v", "--verbose", action="store_true", help="print what the script prints, also on success")
     check.set_defaults(run="check.check")
 
     doctor = commands.add_parser(
@@ -132,6 +158,20 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
     checkpoint.add_argument("--json", **as_json)
     checkpoint.set_defaults(run="commands.check_checkpoint")
+    return parser
+
+
+def _script_parser(commands: Any, name: str, *, usage: str, help: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that starts a script."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        usage=f"det-callbacks {name} {usage} [OPTIONS] -- PROGRAM ARGUMENT ...",
+        description=f"{description} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same "
+        "names; the command line wins. Without --seed and --deterministic no setting is changed.",
+        epilog="Exit status: 0 match or recorded, 1 diverged, 2 it could not be done, 3 not comparable.",
+    )
+    add_options(parser)
     return parser
 
 

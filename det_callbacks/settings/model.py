@@ -78,6 +78,16 @@ class DeterminismSettings:
             object.__setattr__(self, "sdpa_backends", tuple(name for name in SDPA_BACKENDS if name in backends))
 
     @classmethod
+    def choose(cls, *, deterministic: bool = False, **chosen: Any) -> "DeterminismSettings":
+        """Return the chosen values with the defaults; unless ``deterministic``, leave all others as they are.
+
+        Raises:
+            SettingsError: for an unknown name or a value that is not allowed.
+        """
+        others: dict[str, Any] = {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
+        return cls.from_mapping({**others, **chosen})
+
+    @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
         """Return the settings a mapping names, such as a node of a Hydra configuration.
 

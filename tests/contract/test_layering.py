@@ -13,7 +13,7 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("audit", "errors", "host_digest", "numbers", "verdict"),
+    ("audit", "errors", "host_digest", "numbers", "variables", "verdict"),
     ("patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "environment", "settings"),
@@ -21,6 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "equivalence", "compare", "doctor", "export", "check"),
     ("report", "checkpoint", "ranks", "resume", "numerics", "observers", "judge", "detector", "verification"),
     ("callback", "hydra", "cli"),
+    ("launch",),
+    ("startup",),
     ("__init__", "__main__"),
 )
 
@@ -61,6 +63,12 @@ INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     ("det_callbacks.cli.commands", "det_callbacks.judge"): "takes longer to load than a run to show",
     ("det_callbacks.cli.commands", "det_callbacks.report.html"): "loads jinja2, which takes long and only a page needs",
     ("det_callbacks.cli.commands", "rich.progress"): "takes long, and only a terminal needs it",
+    (
+        "det_callbacks.launch",
+        "det_callbacks.callback.launched",
+    ): "loads Lightning; a look at a variable does not",
+    ("det_callbacks.launch", "det_callbacks.errors"): "likewise loaded where settings are asked for",
+    ("det_callbacks.launch", "det_callbacks.settings"): "likewise",
     ("det_callbacks.nondeterminism", "torch"): "read for the command ops; the facts themselves are plain data",
 }
 

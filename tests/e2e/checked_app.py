@@ -1,30 +1,29 @@
-"""A small Hydra application on scikit-learn's digits, with what makes a script depend on things that must not matter.
+"""A small training script on scikit-learn's digits, with what makes one depend on things that must not matter.
 
-Run as a script: ``python checked_app.py fault=set +determinism=record determinism.reference=run``.
+Run as a script: ``python checked_app.py set reduction``.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
-import hydra
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 NAMES = ["b", "A", "a", "B", *(f"{number:02d}" for number in range(28))]
+FAULTS = sys.argv[1:]
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, names: list[str], fault: str) -> None:
+    def __init__(self, names: list[str]) -> None:
         digits = load_digits()
         self.images = torch.tensor(digits.images[: len(NAMES)], dtype=torch.float32).flatten(1) / 16
         self.labels = torch.tensor(digits.target[: len(NAMES)])
         self.names = names
-        self.fault = fault
 
     def __len__(self) -> int:
         return len(self.names)
@@ -32,55 +31,60 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         number = NAMES.index(self.names[index])
         image = self.images[number]
-        if self.fault == "augmentation":  # in the main process it draws what shuffling and dropout draw from
+        if "augmentation" in FAULTS:  # in the main process it draws what shuffling and dropout draw from
             image = image + 0.1 * torch.rand(image.shape)
-        if self.fault == "endless":  # in workers
+        if "endless" in FAULTS:  # in workers
             Path(f"{os.getpid()}.pid").touch()
             time.sleep(0.05)
         return image, self.labels[number]
 
 
 class Model(pl.LightningModule):
-    def __init__(self, fault: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
-        self.fault = fault
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         images, labels = batch
         loss = nn.functional.cross_entropy(self.net(images), labels)
-        if "reduction" in self.fault:  # each thread sums its part
+        if "reduction" in FAULTS:  # each thread sums its part
             loss = loss + torch.rand(1_000_003, generator=torch.Generator().manual_seed(0)).sum()
-        return loss
+        if "broken" in FAULTS and index == 1:
+            raise ZeroDivisionError("the script's own error")
+        return loss * (2 if "planted" in FAULTS and index == 1 else 1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(config: DictConfig) -> None:
-    fault = config.fault
-    pl.seed_everything(0, verbose=False)
-    names = list(set(NAMES)) if "set" in fault else NAMES
-    loader = DataLoader(Digits(names, fault), batch_size=8, shuffle=True)
-    if fault == "endless":
+def train() -> None:
+    names = list(set(NAMES)) if "set" in FAULTS else NAMES
+    loader = DataLoader(Digits(names), batch_size=8, shuffle=True)
+    if "endless" in FAULTS:
         Path(f"{os.getpid()}.pid").touch()
-        loader = DataLoader(Digits(NAMES * 1000, fault), batch_size=8, num_workers=2)
-    model = Model(fault)
-    callbacks = [] if fault == "no callbacks" else list(hydra.utils.instantiate(config.callbacks).values())
+        loader = DataLoader(Digits(NAMES * 1000), batch_size=8, num_workers=2)
+    callbacks: list[pl.Callback] = []
+    if "own" in FAULTS:
+        from det_callbacks import DeterminismCallback
+
+        callbacks.append(DeterminismCallback("own", mode="record", level="state"))
+    options = {"devices": 2, "strategy": "ddp"} if "ddp" in FAULTS else {}
     trainer = pl.Trainer(
         max_epochs=1,
-        max_steps=config.steps,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
+        **options,
     )
-    print(f"training with {fault}", flush=True)
-    trainer.fit(model, loader)
+    trainer.fit(Model(), loader)
 
 
 if __name__ == "__main__":
-    main()
+    if "unseeded" not in FAULTS:
+        pl.seed_everything(0, verbose=False)
+    print(f"training with {FAULTS}, seed {torch.initial_seed()}", flush=True)
+    for _ in range(0 if "no fit" in FAULTS else 2 if "twice" in FAULTS else 1):
+        train()

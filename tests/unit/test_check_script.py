@@ -9,20 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import stored_runs
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 from verdicts import DIVERGED, MATCH, NOT_COMPARABLE, THREADS, differing
 
 from det_callbacks import check as checks
-from det_callbacks.check import CheckedRun, CheckReport, check_script, override, run_process
+from det_callbacks.check import CheckedRun, CheckReport, Script, check_script, run_process
 from det_callbacks.cli.check import render_check
 from det_callbacks.errors import CheckError
 from det_callbacks.report.console import to_text
+from det_callbacks.variables import LAUNCH
 from det_callbacks.verdict import Verdict
 
 
@@ -41,25 +39,26 @@ class Processes:
 
     ends: Iterator[End]
     started: list[tuple[tuple[str, ...], Mapping[str, str]]] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
 
-    def run(self, words: Sequence[str], *, variables: Mapping[str, str]) -> int:
+    def run(self, words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes]) -> int:
         self.started.append((tuple(words), variables))
-        given = dict(word.split("=", 1) for word in words if "=" in word)
+        self.asked.append(json.loads(variables[LAUNCH]))
+        given = self.asked[-1]["arguments"]
         end = next(self.ends)
-        if given["+determinism"] == "record" and end.run != "none":
-            path = Path(given["determinism.reference"])
+        if given["mode"] == "record" and end.run != "none":
+            path = Path(given["reference"])
             writer = stored_runs.RunWriter.create(path, manifest={"selection": {}, "environment": ENVIRONMENT})
             stored_runs.append(writer, range(4))
             writer.close(complete=end.run == "complete")
         if end.verdict is not None:
-            current = Path(given["determinism.current"])
+            current = Path(given["current"])
             current.mkdir()
             text = end.verdict if isinstance(end.verdict, str) else json.dumps(end.verdict.to_dict())
             (current / "verdict.json").write_text(text)
         return end.status
 
 
-ODD = st.sampled_from("\\'\", =()[]{}:%~$")
 ENVIRONMENT = {"torch.num_threads": {"value": 2, "is_machine": True, "changes_bits": True}}
 Check = Callable[..., tuple[CheckReport, Processes]]
 
@@ -73,28 +72,28 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     def run(*ends: End, words: Sequence[str] = ("python", "train.py", "lr=1"), **options: Any) -> Any:
         processes = Processes(iter(ends))
         monkeypatch.setattr(checks, "run_process", processes.run)
-        report = check_script(words, **{"to": "runs", **options})
+        script = Script(words=words, arguments={"level": "state"}, settings=options.pop("settings", {}))
+        report = check_script(script, **{"to": "runs", **options})
         assert next(processes.ends, None) is None, "not all of the processes were started"
         return report, processes
 
     return run
 
 
-def test_the_script_is_started_as_given_with_the_presets_added(check: Check, tmp_path: Path) -> None:
-    report, processes = check(End(), End(verdict=MATCH))
+@pytest.mark.parametrize("settings", [{}, {"seed": 3}])
+def test_the_script_is_started_as_given(check: Check, tmp_path: Path, settings: dict[str, int]) -> None:
+    report, processes = check(End(), End(verdict=MATCH), settings=settings)
     home = tmp_path / "runs"
-    words = [list(words[1:]) for words, _ in processes.started]
-    assert words == [
-        ["train.py", "lr=1", "+determinism=record", f"determinism.reference={home}/reference"],
-        [
-            "train.py",
-            "lr=1",
-            "+determinism=verify",
-            f"determinism.reference={home}/reference",
-            f"determinism.current={home}/plain",
-        ],
+    assert [words for words, _ in processes.started] == [("python", "train.py", "lr=1")] * 2
+    recording = {"mode": "record", "reference": f"{home}/reference", "overwrite": False}
+    verifying = {"mode": "verify", "reference": f"{home}/reference", "current": f"{home}/plain"}
+    assert processes.asked == [
+        {"arguments": {"level": "state", **one}, "settings": settings} for one in (recording, verifying)
     ]
-    assert [variables for _, variables in processes.started] == [dict(os.environ)] * 2
+    others = [{name: it for name, it in one.items() if name != LAUNCH} for _, one in processes.started]
+    paths = [one.pop("PYTHONPATH", "") for one in others]
+    assert others == [{name: it for name, it in os.environ.items() if name != "PYTHONPATH"}] * 2
+    assert ["startup" in path for path in paths] == [bool(settings)] * 2
     assert (report.exit_code, report.not_run) == (0, ())
 
 
@@ -103,9 +102,9 @@ def test_the_script_is_started_as_given_with_the_presets_added(check: Check, tmp
     [
         ([End(status=1, run="none")], "the script failed with status", 2),
         ([End(status=-signal.SIGSEGV)], "was killed by signal", 2),
-        ([End(run="none")], "no DeterminismCallback recorded anything", 2),
+        ([End(run="none")], "nothing was recorded", 2),
         ([End(run="incomplete")], "its recording is incomplete", 2),
-        ([End(), End()], "no DeterminismCallback verified anything", 2),
+        ([End(), End()], "nothing was verified", 2),
         ([End(), End(status=2)], "the script failed with status", 2),
         ([End(), End(status=1, verdict=MATCH)], "the script failed with status", 2),
         ([End(), End(status=-signal.SIGKILL, verdict=MATCH)], "was killed by signal", 2),
@@ -132,10 +131,10 @@ def test_a_factor_is_the_one_thing_that_changes(check: Check) -> None:
     hashing = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
     report, processes = check(End(), End(verdict=MATCH), End(verdict=hashing), vary=("hash-seed", "hash-seed"))
     assert [run.outcome for run in report.runs] == ["recorded", "match", "match"]
-    base = {**os.environ, "PYTHONHASHSEED": "0"}
-    assert [variables for _, variables in processes.started] == [base, base, base | {"PYTHONHASHSEED": "1"}]
-    words = [words for words, _ in processes.started]
-    assert words[2][:-1] == words[1][:-1]
+    assert [variables["PYTHONHASHSEED"] for _, variables in processes.started] == ["0", "0", "1"]
+    for one in processes.asked:
+        one["arguments"].pop("current", None)
+    assert processes.asked[2] == processes.asked[1]
 
 
 def test_a_hash_seed_of_the_caller_stays(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +171,7 @@ def test_threads_that_were_changed_on_purpose_excuse_nothing(
     verdict: Verdict, outcome: str, code: int, check: Check
 ) -> None:
     report, processes = check(End(), End(verdict=MATCH), End(verdict=verdict), vary=("threads",))
-    words, variables = processes.started[-1]
-    assert (words[-1], variables["OMP_NUM_THREADS"]) == ("determinism.settings.num_threads=1", "1")
+    assert (processes.asked[-1]["settings"], processes.started[-1][1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
     assert (report.runs[-1].outcome, report.exit_code) == (outcome, code)
 
 
@@ -207,32 +205,12 @@ def test_what_cannot_be_varied_is_said(check: Check) -> None:
     assert report.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "No command was given"),
-        (("no-such-program", "train.py"), "no-such-program cannot be started"),
-        (("python", "train.py", "+determinism=record"), "Leave it out"),
-        (("python", "train.py", "determinism.reference=x"), "Leave it out"),
-        (("python", "train.py", "determinism.mode=audit"), "Leave it out"),
-        (("python", "train.py", "--multirun", "a=1,2"), "runs one job"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckError, match=says) as refused:
-        check_script(words, to=tmp_path / "runs")
+def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match="No command was given"):
+        Script(words=())
+    with pytest.raises(CheckError, match=r"no-such-program cannot be started") as refused:
+        check_script(Script(words=("no-such-program", "train.py")), to=tmp_path / "runs")
     assert refused.value.exit_code == 2
-
-
-@given(
-    st.text(ODD | st.characters(categories=["L", "N", "P", "S", "Zs"]), max_size=20).filter(
-        lambda text: "${" not in text
-    )
-)
-def test_hydra_reads_a_path_as_it_is(path: str) -> None:
-    (read,) = OverridesParser.create().parse_overrides([override("determinism.reference", f"/runs/{path}")])
-    assert read.value() == f"/runs/{path}"
-    assert not read.is_sweep_override()
 
 
 def test_the_folder_is_a_new_one_and_one_that_holds_something_is_refused(check: Check, tmp_path: Path) -> None:

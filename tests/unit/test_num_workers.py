@@ -10,7 +10,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, SettingsError
 from det_callbacks.callback.draws import set_workers
-from det_callbacks.check import NUM_WORKERS_VARIABLE
+from det_callbacks.variables import NUM_WORKERS
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -43,7 +43,7 @@ def test_a_loader_gets_them_with_what_goes_with_them(options: dict[str, Any], nu
     ],
 )
 def test_what_cannot_be_done_is_refused(text: str, message: str, monkeypatch: Any, tmp_path: Any) -> None:
-    monkeypatch.setenv(NUM_WORKERS_VARIABLE, text)
+    monkeypatch.setenv(NUM_WORKERS, text)
     trainer = quiet_trainer(DeterminismCallback(tmp_path / "run", mode="record"))
     with pytest.raises(SettingsError, match=message):
         trainer.fit(BoringModel(), [torch.ones(2, 32)])

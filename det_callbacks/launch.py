@@ -1,0 +1,82 @@
+"""A script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
+
+Two doors lead in, and nothing of the script is changed. Lightning calls the entry point ``callbacks`` for each Trainer.
+Where settings are asked for, Python runs ``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads, before the
+script; it calls ``begin``. Both look at one environment variable, which the ranks that Lightning or torchrun start
+inherit. To run the script by ``runpy`` instead would reach neither those ranks nor what a shell script starts.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from det_callbacks.variables import LAUNCH
+
+
+def callbacks() -> list[Any]:
+    """Return the callback of this process where a command asks for one; else nothing, and nothing is imported."""
+    if LAUNCH not in os.environ:
+        return []
+    from det_callbacks.callback.launched import launched_callback
+
+    return [launched_callback(**json.loads(os.environ[LAUNCH]))]
+
+
+def begin() -> None:
+    """Let the settings be in force from the script's first line on.
+
+    Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To import torch here
+    would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``, which torch reads when it is imported.
+    """
+    if LAUNCH not in os.environ:
+        return
+    settings = json.loads(os.environ[LAUNCH])["settings"]
+    seed = settings.get("seed")
+    if seed is not None:
+        random.seed(seed)
+        sys.meta_path.insert(0, AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
+    sys.meta_path.insert(0, AfterImport("torch", lambda torch: _enforce(settings)))
+
+
+class AfterImport:
+    """Finder that calls a function with a module right after it is first imported, and is gone then."""
+
+    def __init__(self, name: str, call: Callable[[Any], object]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec that the other finders have, with a loader that calls the function at the end."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                del loader.exec_module
+                execute(module)
+                self._call(module)
+
+            loader.exec_module = execute_and_call
+        return spec
+
+
+def _enforce(settings: dict[str, Any]) -> None:
+    """Put settings in force; the process ends with status 2 where that is not possible."""
+    from det_callbacks.errors import DetCallbacksError
+    from det_callbacks.settings import DeterminismSettings, enforce_determinism
+
+    try:
+        enforce_determinism(DeterminismSettings.choose(**settings))
+    except DetCallbacksError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(error.exit_code) from error

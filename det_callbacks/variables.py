@@ -1,0 +1,7 @@
+"""The environment variables by which the command line reaches the trainings that it starts, and their ranks."""
+
+LAUNCH = "DET_CALLBACKS_LAUNCH"
+"""What ``det-callbacks record``, ``verify`` and ``check`` ask of a script, as JSON: see ``det_callbacks.launch``."""
+
+NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
+"""``DeterminismCallback`` gives the training's DataLoaders so many workers."""

@@ -1,0 +1,207 @@
+"""``det-callbacks record``, ``verify`` and ``check`` on scripts that know nothing of it."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checking import Run, run_command, write_app
+from trainers import LIGHTNING_ADVICE
+
+from det_callbacks import compare_runs
+from det_callbacks.launch import callbacks
+from det_callbacks.runs.store import Run as StoredRun
+from det_callbacks.variables import LAUNCH
+
+pytestmark = LIGHTNING_ADVICE
+
+__all__ = ["run_command"]
+
+
+def test_a_script_is_recorded_and_verified_as_it_is(run_command: Run) -> None:
+    """Two Trainers are two segments; the table of pyproject.toml counts, and the command line counts more."""
+    Path("pyproject.toml").write_text('[tool.det_callbacks]\nlevel = "op"\nmodules = ["net*"]\n')
+    done = run_command("record", "refs/run1", "--level", "state", faults=["twice"])
+    assert (done.status, done.errors) == (0, "")
+    assert "training with ['twice'], seed 0" in done.text
+    assert done.last == f"det-callbacks record: recorded (exit status 0); the run: {Path('refs/run1').absolute()}"
+    run = StoredRun.open(Path("refs/run1"))
+    assert (run.selection.level, run.selection.modules) == ("state", ("net*",))
+    assert run.rank(0).segments == [0, 1]
+
+    done = run_command("verify", "refs/run1", "--level", "state", "--current", "same", faults=["twice"])
+    assert done.status == 0
+    assert "\nMATCH\n" in done.text
+    assert done.last == f"det-callbacks verify: match (exit status 0); kept in {Path('same').absolute()}"
+    done = run_command("verify", "refs/run1", "--level", "state", "--current", "other", faults=["twice", "planted"])
+    assert (done.status, "Traceback" in done.errors) == (1, False)
+    assert "\nDIVERGED\nStep 1" in done.text
+    assert done.last.endswith(f"report: {Path('other/run/report.html').absolute()}")
+    assert Path("other/run/report.html").stat().st_size > 1000
+
+
+def test_a_script_of_which_nothing_is_recorded_or_verified_ends_with_2(run_command: Run) -> None:
+    assert run_command("record", "run", "--level", "state").status == 0
+    for words, faults, says in (
+        (("record", "run"), ["no fit"], "no Trainer had a fit"),
+        (("verify", "run"), ["no fit"], "no Trainer had a fit"),
+        (("verify", "run"), ["own", "twice"], "the script has a DeterminismCallback of its own, which is used"),
+        (("verify", "run"), ["broken"], "the script failed with status 1"),
+    ):
+        done = run_command(*words, "--level", "state", faults=faults)
+        assert (done.status, done.text.count(says)) == (2, 1), done.text
+        assert ("ZeroDivisionError: the script's own error" in done.errors) is ("broken" in faults)
+    assert StoredRun.open(Path("own")).is_complete
+
+
+def test_our_errors_have_no_traceback_and_bad_options_start_nothing(run_command: Run) -> None:
+    assert run_command("record", "run", "--level", "state").status == 0
+    done = run_command("record", "run", "--level", "state")
+    assert (done.status, "Traceback" in done.errors) == (2, False)
+    assert "RunExistsError: " in done.errors
+    for words, says in (
+        (("record", "run", "--level", "ops"), "--level: must be one of op, module, state; got 'ops'"),
+        (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),
+        (("record", "run", "--keep", "add"), "--keep: "),
+        (("verify", "nothing"), "nothing"),
+        (("check", "--vary", "worker"), "there are workers, threads, hash-seed"),
+    ):
+        done = run_command(*words)
+        assert (done.status, done.text) == (2, "")
+        assert says in done.errors
+    Path("pyproject.toml").write_text("[tool.det_callbacks]\nlevels = 1\n")
+    assert "has no option levels; there are level, modules, " in run_command("record", "other").errors
+    Path("pyproject.toml").write_text("[tool.det_callbacks]\nonly_steps = [1, true]\n")
+    assert "only-steps in [tool.det_callbacks] of " in run_command("record", "other").errors
+
+
+def test_the_entry_point_gives_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LAUNCH not in os.environ
+    assert callbacks() == []
+    script = "import sys; from det_callbacks.launch import callbacks; callbacks(); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = [name for name in eval(done.stdout) if name.startswith(("det_callbacks", "torch", "numpy", "msgspec"))]
+    assert loaded == ["det_callbacks", "det_callbacks.launch", "det_callbacks.variables"]
+
+
+def test_augmentation_in_the_main_process_depends_on_the_workers(run_command: Run) -> None:
+    done = run_command("check", "--level", "state", "--vary", "workers", "--to", "home", faults=["augmentation"])
+    assert done.status == 1
+    assert "training with" not in done.text
+    assert "training with ['augmentation']" in Path("home/plain.txt").read_text()
+    assert "\nworkers: 2 instead of 0\nDIVERGED\n" in done.text
+    assert "num_workers of train_dataloader: 0 in the reference, 2 now" in done.text
+    assert re.search(r"^plain +nothing +match +- +-$", done.text, re.MULTILINE)
+    row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
+    assert re.search(row, done.text, re.MULTILINE)
+    assert "bit for bit; bits depend on: workers; kept in" in done.last
+
+
+def test_what_a_failing_script_printed_is_shown(run_command: Run) -> None:
+    done = run_command("check", "--level", "state", faults=["broken"])
+    assert done.status == 2
+    assert "ZeroDivisionError: the script's own error" in done.text
+    assert "it could not be checked whether the script repeats itself" in done.last
+
+
+# real processes
+
+SECONDS = 280.0
+COMMAND = (sys.executable, "-m", "det_callbacks")
+EARLY = """
+import os, random, sys
+assert "torch" not in sys.modules
+os.environ["OMP_NUM_THREADS"] = "1"
+drawn = random.random()
+import torch
+print("drawn", drawn, torch.get_num_threads(), torch.initial_seed())
+assert not any("startup" in path for path in sys.path)
+"""
+
+
+def start(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    options = {"cwd": folder, "env": {**os.environ, **variables}, "timeout": SECONDS}
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False, **options)
+
+
+def test_settings_are_in_force_before_the_first_line(tmp_path: Path) -> None:
+    """Also those of Python's generator; what the script sets before it imports torch decides as without us."""
+    (tmp_path / "train.py").write_text(EARLY)
+    (tmp_path / "sitecustomize.py").write_text("print('that of the machine')")
+    words = ["record", "run", "--seed", "7", "--", "sh", "-c", f"{sys.executable} train.py"]
+    done = start(*words, folder=tmp_path, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="2")
+    assert f"drawn {random.Random(7).random()} 1 7\n" in done.stdout, done.stderr
+    assert done.stdout.count("that of the machine") == 2, "the command's own process, and the script's"
+    assert done.returncode == 2, "it never fits"
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["Lightning's", "torchrun"])
+def test_ranks_inherit_everything(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    options, words = ("--seed", "5", "--level", "state"), (sys.executable, *launcher, "train.py", "ddp", "unseeded")
+    done = start("record", "run", *options, "--", *words, folder=script.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("seed 5") == 2
+    assert StoredRun.open(script.parent / "run").ranks == [0, 1]
+    done = start("verify", "run", *options, "--", *words, "planted", folder=script.parent)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nDIVERGED\nStep 1" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_python_that_ignores_its_variables_does_not_look_seeded(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    words = (sys.executable, "-E", "train.py", "unseeded")
+    done = start("record", "run", "--seed", "5", "--level", "state", "--", *words, folder=script.parent)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "seed=5 comes too late" in done.stderr
+
+
+@pytest.mark.slow
+def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    words = ["check", "--level", "state", "--vary", "threads,hash-seed", "--to", "runs", "--", sys.executable]
+    done = start(*words, script.name, "set", "reduction", folder=script.parent)
+    assert done.returncode == 1, done.stderr
+    home = script.parent / "runs"
+    verdicts = {name: compare_runs(home / "reference", home / name) for name in ("threads", "hash-seed")}
+    threads, hashing = verdicts["threads"], verdicts["hash-seed"]
+    assert threads.verdict == "not_comparable"
+    assert threads.first_divergence is not None
+    assert threads.first_divergence.name == "loss"
+    assert hashing.verdict == "diverged"
+    assert hashing.first_divergence is not None
+    assert hashing.first_divergence.phase == "data"
+    assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
+    assert "repeats itself, bit for bit; bits depend on: threads, hash-seed; kept in" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_the_training_and_its_workers(tmp_path: Path) -> None:
+    script = write_app(tmp_path / "app")
+    words = [*COMMAND, "record", "run", "--level", "state", "--", sys.executable, script.name, "endless"]
+    with subprocess.Popen(
+        words, cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + SECONDS
+        while len(pids := sorted(script.parent.glob("*.pid"))) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "recording stopped by" in output or "KeyboardInterrupt" in output
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.stem), 0)
