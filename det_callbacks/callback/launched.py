@@ -15,7 +15,7 @@ from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionEr
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
 
-_kept: list[DeterminismCallback] = []
+_kept: list["LaunchedCallback"] = []
 """The callback of this process: a script of several Trainers is one run."""
 
 
