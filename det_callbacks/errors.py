@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 class DetCallbacksError(Exception):
     """Root of everything det_callbacks raises on purpose.
 
-    A message says three things: what is wrong, what was still right, and what to do next.
+    Its first argument is the text shown to the user, which says three things: what is wrong, what was still right, and
+    what to do next. Further arguments are its data.
     """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class DivergenceError(DetCallbacksError):
     """The current run is not the reference, bit for bit.
 
     Args:
-        message: the text shown to the user.
         verdict: the verdict that led here.
     """
 
@@ -36,9 +39,6 @@ class DivergenceError(DetCallbacksError):
     def __init__(self, message: str, verdict: "Verdict | None" = None) -> None:
         super().__init__(message, verdict)
         self.verdict = verdict
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class NotComparableError(DivergenceError):
@@ -51,7 +51,6 @@ class RankError(DetCallbacksError):
     """Another process of the run failed, or is not there any more.
 
     Args:
-        message: the text shown to the user.
         rank: which; -1 when that cannot be told.
         exit_code: of its error.
     """
@@ -61,15 +60,11 @@ class RankError(DetCallbacksError):
         self.rank = rank
         self.exit_code = exit_code
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class NotResumableError(DetCallbacksError):
     """A resumed run cannot be the same run as the one that saved the checkpoint.
 
     Args:
-        message: the text shown to the user.
         problems: why, one sentence each.
     """
 
@@ -77,15 +72,11 @@ class NotResumableError(DetCallbacksError):
         super().__init__(message, problems)
         self.problems = problems
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class EquivalenceError(DetCallbacksError):
     """An op gave other bits when it was run again on the same inputs.
 
     Args:
-        message: the text shown to the user.
         mismatch: the op, its module, source, number of differing elements and ULPs.
     """
 
@@ -95,15 +86,11 @@ class EquivalenceError(DetCallbacksError):
         super().__init__(message, mismatch)
         self.mismatch = mismatch
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class AuditError(DetCallbacksError):
     """An audit found something that gives other bits when it is run again.
 
     Args:
-        message: the text shown to the user.
         report: what was found.
     """
 
@@ -113,15 +100,11 @@ class AuditError(DetCallbacksError):
         super().__init__(message, report)
         self.report = report
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class NumericsError(DetCallbacksError, AssertionError):
     """Two modules differ by more than is tolerated.
 
     Args:
-        message: the text shown to the user.
         report: all that was compared.
     """
 
@@ -131,15 +114,11 @@ class NumericsError(DetCallbacksError, AssertionError):
         super().__init__(message, report)
         self.report = report
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ModuleRunError(DetCallbacksError):
     """One of two modules that are compared raised; its own error is the cause (``__cause__``).
 
     Args:
-        message: the text shown to the user.
         side: "base" or "control".
         iteration: in which.
     """
@@ -149,15 +128,11 @@ class ModuleRunError(DetCallbacksError):
         self.side = side
         self.iteration = iteration
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ReplicaError(DetCallbacksError):
     """Ranks that have to hold the same parameters, buffers or optimizer state do not.
 
     Args:
-        message: the text shown to the user.
         report: what differs, on which ranks, and since when.
     """
 
@@ -167,62 +142,33 @@ class ReplicaError(DetCallbacksError):
         super().__init__(message, report)
         self.report = report
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class _PathError(DetCallbacksError):
+    """An error of a file or a folder, whose path is its data."""
+
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message, path)
         self.path = path
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ReferenceNotFoundError(_PathError, FileNotFoundError):
-    """There is no run where one was expected.
-
-    Args:
-        message: the text shown to the user.
-        path: the path that was looked at.
-    """
+    """There is no run where one was expected."""
 
 
 class ReferenceFormatError(_PathError, ValueError):
-    """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version.
-
-    Args:
-        message: the text shown to the user; it names the file.
-        path: the file.
-    """
+    """A file of a run is damaged, truncated, empty, incomplete or of a foreign format version."""
 
 
 class RunExistsError(_PathError, FileExistsError):
-    """Recording was asked for where a run, or something that is not ours, already is.
-
-    Args:
-        message: the text shown to the user.
-        path: the folder.
-    """
+    """Recording was asked for where a run, or something that is not ours, already is."""
 
 
 class ExportError(_PathError):
-    """A data set cannot be written where it was asked for, or there is nothing to write.
-
-    Args:
-        message: the text shown to the user.
-        path: the folder.
-    """
+    """A data set cannot be written where it was asked for, or there is nothing to write."""
 
 
 class ReportError(_PathError):
-    """An HTML report cannot be written where it was asked for.
-
-    Args:
-        message: the text shown to the user.
-        path: the file.
-    """
+    """An HTML report cannot be written where it was asked for."""
 
 
 class CheckError(DetCallbacksError):
@@ -233,7 +179,6 @@ class CheckpointMismatchError(DetCallbacksError):
     """A checkpoint is not what the digests beside it say.
 
     Args:
-        message: the text shown to the user.
         path: the checkpoint.
         entries: what differs, each as "section: name"; empty where only the file's bytes do.
     """
@@ -245,26 +190,13 @@ class CheckpointMismatchError(DetCallbacksError):
         self.path = path
         self.entries = entries
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class CheckpointFormatError(_PathError, ValueError):
-    """A checkpoint, or the file of its digests, is truncated, damaged or of a foreign version.
-
-    Args:
-        message: the text shown to the user; it names the file.
-        path: the file.
-    """
+    """A checkpoint, or the file of its digests, is truncated, damaged or of a foreign version."""
 
 
 class CheckpointNotFoundError(_PathError, FileNotFoundError):
-    """There is no checkpoint, or no digests beside it, where they are needed.
-
-    Args:
-        message: the text shown to the user.
-        path: the path that was looked at.
-    """
+    """There is no checkpoint, or no digests beside it, where they are needed."""
 
 
 class SettingsError(DetCallbacksError):
@@ -275,7 +207,6 @@ class NondeterministicOpError(SettingsError, RuntimeError):
     """An op without a deterministic implementation was called, and the allow-list does not let it through.
 
     Args:
-        message: the text shown to the user.
         op: ``namespace.op.overload``.
         module: qualified name of the module that called it.
     """
@@ -284,9 +215,6 @@ class NondeterministicOpError(SettingsError, RuntimeError):
         super().__init__(message, op, module)
         self.op = op
         self.module = module
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class SelectionError(DetCallbacksError, ValueError):

@@ -167,7 +167,7 @@ def digest_generator(generator: Any) -> int:
     if isinstance(generator, Generator):
         state = generator.get_state()
         return digest_memory(state.data_ptr(), state.nbytes)
-    if generator is random or isinstance(generator, random.Random):
+    if _is_python(generator):
         _, words, held_back = generator.getstate()
         content = array("I", words).tobytes()
         return digest_bytes(content if held_back is None else content + repr(held_back).encode())
@@ -177,101 +177,35 @@ def digest_generator(generator: Any) -> int:
     return digest_bytes(json.dumps(_read(bits)).encode())
 
 
-# states as plain data
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStates:
-    """Where generators were at one moment, for this process or another one.
-
-    Attributes:
-        states: name -> state in a form that JSON holds exactly; None for one that could not be read. The process's own
-            are "python", "numpy", "torch.cpu", "torch.cuda" of the current device and "torch.cuda:1" of another; those
-            that objects hold go by path.
-    """
-
-    states: Mapping[str, Any]
-
-    @classmethod
-    def capture(cls, held: Mapping[str, Held] | None = None) -> "GeneratorStates":
-        """Return the states of all generators of the process, and of those that objects hold.
-
-        Some 80 microseconds, and 3 for each device that was used; no device synchronisation. While a graph is captured,
-        those of devices cannot be read.
-
-        Args:
-            held: path -> generator.
-        """
-        generators = {**PROCESS, **dict(used_generators()), **(held or {})}
-        return cls({name: _read(one) if is_readable(one) else None for name, one in generators.items()})
-
-    def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
-        """Put the states back; return the names of those whose generator is not there (any more).
-
-        The current device gets the state of the one that was current, whichever index each has, and the others that of
-        their index.
-
-        Args:
-            held: path -> generator, as for ``capture``.
-        """
-        generators = {**PROCESS, **(held or {})}
-        missing = []
-        for name, state in self.states.items():
-            kind, _, index = name.removeprefix("torch.").partition(":")
-            if state is None:
-                missing.append(name)
-            elif name in generators and is_readable(generators[name]):
-                _write(generators[name], state)
-            elif name in generators or kind not in KINDS or not self._restore_device(kind, index, state):
-                missing.append(name)
-        return missing
-
-    def _restore_device(self, kind: str, index: str, state: str) -> bool:
-        """Set the state of a device's default generator; where the process has not used devices yet, once it does.
-
-        Returns:
-            Whether there is such a device, and it can be done now: not while a graph is captured.
-        """
-        if generators := default_generators(kind):
-            place = int(index) if index else current_index(kind)
-            is_taken = bool(index) and place == current_index(kind)  # by the state of the device that was current
-            if is_taken or place >= len(generators) or is_capturing():
-                return False
-            _write(generators[place], state)
-            return True
-        devices: Any = torch.get_device_module(kind)
-        if kind == "mps" or not devices.is_available() or int(index or 0) >= devices.device_count():
-            return False
-        devices.set_rng_state(_tensor(state), int(index) if index else kind)
-        return True
-
-    def differing(self, other: "GeneratorStates") -> list[str]:
-        """Return the names of the generators whose states differ, or that only one side has."""
-        names = sorted({*self.states, *other.states})
-        return [name for name in names if self.states.get(name) != other.states.get(name)]
+# reading and setting one
 
 
 def _read(generator: Any) -> Any:
+    """Return the state of a generator in a form that JSON holds exactly."""
     if isinstance(generator, Generator):
         return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-    if generator is random or isinstance(generator, random.Random):
+    if _is_python(generator):
         version, words, held_back = generator.getstate()
         return [version, [*words], held_back]
-    if generator is np.random or isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return _plain(_bits(generator).state)
+    is_legacy = generator is np.random or isinstance(generator, np.random.RandomState)
+    return _plain(generator.get_state(legacy=False) if is_legacy else _bits(generator).state)
 
 
 def _write(generator: Any, state: Any) -> None:
+    """Put a state back that ``_read`` gave."""
     if isinstance(generator, Generator):
         generator.set_state(_tensor(state))
-    elif generator is random or isinstance(generator, random.Random):
+    elif _is_python(generator):
         version, words, held_back = state
         generator.setstate((version, tuple(words), held_back))
     elif generator is np.random or isinstance(generator, np.random.RandomState):
         generator.set_state(_arrays(state))
     else:
         _bits(generator).state = _arrays(state)
+
+
+def _is_python(generator: Any) -> bool:
+    return generator is random or isinstance(generator, random.Random)
 
 
 def _bits(generator: Any) -> Any:
@@ -294,7 +228,76 @@ def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-# states to be put back in this process
+# all of them at one moment
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """Where generators were at one moment, for this process or another one.
+
+    Attributes:
+        states: name -> state in a form that JSON holds exactly; None for one that could not be read. The process's own
+            are "python", "numpy", "torch.cpu", "torch.cuda" of the current device and "torch.cuda:1" of another; those
+            that objects hold go by path.
+    """
+
+    states: Mapping[str, Any]
+
+    @classmethod
+    def capture(cls, held: Mapping[str, Held] | None = None) -> "GeneratorStates":
+        """Return the states of all generators of the process, and of those that objects hold, by path.
+
+        Some 80 microseconds, and 3 for each device that was used; no device synchronisation. While a graph is captured,
+        those of devices cannot be read.
+        """
+        generators = {**PROCESS, **dict(used_generators()), **(held or {})}
+        return cls({name: _read(one) if is_readable(one) else None for name, one in generators.items()})
+
+    def restore(self, held: Mapping[str, Held] | None = None) -> list[str]:
+        """Put the states back; return the names of those whose generator is not there (any more).
+
+        The current device gets the state of the one that was current, whichever index each has, and the others that of
+        their index.
+
+        Args:
+            held: path -> generator, as for ``capture``.
+        """
+        generators = {**PROCESS, **(held or {})}
+        missing = []
+        for name, state in self.states.items():
+            generator = generators.get(name)
+            kind, _, index = name.removeprefix("torch.").partition(":")
+            if generator is not None and state is not None and is_readable(generator):
+                _write(generator, state)
+            elif generator is not None or state is None or not self._restore_device(kind, index, state):
+                missing.append(name)
+        return missing
+
+    def _restore_device(self, kind: str, index: str, state: str) -> bool:
+        """Set the state of a device's default generator; where the process has not used devices yet, once it does.
+
+        Returns:
+            Whether there is such a device, and it can be done now: not while a graph is captured.
+        """
+        if kind not in KINDS:
+            return False
+        if generators := default_generators(kind):
+            place = int(index) if index else current_index(kind)
+            is_taken = bool(index) and place == current_index(kind)  # by the state of the device that was current
+            if is_taken or place >= len(generators) or is_capturing():
+                return False
+            _write(generators[place], state)
+            return True
+        devices: Any = torch.get_device_module(kind)
+        if kind == "mps" or not devices.is_available() or int(index or 0) >= devices.device_count():
+            return False
+        devices.set_rng_state(_tensor(state), int(index) if index else kind)
+        return True
+
+    def differing(self, other: "GeneratorStates") -> list[str]:
+        """Return the names of the generators whose states differ, or that only one side has."""
+        names = sorted({*self.states, *other.states})
+        return [name for name in names if self.states.get(name) != other.states.get(name)]
 
 
 class RewindPoint:
@@ -310,8 +313,8 @@ class RewindPoint:
     def __init__(self, passed: Iterable[Generator] = (), *, with_python: bool = True) -> None:
         self._kinds = {kind: default_generators(kind) for kind in KINDS}
         devices = (one for generators in self._kinds.values() for one in generators)
-        self._torch = [(one, one.get_state()) for one in (torch.default_generator, *devices, *passed)]
-        self._python = (random.getstate(), np.random.get_state()) if with_python else None
+        own = PROCESS.values() if with_python else (torch.default_generator,)
+        self._states = [(one, _read(one)) for one in (*own, *devices, *passed)]
         self._seed = torch.initial_seed()
 
     def put_back(self, *, restarts_new: bool = False) -> None:
@@ -322,11 +325,8 @@ class RewindPoint:
                 ``torch.manual_seed`` then, or from torch's default where that was never called. A seed given to CUDA
                 alone before its first use is not known.
         """
-        for generator, state in self._torch:
-            generator.set_state(state)
-        if self._python is not None:
-            random.setstate(self._python[0])
-            np.random.set_state(self._python[1])
+        for generator, state in self._states:
+            _write(generator, state)
         for kind, generators in self._kinds.items():
             if restarts_new and not generators and kind != "mps":
                 seed = self._seed if self._seed <= _MAX_SEED else _DEFAULT_SEED
