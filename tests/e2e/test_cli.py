@@ -1,6 +1,8 @@
-"""The commands show, diff and ops on real recordings: exit status, JSON, plain output and errors."""
+"""The commands on real recordings and checkpoints: exit status, JSON, plain output and errors."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +15,7 @@ import pytest
 import torch
 from faults import BLOCKS, WIDTH, Deep, Training
 from fits import Fit, record
+from stored_runs import record as write_run
 from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
@@ -42,11 +45,10 @@ class Middle(nn.Module):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reference, the same again, others of which each differs in one way, and one with ops that torch speaks of."""
+    """A reference, others of which each differs in one way, one with ops that torch speaks of, and a checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     threads = torch.get_num_threads()
-    for name in ("reference", "again"):
-        record(folder / name)
+    record(folder / "reference")
     for name, num_threads in (("other", threads), ("elsewhere", threads + 1)):
         torch.set_num_threads(num_threads)
         fit = Fit(DeterminismCallback(folder / name, mode="record"))
@@ -54,8 +56,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             fit.model.first.weight[0, 0] += 1
         fit.run()
     torch.set_num_threads(threads)
-    Fit(DeterminismCallback(folder / "state", mode="record", level="state")).run()
-    record(folder / "longer", max_epochs=6)
+    fit = Fit(DeterminismCallback(folder / "state", mode="record", level="state"), max_epochs=1).run()
+    fit.trainer.save_checkpoint(folder / "x.ckpt")
+    write_run(folder / "long", range(24))
+    write_run(folder / "short", range(4))
     Training(model=partial(Deep, middle=Middle)).record(folder / "ops")
     return folder
 
@@ -76,10 +80,6 @@ def command(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return run
 
 
-def view_of(folder: Path, step: int) -> Any:
-    return Run.open(folder).view(0, 0, step)
-
-
 @pytest.mark.slow
 def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs: Path) -> None:
     words = [sys.executable, "-m", "det_callbacks", "diff", str(runs / "reference"), str(runs / "other")]
@@ -87,44 +87,33 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("DIVERGED\n")
     assert "\x1b[" not in done.stdout
-    script = f"{sys.executable} -m det_callbacks show {runs / 'longer'} --json | head -c 20; echo ${{PIPESTATUS[0]}}"
+    script = f"{sys.executable} -m det_callbacks show {runs / 'long'} --json | head -c 20; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout[20:] == "0\n"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
 
 
-# diff
-
-
 @pytest.mark.parametrize(
-    ("words", "status", "texts"),
+    ("words", "status", "text"),
     [
-        ("reference again", 0, ["MATCH\nAll "]),
-        ("reference other", 1, ["DIVERGED\n", "the initial state first.weight differs"]),
-        (
-            "reference longer",
-            1,
-            ["Steps 4 to 23 (20 of them) are only in the current run; the 4 steps that both have agree."],
-        ),
-        ("reference longer --steps common", 0, ["Only steps that both runs have were compared."]),
-        ("reference elsewhere", 3, ["NOT COMPARABLE\n", "num_threads: "]),
+        ("reference reference", 0, "MATCH\nAll "),
+        ("reference other", 1, "the initial state first.weight differs"),
+        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 steps that both have agree."),
+        ("short long --steps common", 0, "Only steps that both runs have were compared."),
+        ("reference elsewhere", 3, "num_threads: "),
     ],
 )
-def test_diff_prints_the_verdict(words: str, status: int, texts: list[str], command: Command) -> None:
+def test_diff_prints_the_verdict(words: str, status: int, text: str, command: Command) -> None:
     done, out, err = command(f"diff {words}")
     assert (done, err) == (status, "")
-    for text in texts:
-        assert text in out
+    assert text in out
+    assert out.startswith(("MATCH\n", "DIVERGED\n", "", "NOT COMPARABLE\n")[status])
     assert ("cause" in out) is (status != 0)
-    assert "\x1b[" not in out
     done, out, err = command(f"diff {words} --json")
     assert (done, err) == (status, "")
     reference, current, *options = words.split()
     assert json.loads(out) == compare_runs(reference, current, steps="common" if options else "all").to_dict()
-
-
-# show
 
 
 def test_show_lists_the_steps(runs: Path, command: Command) -> None:
@@ -141,17 +130,13 @@ def test_show_lists_the_steps(runs: Path, command: Command) -> None:
     content = json.loads(command("show reference --json")[1])
     assert (content["complete"], content["world_size"], content["selection"]["level"]) == (True, 1, "op")
     assert [row["step"] for row in content["steps"]] == [0, 1, 2, 3]
-
-    shown, every = (
-        [line.split()[1] for line in command(f"show longer{option}")[1].splitlines()[4:]] for option in ("", " --all")
-    )
-    assert every == list(map(str, range(24)))
-    assert shown == [*every[:10], "...", *every[14:]]
+    shown = [line.split()[1] for line in command("show long")[1].splitlines()[4:]]
+    assert shown == [*map(str, range(10)), "...", *map(str, range(14, 24))]
 
 
 def test_show_step_gives_a_row_a_site(runs: Path, command: Command) -> None:
     _, out, _ = command("show reference --step 1")
-    view = view_of(runs / "reference", 1)
+    view = Run.open(runs / "reference").view(0, 0, 1)
     lines = out.splitlines()
     assert lines[0].startswith(f"step 1 (epoch 0, rank 0): {len(view.program)} sites, ")
     assert len(lines) == 2 + len(view.program)
@@ -164,27 +149,6 @@ def test_show_step_gives_a_row_a_site(runs: Path, command: Command) -> None:
     sites = json.loads(command("show reference --step 1 --json")[1])["sites"]
     assert [row["digest"] for row in sites] == [format_digest(int(bits)) for bits in view.record.digests]
     assert [row["op"] for row in sites] == [site.op for site in view.program.sites]
-
-
-def test_show_counts_ops_and_finds_digests(runs: Path, command: Command) -> None:
-    lines = command("show reference --ops")[1].splitlines()
-    view = view_of(runs / "reference", 2)
-    calls = [site for site in view.program.sites if site.op == "aten.addmm.default" and site.output == 0]
-    (row,) = [line.split() for line in lines if line.startswith("aten.addmm.default")]
-    assert row[:3] == ["aten.addmm.default", str(sum(site.role == "output" for site in calls)), "2"]
-    counts = [int(line.split()[1]) for line in lines[1:]]
-    assert counts == sorted(counts, reverse=True)
-
-    position = next(place for place, site in enumerate(view.program.sites) if site.op == "aten.relu.default")
-    status, out, _ = command(f"show reference --find {format_digest(int(view.record.digests[position]))}")
-    assert status == 0
-    assert any(line.split()[:4] == ["0", "2", str(position), "forward"] for line in out.splitlines()[1:])
-    assert all(line.split()[1] == "2" for line in out.splitlines()[1:])
-    found = command("show reference --find 0123456789abcdef")
-    assert found == (1, "0123456789abcdef appears nowhere in rank 0.\n", "")
-
-
-# ops
 
 
 def test_ops_lists_what_torch_says(command: Command) -> None:
@@ -223,15 +187,10 @@ def test_ops_used_by_a_run_have_their_modules_and_counts(runs: Path, command: Co
         "aten.bernoulli_": {"middle.drop": 1} | {f"net.{block}.drop": 1 for block in range(BLOCKS)},
     }
     lines = command("ops --used-by ops")[1].splitlines()
-    ops = {site.op for step in range(4) for site in view_of(runs / "ops", step).program.sites if site.op}
-    assert lines[2].startswith(f"{len(ops)} ops in 2 programs; torch {torch.__version__}: ")
     assert lines[2].endswith("; 4 may be about this run")
     (row,) = [line for line in lines if line.startswith("torch.nn.ReflectionPad1d")]
     backward = "aten.reflection_pad1d_backward.default"
     assert row.split()[:6] == ["torch.nn.ReflectionPad1d", "error", "cuda", "middle.pad", "1", backward]
-
-
-# errors and usage
 
 
 @pytest.mark.parametrize(
@@ -242,31 +201,18 @@ def test_ops_used_by_a_run_have_their_modules_and_counts(runs: Path, command: Co
         ("diff reference state", "did not record the same: level: 'op' and 'state'"),
         ("show reference --step 4", "holds no step 4 of fit 0, rank 0; it holds 4 steps from 0 to 3."),
         ("show reference --segment 1 --step 0", "holds no step 0 of fit 1, rank 0; it holds no steps."),
-        ("show reference --segment 1 --ops", "holds no step of fit 1"),
         ("show reference --rank 1", "has no rank 1; it has 1, from 0."),
         # a run that holds no ops is no run that uses none
         ("ops --used-by state", "state holds no ops (level state, 4 steps of rank 0)"),
-        ("ops --used-by state --json", 'level="op"'),
+        *((words, "usage: det-callbacks") for words in ("", "show", "show run --step -1", "diff reference")),
+        *((words, "usage: det-callbacks") for words in ("diff reference current --steps some", "ops --used-by")),
     ],
 )
 def test_what_could_not_be_done_is_written_to_standard_error(words: str, message: str, command: Command) -> None:
     status, out, err = command(words)
     assert (status, out) == (2, "")
-    assert err.startswith("det-callbacks: ")
+    assert err.startswith(("det-callbacks: ", "usage: "))
     assert message in err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("", "show", "show run --step -1", "show run --find xyz", f"show run --find {'1' * 17}"),
-        *("diff reference", "diff reference current --steps some", "ops --used-by"),
-    ],
-)
-def test_wrong_usage(words: str, command: Command) -> None:
-    status, out, err = command(words)
-    assert (status, out) == (2, "")
-    assert "usage: det-callbacks" in err
 
 
 @pytest.mark.parametrize("words", ["--help", "diff --help", "--version"])
@@ -274,3 +220,62 @@ def test_help(words: str, command: Command) -> None:
     status, out, err = command(words)
     assert (status, err) == (0, "")
     assert "det-callbacks" in out
+
+
+# check-checkpoint
+
+
+@pytest.fixture
+def path(runs: Path, tmp_path: Path) -> Path:
+    for name in ("x.ckpt", "x.ckpt.digests.json"):
+        shutil.copy(runs / name, tmp_path / name)
+    shutil.copytree(runs / "x.ckpt.resume", tmp_path / "x.ckpt.resume")
+    return tmp_path / "x.ckpt"
+
+
+def change(path: Path, copy: Path, **values: Any) -> Path:
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"].update(values)
+    torch.save(checkpoint, copy, _use_new_zipfile_serialization=bool(values))
+    return copy
+
+
+def test_a_checkpoint_is_compared_with_its_digests(path: Path, command: Command) -> None:
+    status, out, _ = command(f"check-checkpoint {path}")
+    assert status == 0
+    assert f"{path} is what was saved, in the file's bytes and in every entry" in out
+    assert "saved after step 3 in epoch 1, run " in out
+    assert "state_dict" in out
+    content = json.loads(command(f"check-checkpoint {path} --json")[1])
+    assert (content["equal"], content["entries"], content["save"]["step"]) == (True, [], 3)
+
+    change(path, path, **{"last.bias": torch.zeros(3), "norm.bias": torch.zeros(4)})
+    status, out, _ = command(f"check-checkpoint {path}")
+    assert status == 1
+    assert "state_dict: last.bias differs (" in out
+    assert "state_dict: norm.bias was saved as float32 [16], and is float32 [4]" in out
+    assert "entries are what was saved" in out
+    status, out, _ = command(f"check-checkpoint {path} --json")
+    found = [(entry["path"], entry["kind"]) for entry in json.loads(out)["entries"]]
+    assert (status, found) == (1, [("norm.bias", "structure"), ("last.bias", "content")])
+
+    os.unlink(f"{path}.digests.json")
+    status, _, err = command(f"check-checkpoint {path}")
+    assert (status, "nothing to compare" in err) == (2, True)
+    os.truncate(path, 1000)
+    assert command(f"check-checkpoint {path} {path}")[0] == 2
+    assert command(f"check-checkpoint {path}.gone")[0] == 2
+
+
+def test_two_checkpoints_are_compared_with_each_other(path: Path, tmp_path: Path, command: Command) -> None:
+    bias = torch.load(path, weights_only=True)["state_dict"]["last.bias"]
+    bias.view(torch.int32)[1] += 5
+    words = f"check-checkpoint {path} {change(path, tmp_path / 'y.ckpt', **{'last.bias': bias, 'more': bias})}"
+    status, out, _ = command(words)
+    assert status == 1
+    for text in ("differ in 2 entries", "1 of 3 elements, by up to 5 ULPs", "only in the second"):
+        assert text in out
+    (entry, _) = json.loads(command(f"{words} --json")[1])["entries"]
+    assert (entry["num_differing"], entry["num_elements"], entry["max_ulps"]) == (1, 3, 5)
+    status, out, _ = command(f"check-checkpoint {path} {change(path, tmp_path / 'z.ckpt')}")
+    assert (status, "hold the same" in out, "the files' bytes differ" in out) == (0, True, True)
