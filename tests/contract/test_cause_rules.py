@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from det_callbacks.compare.cause import RULES
+from det_callbacks.report.advice import ADVICE
 from det_callbacks.verdict import Cause
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "verdict.md").read_text()
@@ -23,4 +24,5 @@ def test_the_docs_list_every_rule_in_its_order() -> None:
 
 def test_every_rule_leads_to_a_cause_that_a_verdict_knows() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
+    assert [*ADVICE] == [rule.name for rule in RULES]
     assert {rule.cause for rule in RULES if not callable(rule.cause)} <= set(get_args(Cause))

@@ -121,9 +121,6 @@ def test_nothing_catches_everything_and_goes_on() -> None:
     assert set(found) == set(BROAD_HANDLERS), found
 
 
-# printing
-
-
 # what is left to do, and whom recipes know
 
 
