@@ -61,7 +61,7 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
     """Write a run as a Parquet data set, partitioned by rank; of a step recorded twice the attempt that counts.
 
     Each step is read once and checked against its chain. The data set appears when it is whole: it is written beside
-    its place and moved there. Memory is that of one row group, whatever the size of the run; some 0.5 microseconds a
+    its place and moved there. Memory is that of one row group, whatever the size of the run; a few microseconds a
     row.
 
     Args:
