@@ -93,16 +93,14 @@ class ObserverContext:
         self.verdict: Verdict | None = None
         self._recorder = Recorder(Selection())
         self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
+        self._state = "new"
         self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
-        self._replay = Replay()
         self._verification: Verification | None = None
+        self._replay = Replay()
         self._mismatches: tuple[Divergence, ...] = ()
-        self._step = 0
-        self._num_sites = 0
-        self._num_checked = 0
         self._expected: Expectation | None = None
-        self._state = "new"
+        self._step = self._num_sites = self._num_checked = 0
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -122,20 +120,16 @@ class ObserverContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._state != "open":
-            self._leave(complete=False)
-            if kind is None and self._error is not None:
-                raise self._error  # it was raised in the block, and something there caught it
-            return
-        if kind is not None:
-            if self._verification is not None:
-                self.verdict = self._verification.stop(kind.__name__)
-            self._leave(complete=False)
-            return
         try:
-            self._observations.region.leave_all()
-            self._end_step(is_last=True)
-            self._finish()
+            if self._state != "open":
+                if kind is None and self._error is not None:
+                    raise self._error  # it was raised in the block, and something there caught it
+            elif kind is None:
+                self._observations.region.leave_all()
+                self._end_step(is_last=True)
+                self._finish()
+            elif self._verification is not None:
+                self.verdict = self._verification.stop(kind.__name__)
         finally:
             self._leave(complete=False)
 
@@ -177,8 +171,6 @@ class ObserverContext:
         self._step += 1
         self._begin_step()
 
-    # files
-
     def _open_files(self) -> None:
         manifest = {
             "selection": Selection().to_dict(),
@@ -201,15 +193,11 @@ class ObserverContext:
         self._verification = Verification(run, self.path, manifest=manifest)
         self._verification.begin_fit(0)
 
-    # steps
-
     def _begin_step(self) -> None:
-        self._expected = None
-        saved: SavedStep | None = None
-        if self._verification is not None:
-            self._expected = self._verification.expectation(self._step)
-            if self._expected is not None:
-                saved = SavedStep.of(self._verification.reference, rank=0, segment=0, step=self._step)
+        verification, saved = self._verification, None
+        self._expected = None if verification is None else verification.expectation(self._step)
+        if verification is not None and self._expected is not None:
+            saved = SavedStep.of(verification.reference, rank=0, segment=0, step=self._step)
         self._num_checked = 0
         self._recorder.modules.forget()
         self._recorder.begin(self._expected)
@@ -252,15 +240,12 @@ class ObserverContext:
         first, end = self._num_checked, self._recorder.num_sites
         if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:
             trace = self._recorder.trace_so_far()
-            found = verification.so_far(trace, step=self._step)
-            if not found:
-                return
-            self._mismatches += found
-            verification.add(trace, step=self._step, epoch=0, is_whole=False)
-            self._finish(is_early=True)
+            if found := verification.so_far(trace, step=self._step):
+                self._mismatches += found
+                verification.add(trace, step=self._step, epoch=0, is_whole=False)
+                self._finish(is_early=True)
+            return
         self._num_checked = end
-
-    # the end
 
     def _finish(self, *, is_early: bool = False) -> None:
         """Close the files and, when comparing, judge."""
@@ -280,7 +265,7 @@ class ObserverContext:
         if verdict.verdict == "match":
             return
         if not self._mismatches and verdict.first_divergence is not None:
-            self._mismatches = (verdict.first_divergence,)  # whole steps that only one run has
+            self._mismatches = (verdict.first_divergence,)  # a step that only one run has
         text = (
             f"{self.path} is not the reference {self.reference}, bit for bit. {verdict.explanation} "
             f"Of {verdict.counts.sites_compared} compared sites {verdict.counts.sites_differing} differ; "
@@ -311,9 +296,9 @@ class ObserverContext:
 def _check_folder_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a run is a string; got {name!r}")
-    size = len(name.encode(errors="replace"))
-    is_text = name == name.encode(errors="replace").decode()
-    if not is_text or not 1 <= size <= MAX_NAME_BYTES or name in (".", "..") or set(name) & set("/\\\0"):
+    encoded = name.encode(errors="replace")
+    is_text = name == encoded.decode() and 1 <= len(encoded) <= MAX_NAME_BYTES
+    if not is_text or name in (".", "..") or set(name) & set("/\\\0"):
         raise ValueError(
             f"the name of a run becomes that of a folder: Unicode text of 1 to {MAX_NAME_BYTES} bytes, without "
             f"separators, and neither . nor ..; got {name[:40]!r}"

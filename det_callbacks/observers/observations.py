@@ -28,14 +28,16 @@ Leaves = Sequence[tuple[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _Gradient:
-    """A gradient that was asked for in this step: where, and how often it came."""
+    """A gradient that was asked for in this step: where, and how often it came.
+
+    ``is_repeated``: in one of the two runs of a checkpointed region, of which only one gets the gradient.
+    """
 
     name: str
     module: str
     occurrence: int
     is_replayed: bool
     is_repeated: bool
-    """Asked for in one of the two runs of a checkpointed region, of which only one gets the gradient."""
     num_received: int = 0
 
 
@@ -62,7 +64,6 @@ class Observations:
         self._is_every_step = is_every_step
         self._level = level
         self._occurrences: Counter[str] = Counter()
-        self._current: dict[str, int] = {}
         self._gradients: list[_Gradient] = []
         self._handles: list[RemovableHandle] = []
         self._replay = Replay()
@@ -88,7 +89,7 @@ class Observations:
         received = {gradient.name for gradient in self._gradients if gradient.num_received}
         for gradient in self._gradients:
             if not gradient.num_received and not (gradient.is_repeated and gradient.name in received):
-                name = f"grad of {gradient.name}"
+                name = gradient.name
                 absent: Any = None  # recorded like a plain value: a gradient that is not there
                 record_group(self._recorder, "observation", "backward", [(name, absent)], owner=gradient.module)
                 self._report(
@@ -106,7 +107,6 @@ class Observations:
         self._handles = []
         self._gradients = []
         self._occurrences.clear()
-        self._current.clear()
         self._replay = Replay()
 
     def abandon(self) -> None:
@@ -118,28 +118,19 @@ class Observations:
     def __str__(self) -> str:
         return self._owner
 
-    # what the functions call
-
-    def observe(self, name: str, leaves: Leaves, *, first: int = 0, is_replayed: bool = False) -> Mapping[str, Any]:
+    def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
         """Record values at this point of the step; with ``is_replayed`` save them, or put back what was saved.
 
-        Args:
-            name: of the observation.
-            leaves: what is recorded; tensors are put back in place.
-            first: index of the first of them among all leaves of the observation.
-            is_replayed: whether they are saved or put back.
-
-        Returns:
-            The plain values that are others than the saved ones, by path.
+        Tensors are put back in place; returned are the plain values that are others than the saved ones, by path.
         """
         if is_replayed:
             self._require_every_step(name)
         if not self._takes(name):
             return {}
-        occurrence = self._occurrence(name, first)
+        occurrence = self._occurrence(name)
         changed: dict[str, Any] = {}
         entries: list[tuple[str, Any]] = []
-        for index, (path, leaf) in enumerate(leaves, start=first):
+        for index, (path, leaf) in enumerate(leaves):
             value = leaf
             if is_replayed:
                 key = f"observation:{name}#{occurrence}.{index}"
@@ -164,9 +155,9 @@ class Observations:
                 "graph before the break computes with the tensor is not seen. Observe it before its use, or outside."
             )
         gradient = _Gradient(
-            name=name,
+            name=f"grad of {name}",
             module=self._place()[1],
-            occurrence=self._occurrence(f"grad of {name}", 0),
+            occurrence=self._occurrence(f"grad of {name}"),
             is_replayed=is_replayed,
             is_repeated=not torch.is_grad_enabled() or _graph_task_id() != -1,
         )
@@ -194,8 +185,6 @@ class Observations:
         else:
             self.region.leave()
 
-    # details
-
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
         """Record a gradient that a backward pass computed; return what replaces it, if anything does."""
         if value is None or not self._is_open or not any(gradient is known for known in self._gradients):
@@ -203,7 +192,7 @@ class Observations:
         if not self._takes(gradient.name):
             return None
         with self._recorder.lock:
-            name = f"grad of {gradient.name}"
+            name = gradient.name
             key = f"observation:{name}#{gradient.occurrence}.{gradient.num_received}"
             gradient.num_received += 1
             replaced = None
@@ -240,12 +229,10 @@ class Observations:
                 "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
             )
 
-    def _occurrence(self, name: str, first: int) -> int:
-        """Return which observation of this name in the step it is; its leaves may come one by one."""
-        if not first:
-            self._current[name] = self._occurrences[name]
-            self._occurrences[name] += 1
-        return self._current[name]
+    def _occurrence(self, name: str) -> int:
+        """Return which observation of this name in the step it is."""
+        self._occurrences[name] += 1
+        return self._occurrences[name] - 1
 
     def _place(self) -> tuple[str, str]:
         """Return phase and module."""
@@ -272,7 +259,7 @@ def _recorded(leaf: Any) -> Any:
 
 
 class Registry:
-    """Holds the active observer; ``sink`` is read at each observation, so it is a plain attribute."""
+    """Holds the active observer of the process; ``sink`` is read at each observation, so it is a plain attribute."""
 
     def __init__(self) -> None:
         self.sink: Observations | None = None

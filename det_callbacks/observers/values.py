@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 MAX_NAME = 1000
 """Characters that the name of an observation may have."""
@@ -34,7 +33,7 @@ def observed_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
     return leaves
 
 
-def leaves_of(tree: Any, name: str) -> list[tuple[str, Any]]:
+def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
     Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep. Plain values are None,
@@ -44,9 +43,19 @@ def leaves_of(tree: Any, name: str) -> list[tuple[str, Any]]:
         TypeError: something in it is neither, so that a part of it would be left out.
         ValueError: it is nested more deeply (it may contain itself).
     """
-    found: list[tuple[str, Any]] = []
-    _collect(tree, name, 0, found)
-    return found
+    entries = _entries(tree)
+    if entries is not None:
+        if depth == MAX_DEPTH:
+            raise ValueError(
+                f"the observation {path[:80]!r}... is nested more than {MAX_DEPTH} levels deep; does it contain itself?"
+            )
+        return [leaf for suffix, value in entries for leaf in leaves_of(value, path + suffix, depth=depth + 1)]
+    if isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
+        return [(path, tree)]
+    raise TypeError(
+        f"{path!r} is a {type(tree).__qualname__}; an observation is a tensor, a plain value, or a structure of them "
+        "(of NumPy arrays torch.as_tensor, of a module its state_dict(), of a set a sorted list)"
+    )
 
 
 def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
@@ -67,21 +76,6 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(tree, **{suffix[1:]: value for (suffix, _), value in zip(entries, changed, strict=True)})
 
 
-def _collect(tree: Any, path: str, depth: int, found: list[tuple[str, Any]]) -> None:
-    entries = _entries(tree)
-    if entries is not None:
-        if depth == MAX_DEPTH:
-            raise ValueError(
-                f"the observation {path[:80]!r}... is nested more than {MAX_DEPTH} levels deep; does it contain itself?"
-            )
-        for suffix, value in entries:
-            _collect(value, path + suffix, depth + 1, found)
-    elif isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
-        found.append((path, tree))
-    else:
-        raise TypeError(f"{path!r} is {_kind(tree)}; an observation is a tensor, a plain value, or a structure of them")
-
-
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of a structure with what they add to its path; None for anything else."""
     if isinstance(tree, Mapping):
@@ -93,12 +87,3 @@ def _entries(tree: Any) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
     return None
-
-
-def _kind(value: object) -> str:
-    kind = f"a {type(value).__qualname__}"
-    if isinstance(value, np.ndarray | np.generic):
-        return f"{kind} of NumPy; observe torch.as_tensor(it)"
-    if isinstance(value, nn.Module):
-        return f"{kind}; observe its state_dict()"
-    return f"{kind}, which has no order; observe a sorted list" if isinstance(value, set | frozenset) else kind

@@ -135,44 +135,33 @@ def test_a_region_that_is_left_open_goes_on_in_the_next_step_and_not_in_between(
     assert callback.verdict.verdict == "match"
 
 
-class InValidation(Validated):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        observe("in validation", batch[0])
-        super().validation_step(batch, batch_idx)
-
-
-def test_what_is_observed_outside_the_steps_is_said_not_to_be_recorded(tmp_path: Path) -> None:
-    with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
-        record(tmp_path / "run", InValidation)
-
-
 @pytest.mark.parametrize("model", [Noisy, NoisyGradient])
 def test_what_is_replayed_needs_every_step(model: type[Classifier], tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
         record(tmp_path / "run", model, level="state", every_n_steps=2)
 
 
-class CheckpointedGradient(Classifier):
-    use_reentrant = False
+class Checkpointed(Validated):
+    """Observes a gradient inside checkpointed regions of both kinds, and a value in its validation."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        def block(hidden: Tensor) -> Tensor:
+        def block(hidden: Tensor, name: str) -> Tensor:
             hidden = torch.tanh(hidden)
-            observe_grad("inner", hidden)
+            observe_grad(name, hidden)
             return (hidden * hidden).exp()
 
-        return self.last(checkpoint(block, self.first(inputs), use_reentrant=self.use_reentrant))
+        hidden = checkpoint(block, self.first(inputs), "inner", use_reentrant=False)
+        return self.last(checkpoint(block, hidden, "reentrant", use_reentrant=True))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        observe("in validation", batch[0])
 
 
-class ReentrantGradient(CheckpointedGradient):
-    use_reentrant = True
-
-
-@pytest.mark.parametrize("model", [CheckpointedGradient, ReentrantGradient])
-def test_a_gradient_in_a_checkpointed_region_is_one(model: type[Classifier], tmp_path: Path) -> None:
-    record(tmp_path / "run", model)
+def test_gradients_in_checkpointed_regions_and_values_outside_of_the_steps(tmp_path: Path) -> None:
+    with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
+        record(tmp_path / "run", Checkpointed)
     sites = Run.open(tmp_path / "run").view(0, 0, 1).program.sites
-    assert sum(site.name == "grad of inner" for site in sites) == 1
+    assert [sum(site.name == f"grad of {name}" for site in sites) for name in ("inner", "reentrant")] == [1, 1]
 
 
 def test_a_difference_in_an_observation_names_it(tmp_path: Path) -> None:

@@ -8,19 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the examples call it F
+from torch import nn
 
 from det_callbacks import (
-    DivergenceWarning,
     ObserverContext,
     Verdict,
     compare_runs,
     disable_hash_mode,
     enable_hash_mode,
-    observe,
-    observe_grad,
-    observe_non_deterministic,
 )
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import SavedStep
@@ -59,45 +54,6 @@ def test_the_hash_mode_example(tmp_path: Path) -> None:
     assert compare_runs(tmp_path / "hash_run", tmp_path / "again").verdict == "match"
 
 
-class DropoutModel(nn.Module):
-    """Its dropout draws from a generator that nobody seeds; the return value of the observation is ignored."""
-
-    def __init__(self, *, is_replayed: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.is_replayed = is_replayed
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        state = torch.get_rng_state()
-        torch.seed()
-        x = F.dropout(x, 0.5)
-        torch.set_rng_state(state)
-        if self.is_replayed:
-            observe_non_deterministic("after_dropout", x)
-        observe("seen", x)
-        return observe("output", self.second(x))
-
-
-@pytest.mark.parametrize("is_replayed", [True, False])
-def test_unseeded_dropout_is_replayed(tmp_path: Path, is_replayed: bool) -> None:
-    def body(_: ObserverContext) -> None:
-        model = DropoutModel(is_replayed=is_replayed)
-        for parameter in model.parameters():
-            observe_grad("parameter", parameter)
-        model.second(torch.zeros(1, 16)).sum().backward()
-        model.first(torch.zeros(1, 16)).sum().backward()
-        model(torch.randn(8, 16))
-
-    if is_replayed:
-        verdict = verify(tmp_path, body)
-        assert verdict.verdict == "match"
-        assert verdict.coverage.replayed["after_dropout"]["differing"] == 1
-        return
-    with pytest.warns(DivergenceWarning, match="seen of DropoutModel holds other bits"):
-        assert verify(tmp_path, body).verdict == "diverged"
-
-
 def test_regions_in_a_training_loop(tmp_path: Path) -> None:
     def body(observer: ObserverContext) -> None:
         model = nn.Linear(4, 1)
@@ -131,7 +87,7 @@ def test_a_kill_leaves_whole_steps_and_what_they_saved(tmp_path: Path) -> None:
                 print(step, flush=True)
         """
     )
-    for kills in range(5):
+    for kills in range(2):
         folder = tmp_path / str(kills)
         process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None

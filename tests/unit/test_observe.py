@@ -57,12 +57,9 @@ def test_without_an_observer_it_calls_nothing(function: Callable[[str, Tensor], 
     ("values", "found"),
     [
         ([("x", 1.0)], [("y", "missing")]),
-        ([("x", 1.0), ("y", 2.0), ("z", 3.0)], [("z", "extra")]),
         ([("x", 1.0), ("new", 9.0), ("y", 2.0)], [("new", "extra")]),
-        ([("x", torch.tensor(1.0)), ("y", 2.0)], [("x", "structure")]),
         ([("x", 1), ("y", 2.0)], [("x", "structure")]),
         ([("x", -0.0), ("y", 2.0)], [("x", "content")]),
-        ([("other", 1.0), ("y", 2.0)], [("x", "missing"), ("other", "extra")]),
     ],
 )
 def test_shorter_longer_and_otherwise(tmp_path: Path, values: list[Any], found: list[Any]) -> None:
@@ -114,26 +111,15 @@ def test_the_paths_of_nested_values(tmp_path: Path) -> None:
         assert mismatches(tmp_path, tmp_path / "run", ("name", changed)) == [("name['d'].right", "content")]
 
 
-@pytest.mark.parametrize("name", ["a/b", "a.b", "../..", "run.json", "a#0.0", "x" * 1000, "\0", "é\n", "__metadata__"])
-def test_any_text_is_a_name(tmp_path: Path, name: str) -> None:
+def test_any_text_is_a_name(tmp_path: Path) -> None:
+    names = ["a/b", "a.b", "../..", "run.json", "a#0.0", "x" * 1000, "\0", "é\n", "__metadata__"]
     for reference in (None, tmp_path / "r"):
-        x = torch.rand(2)
         with ObserverContext(tmp_path, "r" if reference is None else "c", reference) as observer:
-            observe_non_deterministic(name, x)
+            for name in names:
+                observe_non_deterministic(name, torch.rand(2))
     assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "r"]
-
-
-@pytest.mark.parametrize(
-    ("name", "error"), [("", ValueError), ("x" * 10_000, ValueError), ("\ud800", ValueError), (3, TypeError)]
-)
-@pytest.mark.parametrize("function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad])
-def test_a_name_that_cannot_be(tmp_path: Path, function: Any, name: Any, error: type[Exception]) -> None:
-    with ObserverContext(tmp_path, "run"):
-        observe("fine", 1)
-        with pytest.raises(error, match="name of an observation"):
-            function(name, torch.ones(1))
 
 
 def endless() -> list[Any]:
@@ -142,27 +128,26 @@ def endless() -> list[Any]:
     return tree
 
 
-@pytest.mark.parametrize(
-    ("tree", "complaint"),
-    [
-        ({1, 2}, "no order"),
-        (object(), "a object"),
-        ([1, [lambda: 0]], r"'x\[1\]\[0\]' is a function"),
-        (nn.Linear(1, 1), "state_dict"),
-        (endless(), "contain itself"),
-        ([], "empty list"),
-        ({"a": ()}, "empty dict"),
-        (np.ones(3), "as_tensor"),
-        (b"", "bytes"),
-    ],
-)
-def test_a_tree_that_would_be_left_out_is_an_error(tmp_path: Path, tree: Any, complaint: str) -> None:
+def test_what_cannot_be_a_name_or_an_observation(tmp_path: Path) -> None:
     with ObserverContext(tmp_path, "run"):
         observe("fine", 1)
-        with pytest.raises((TypeError, ValueError), match=complaint):
-            observe("x", tree)
-        with pytest.raises(TypeError, match="on a tensor"):
-            observe_grad("x", tree)
+        for function in (observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad):
+            for name, error in (("", ValueError), ("x" * 10_000, ValueError), ("\ud800", ValueError), (3, TypeError)):
+                with pytest.raises(error, match="name of an observation"):
+                    function(name, torch.ones(1))  # type: ignore[operator, arg-type]  # a wrong one
+        for tree, complaint in (
+            ({1, 2}, "a set; .* a sorted list"),
+            ([1, [lambda: 0]], r"'x\[1\]\[0\]' is a function"),
+            (nn.Linear(1, 1), "state_dict"),
+            (endless(), "contain itself"),
+            ({"a": ()}, "empty dict"),
+            (np.ones(3), "as_tensor"),
+            (b"", "bytes"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=complaint):
+                observe("x", tree)
+            with pytest.raises(TypeError, match="on a tensor"):
+                observe_grad("x", tree)  # type: ignore[arg-type]  # likewise
 
 
 def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
@@ -194,18 +179,19 @@ def test_occurrences_phases_and_modules(tmp_path: Path) -> None:
         ]
 
 
-def test_plain_values_are_replayed_in_what_is_returned(tmp_path: Path) -> None:
-    tree = {"time": 1.5, "list": [1, "a"], "tensor": torch.ones(1)}
+def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -> None:
+    plain = [1j, complex("nan+1j"), 0.1, 7, True, None, "text"]
+    tree = {"time": 1.5, "plain": plain, "tensor": torch.ones(1)}
     with ObserverContext(tmp_path, "r"):
         assert observe_non_deterministic("t", tree) is tree
-    other = {"time": 2.5, "list": [1, "b"], "tensor": torch.zeros(1)}
+    other = {"time": 2.5, "plain": ["other", 0, 0, 0, 0, 0, 3], "tensor": torch.zeros(1)}
     with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
         replayed = observe_non_deterministic("t", other)
-    assert replayed == {"time": 1.5, "list": [1, "a"], "tensor": other["tensor"]}
-    assert other["tensor"].tolist() == [1.0]
+    assert repr(replayed) == repr(tree)
+    assert replayed["tensor"] is other["tensor"]
     assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
-    assert observer.verdict.coverage.replayed == {"t": {"count": 4, "differing": 3, "mib_per_step": 4e-06}}
+    assert observer.verdict.coverage.replayed == {"t": {"count": 9, "differing": 9, "mib_per_step": 4e-06}}
 
 
 def test_what_was_not_saved_is_an_error_and_no_live_value(tmp_path: Path) -> None:
@@ -305,18 +291,6 @@ def test_modules_of_earlier_steps_are_not_kept(tmp_path: Path) -> None:
     assert [site.module for site in sites(tmp_path / "run", 2)] == [""]
 
 
-@pytest.mark.parametrize("value", [1j, complex("nan+1j"), 0.1, 7, True, None, "text"])
-def test_plain_values_are_saved_and_put_back_exactly(value: Any, tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "r"):
-        assert observe_non_deterministic("v", [value])[0] is value
-    other = "other" if not isinstance(value, str) else 3
-    with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
-        (kept,) = observe_non_deterministic("v", [other])
-    assert repr(kept) == repr(value)
-    assert observer.verdict is not None
-    assert observer.verdict.verdict == "match"
-
-
 def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None:
     with ObserverContext(tmp_path, "r"):
         observe("v", torch.empty(2, device="meta"))
@@ -326,9 +300,6 @@ def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None
             observe("v", torch.empty(shape, device="meta"))
         assert observer.verdict is not None
         assert observer.verdict.verdict == verdict
-
-
-# gradients
 
 
 def test_each_backward_pass_is_an_occurrence_of_the_gradient(tmp_path: Path) -> None:
@@ -365,13 +336,12 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path: Path) -> None:
     assert ("grad of x", "structure") in [(one.name, one.kind) for one in found]
 
 
-@pytest.mark.parametrize("function", [observe_grad, observe_non_deterministic_grad])
-def test_a_gradient_that_is_undefined_never_comes(tmp_path: Path, function: Any) -> None:
+def test_a_gradient_that_is_undefined_never_comes(tmp_path: Path) -> None:
     def run() -> None:
         left, right = torch.ones(2, 2, requires_grad=True).unbind()
         with ObserverContext(tmp_path, "run"):
-            function("left", left)
-            function("right", right)
+            observe_grad("left", left)
+            observe_non_deterministic_grad("right", right)
             left.sum().backward()  # the hook of the other is called with None
 
     with pytest.warns(CoverageWarning, match="grad of right was observed, and no backward"):

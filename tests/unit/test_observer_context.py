@@ -38,10 +38,10 @@ def _no_observer_is_left() -> Any:
     assert REGISTRY.sink is None
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"])
-def test_a_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="name of a run"):
-        ObserverContext(tmp_path / "runs", name)
+def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
+    for name in ("", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"):
+        with pytest.raises(ValueError, match="name of a run"):
+            ObserverContext(tmp_path / "runs", name)
     assert not list(tmp_path.iterdir())
 
 
@@ -154,26 +154,16 @@ def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
     assert not Run.open(tmp_path / "run").is_complete
 
 
-def test_a_reference_of_a_callback_is_refused(tmp_path: Path) -> None:
-    reference = record(tmp_path, ("x", 1))
-    manifest = read_manifest(reference)
-    write_manifest(reference, replace(manifest, recorded_by=""))
-    with (
-        pytest.raises(ReferenceFormatError, match="DeterminismCallback"),
-        ObserverContext(tmp_path, "current", reference),
-    ):
-        pass
-
-
-def test_a_comparison_is_no_reference(tmp_path: Path) -> None:
+def test_a_reference_of_another_kind_is_refused(tmp_path: Path) -> None:
     reference = record(tmp_path, ("x", 1))
     for _ in range(2):  # its own folder is replaced
         with ObserverContext(tmp_path, "current", reference):
             observe("x", 1)
-    with (
-        pytest.raises(ReferenceFormatError, match="is no reference"),
-        ObserverContext(tmp_path, "next", tmp_path / "current"),
-    ):
+    current = tmp_path / "current"
+    with pytest.raises(ReferenceFormatError, match="is no reference"), ObserverContext(tmp_path, "next", current):
+        pass
+    write_manifest(reference, replace(read_manifest(reference), recorded_by=""))
+    with pytest.raises(ReferenceFormatError, match="DeterminismCallback"), ObserverContext(tmp_path, "c", reference):
         pass
 
 
@@ -196,9 +186,6 @@ def test_a_mismatch_that_the_block_caught_is_raised_at_its_end(tmp_path: Path) -
     assert caught == [again.value]
 
 
-# regions
-
-
 def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
     x = torch.ones(2)
     with ObserverContext(tmp_path, "run") as observer:
@@ -211,23 +198,17 @@ def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
         observe("between", x - 1)
         with enable_hash_mode():
             x / 2
+        with pytest.raises(TraceError, match="more often"):
+            disable_hash_mode()
     ops = [site.op or site.name for site in sites(observer.path) if site.op or site.name]
     assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.div.Tensor"]
 
 
-def test_a_region_too_many_is_an_error(tmp_path: Path) -> None:
-    with ObserverContext(tmp_path, "run"):
-        observe("x", 1)
-        with pytest.raises(TraceError, match="more often"):
-            disable_hash_mode()
-
-
-@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), DebugMode])
-def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path, mode: Any) -> None:
+def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path) -> None:
     x = torch.ones(2, 2)
     with ObserverContext(tmp_path, "run") as observer:
         enable_hash_mode()
-        other = mode()
+        other = DebugMode()
         other.__enter__()
         x @ x
         disable_hash_mode()
