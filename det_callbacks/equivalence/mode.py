@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch._C import _len_torch_dispatch_stack  # looked at in torch 2.13
 from torch._ops import OpOverload
@@ -19,10 +20,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes  # looked at in torch 2.13
 
 from det_callbacks.audit import OpMismatch
-from det_callbacks.equivalence.bits import difference_of, has_same_bits
-from det_callbacks.equivalence.copies import AliasedError, Copies, GeneratorStates
+from det_callbacks.equivalence.second_run import Call, copied_call, difference_of, has_same_bits
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, EquivalenceError, TraceError
-from det_callbacks.rng import is_capturing
+from det_callbacks.rng import RewindPoint, is_capturing
 from det_callbacks.trace.backward import OpPlaces
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
@@ -47,8 +47,6 @@ _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops of torch's own kernels: they draw from torch's generators only, and say so by a tag."""
 MAX_KEPT = 1000
 """Mismatches that are kept; more are counted."""
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +129,8 @@ class BitwiseEquivalenceMode:
     Left out, and counted in ``skipped`` by reason: ``view``, ``uninitialised``, ``relayout`` (``set_``, ``resize_``),
     ``collective``, ``opaque`` (higher-order ops), ``no_tensors``, ``no_data`` (fake and meta tensors), ``side_effect``
     (ops that return and write nothing), ``hidden_state`` (random states kept in a tensor or a script object),
-    ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``aliased`` and ``not_copied``
-    (arguments that cannot be copied as they are), ``unreadable``, ``raised``, ``second_run_raised``, ``no_output``.
+    ``capturing`` (CUDA graphs), ``in_flight`` (copies to the host nobody waited for), ``not_copied`` (ops that write,
+    and take a sparse, quantised or nested tensor), ``unreadable``, ``raised``, ``second_run_raised``, ``no_output``.
     ``subclass`` counts calls on tensor subclasses: the ops they come down to are compared instead.
 
     It cannot know of what an op does beside its schema: a custom op that writes an argument it does not declare, or
@@ -331,20 +329,21 @@ class BitwiseEquivalenceMode:
     ) -> tuple[Any, list[tuple[int, Any, Any]], bool]:
         """Return what the first run returned, what the second wrote otherwise, and whether a third agreed with one."""
         plan = check.plan
-        second_call = third_call = (args, kwargs)
-        if plan.writes:
-            copied = self._copied_twice(check, args, kwargs)
-            if copied is None:
-                return plan.call(*args, **kwargs), [], False
-            second_call, third_call = copied
-        states = None
+        calls: list[Call] = [(args, kwargs)] * 2
+        if plan.writes and (reason := self._copy_twice(check, calls)):
+            self.skipped[reason] += 1
+            return plan.call(*args, **kwargs), [], False
+        generators = None
         if plan.draws_random or check.is_foreign:
-            states = GeneratorStates(args, kwargs, with_python=check.is_foreign)
+            passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+            generators = partial(RewindPoint, passed, with_python=check.is_foreign)
+        before = generators() if generators else None
         try:
             out = plan.call(*args, **kwargs)
         except BaseException:  # Ctrl-C too: raised again
             self.skipped["raised"] += 1
             raise
+        after = generators() if generators else None
         first = written_by_call(plan, out, args, kwargs)
         reason = "" if first and all(map(holds_data, first)) else "no_data" if first else "no_output"
         if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
@@ -353,12 +352,12 @@ class BitwiseEquivalenceMode:
         is_transient = False
         if not reason:
             with _no_modes_below():
-                second = _run_again(plan, states, *second_call)
+                second = _run_again(plan, before, after, calls[0])
                 try:
                     if second is None:
                         reason = "second_run_raised"
                     elif differing := _differing(first, second):
-                        third = _run_again(plan, states, *third_call)
+                        third = _run_again(plan, before, after, calls[1])
                         is_transient = third is not None and not (
                             _differing(first, third) and _differing(second, third)
                         )
@@ -370,40 +369,32 @@ class BitwiseEquivalenceMode:
             self.num_compared += 1
         return out, differing, is_transient
 
-    def _copied_twice(
-        self, check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Call, _Call] | None:
-        """Return the arguments of the second and of the third run; None, counted, when they cannot be copied."""
-        written = check.written(args, kwargs)
+    def _copy_twice(self, check: CheckPlan, calls: list[Call]) -> str:
+        """Put copies of what they write into the second and the third call; return why that cannot be done."""
+        written = check.written(*calls[0])
         if not all(map(holds_data, written)):
-            self.skipped["no_data"] += 1
-            return None
+            return "no_data"
         try:
             with _no_modes_below(), _DisableTorchFunction():
-                copies = Copies(args, kwargs, written)
-                others = Copies(copies.args, copies.kwargs, check.written(copies.args, copies.kwargs))
-        except AliasedError:
-            self.skipped["aliased"] += 1
-            return None
+                copies = [copied_call(call, written) for call in calls]
         except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
-            self.skipped["not_copied"] += 1
-            return None
-        return (copies.args, copies.kwargs), (others.args, others.kwargs)
+            return "not_copied"
+        calls[:] = [copied for copied in copies if copied is not None]
+        return "" if len(calls) == 2 else "not_copied"
 
 
-def _run_again(
-    plan: OpPlan, states: GeneratorStates | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[Any] | None:
+def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
     """Return what another run of an op wrote, from the generator states of the first; None when it raised."""
-    if states is not None:
-        states.rewind()
+    args, kwargs = call
+    if before is not None:
+        before.put_back()
     try:
         out = plan.call(*args, **kwargs)
     except Exception:  # whatever an op raises; the first run stands
         return None
     finally:
-        if states is not None:
-            states.forward()
+        if after is not None:
+            after.put_back()
     return written_by_call(plan, out, args, kwargs)
 
 

@@ -14,7 +14,7 @@ from det_callbacks import BitwiseEquivalenceMode
 AT_FAULT = frozenset({"aten.linalg_lstsq.default"})
 """Its driver gelsy reads pivots that nobody wrote (https://github.com/pytorch/pytorch/issues/187411)."""
 
-HARMLESS = frozenset({"view", "uninitialised", "relayout", "side_effect", "no_tensors", "no_output"})
+HARMLESS = frozenset({"view", "uninitialised", "relayout", "side_effect", "no_tensors", "no_output", "not_copied"})
 
 
 # what the beta parts of torch say of themselves is not the subject here

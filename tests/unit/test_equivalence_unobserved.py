@@ -13,6 +13,7 @@ import torch
 from attribution_models import MODELS
 from nondeterministic_ops import drawing, noisy
 from test_digest_unobserved import CountingDispatch, CountingFunction
+from tiers import rest_slow
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,7 +47,7 @@ def trained(make: Callable[[], tuple[nn.Module, Callable[[], None]]], context: A
     return state, gradients, generator_states()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rest_slow(MODELS, every=5))
 def test_training_is_the_same_with_and_without(name):
     mode = BitwiseEquivalenceMode()
     plain = trained(MODELS[name], nullcontext(), 3)
