@@ -26,7 +26,7 @@ BROAD_HANDLERS: Mapping[tuple[str, str], str] = {
     ): "a page that cannot be made must not hide the divergence that is raised next; a line says so",
     (
         "det_callbacks/equivalence/mode.py",
-        "_copied_twice",
+        "_copy_twice",
     ): "a check that cannot be made must not stop the program; it is counted as not made",
     (
         "det_callbacks/equivalence/mode.py",
