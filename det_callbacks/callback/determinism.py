@@ -231,6 +231,7 @@ class DeterminismCallback(CallbackArguments):
     ) -> None:
         if not self._is_open:
             return
+        self._together.tell("step")
         self._close_step()  # one that a module ended by returning -1
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
@@ -262,6 +263,7 @@ class DeterminismCallback(CallbackArguments):
         differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
         self._ops.close()
         self._progress.after_step(session.progress)
+        self._together.end_batch(trainer)
         error = self._replicas.after_step(step)
         self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
         _raise(error)
@@ -274,6 +276,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._together.tell("between")
         self._close_step()
         self._hooks.mark("epoch end")
         self._logged.end_epoch(trainer.current_epoch)
@@ -286,6 +289,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._together.tell("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
         self._begin_evaluation(trainer, pl_module)

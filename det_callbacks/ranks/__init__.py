@@ -3,7 +3,6 @@
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicaValue
 from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor, holders_of, replicated_state
-from det_callbacks.ranks.start import require_same, start_facts
 
 __all__ = [
     "RankGroup",
@@ -15,6 +14,4 @@ __all__ = [
     "ReplicatedState",
     "holders_of",
     "replicated_state",
-    "require_same",
-    "start_facts",
 ]

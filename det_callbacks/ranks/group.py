@@ -7,26 +7,30 @@ exchange has a short timeout, and an error names the rank that is missing or wen
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from time import monotonic, sleep
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._mode_utils import no_dispatch  # looked at in torch 2.13: hides what runs inside from open modes
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # looked at in torch 2.13
+from torch.utils._mode_utils import no_dispatch  # likewise: hides what runs inside from open modes
 
 from det_callbacks.errors import DetCallbacksError, RankError
 from det_callbacks.runs.peers import END_OF_FIT
 
 PATIENCE_SECONDS = 1800.0
-"""That ranks wait for each other in: one may load, save or draw batches again for longer than another. A rank that ends
-is noticed all the same, since its connections close."""
+"""For which ranks wait for each other: one may load, save or draw batches again for longer than another. A rank that
+ends is noticed at once, since its connections close."""
 
 END_SECONDS = 30.0
-"""That a rank which has finished its training waits for the others, which may never come: it may have got fewer
-batches, and they wait for it in a collective of the training."""
-"""For which the other ranks wait for what rank 0 does for all of them."""
+"""For which a rank that has finished its training waits for one that is in a training step: that one may have got more
+batches, and wait for it in a collective of the training."""
 
 _HEAD_BYTES = 256
 """Of the first collective of an exchange; one of at most so many bytes needs no second."""
+
+Place = Literal["step", "between", "end", "gone"]
+"""Where a rank is: in a training step; between two, as in a validation, a save or a hook; at the end; or it failed."""
 
 Value = TypeVar("Value")
 
@@ -35,19 +39,17 @@ class RankGroup:
     """The processes of a run, as far as they talk to each other; one process alone talks to itself.
 
     It may be opened and closed several times, for each fit of a Trainer. A copy, or a process that is started, begins
-    with a closed one: connections are not theirs.
+    with a closed one: connections are not theirs. Each exchange is one collective of 256 bytes, and another one for
+    what is larger: 0.1 to 0.3 milliseconds on one machine.
 
     Args:
         timeout_seconds: after which an exchange that a process does not come to is an error.
-        end_seconds: the same of the exchange at the end of a fit.
+        end_seconds: the same at the end of a fit, for a process that is in a training step.
 
     Attributes:
         rank: of this process, from 0.
         world_size: number of processes.
         num_bytes: that this process has sent so far.
-
-    Each exchange is one collective of 256 bytes, and another one for what is larger: 0.1 to 0.3 milliseconds on one
-    machine.
 
     Raises:
         RankError: from every method, when a process does not take part in time.
@@ -57,7 +59,8 @@ class RankGroup:
         self.rank, self.world_size, self.num_bytes = 0, 1, 0
         self._timeout_seconds, self._end_seconds = timeout_seconds, end_seconds
         self._group: Any = None
-        self._end_group: Any = None  # a group has one timeout, and one that waits in it for ever cannot be left
+        self._places: Any = None
+        self._place: Place | None = None
 
     def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
         """Let a copy begin with a closed group."""
@@ -73,18 +76,27 @@ class RankGroup:
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._group, self._end_group = (
-                dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-                for seconds in (self._timeout_seconds, self._end_seconds)
-            )
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+            self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", _get_default_store())
+            self.tell("between")
         return self
 
     def close(self) -> None:
         """Give the group back; may be called more than once."""
-        groups, self._group, self._end_group = (self._group, self._end_group), None, None
-        for group in groups:
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            try:
+                self.tell("gone")  # to who waits for this rank: it will not come
+            except RuntimeError:  # the rank that keeps the places has ended; who waits for this one notices it too
+                self._places = None
+            dist.destroy_process_group(group)
+        self._places = self._place = None
+
+    def tell(self, place: Place) -> None:
+        """Tell where this rank is, for those that wait for it at the end of a fit; costs a message where it changes."""
+        if self._places is not None and place != self._place:
+            self._places.set(str(self.rank), place)
+            self._place = place
 
     def do(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
@@ -172,22 +184,49 @@ class RankGroup:
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         self.num_bytes += len(content)
-        limit = self._end_seconds if task == END_OF_FIT else self._timeout_seconds
         try:
-            with no_dispatch():
-                dist.all_gather(parts, mine, group=self._end_group if task == END_OF_FIT else self._group)
-        except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
-            seconds, reason = f"{limit:.0f} seconds", str(error).splitlines()[0]
-            text = (
-                f"Rank {self.rank} of {self.world_size} did not hear from all others within {seconds}, or one of them "
-                f"ended, in {task}: {reason}. Look at the output of the other ranks: one raised, was killed, or left "
-                "the training early."
-            )
             if task == END_OF_FIT:
-                text = (
-                    f"Rank {self.rank} of {self.world_size} has finished its training, and not all others came to the "
-                    f"end of theirs within {seconds}: it got fewer batches than they, or stopped early, or one of them "
-                    f"ended. Give all ranks equally many steps, and stop them together ({reason})."
-                )
-            raise RankError(text, -1, DetCallbacksError.exit_code) from error
+                self._meet()
+            with no_dispatch():
+                dist.all_gather(parts, mine, group=self._group)
+        except RuntimeError as error:  # what gloo raises: a timeout, or a connection that a process closed
+            raise RankError(
+                f"Rank {self.rank} of {self.world_size} did not hear from all others within "
+                f"{self._timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(error).splitlines()[0]}. "
+                "Look at the output of the other ranks: one raised, was killed, or left the training early.",
+                -1,
+                DetCallbacksError.exit_code,
+            ) from error
         return [part.numpy().tobytes() for part in parts]
+
+    def _meet(self) -> None:
+        """Wait until all ranks are at the end of a fit, without a collective that could not be left any more.
+
+        A rank that is between two steps is waited for: it may validate, or save, for longer than another.
+        """
+        self.tell("end")
+        keys, pause = [str(rank) for rank in range(self.world_size)], 0.005
+        begun = last_without_step = monotonic()
+        while True:
+            places = [place.decode() for place in self._places.multi_get(keys)]
+            now = monotonic()
+            if "step" not in places:
+                last_without_step = now
+            if set(places) == {"end"}:
+                return
+            if "gone" in places:
+                self._give_up(f"rank {places.index('gone')} has left")
+            if now - last_without_step > self._end_seconds:
+                self._give_up(f"rank {places.index('step')} is in a training step, for {self._end_seconds:.0f} seconds")
+            if now - begun > self._timeout_seconds:
+                self._give_up(f"not all others came to its end within {self._timeout_seconds:.0f} seconds")
+            sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _give_up(self, why: str) -> None:
+        raise RankError(
+            f"Rank {self.rank} of {self.world_size} has finished its training, and {why}: one got fewer batches than "
+            "the others, stopped early, or failed. Give all ranks equally many steps, and stop them together.",
+            -1,
+            DetCallbacksError.exit_code,
+        )

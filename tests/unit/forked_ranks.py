@@ -16,7 +16,7 @@ def start(rank: int, world_size: int, folder: str, body: Callable[[RankGroup, in
     store = dist.FileStore(f"{folder}/store", world_size)
     torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    group = RankGroup(timeout_seconds=5).open()
+    group = RankGroup(timeout_seconds=3).open()
     try:
         said = repr(body(group, rank))
     except Exception as error:  # what is raised is what is tested
