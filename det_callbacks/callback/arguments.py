@@ -17,7 +17,7 @@ from det_callbacks.tensors.replay import replay_patterns
 Mode = Literal["record", "verify", "audit", "disabled"]
 Level = Literal["op", "module", "state"]
 OnDivergence = Literal["raise", "collect", "warn"]
-Resume = Literal["exact", "warn", "plain"]
+Resume = Literal["exact", "plain"]
 
 
 class CallbackArguments(pl.Callback):
@@ -58,7 +58,7 @@ class CallbackArguments(pl.Callback):
         _require_one_of("mode", mode, ("record", "verify", "audit", "disabled"))
         _require_one_of("steps", steps, ("all", "common"))
         check_on_divergence(on_divergence)
-        _require_one_of("resume", resume, ("exact", "warn", "plain"))
+        _require_one_of("resume", resume, ("exact", "plain"))
         if mode in ("record", "verify") and not _is_path(reference):
             raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
         if current is not None and not _is_path(current):

@@ -12,7 +12,6 @@ from typing_extensions import override
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
-from det_callbacks.callback.checkpointing import Checkpointing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.loops import after_loading, root_folder
@@ -24,6 +23,7 @@ from det_callbacks.callback.session import Session, Stage, StepHooks
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import OpWatch, Tracing
 from det_callbacks.callback.verifying import Verifying
+from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DivergenceError, NothingComparedError
 from det_callbacks.ranks import ReplicaReport
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
@@ -74,8 +74,7 @@ class DeterminismCallback(CallbackArguments):
         tensor_budget_mib: MiB that one step of a process may save, for replay and to keep together. What replay
             cannot save is a ReplayError; what is not kept is said.
         resume: a fit with ``ckpt_path``: "exact" puts generators, data and accumulated gradients back where the
-            uninterrupted run had them, and refuses where that is not possible; "warn" does what is possible; "plain"
-            leaves all that to Lightning.
+            uninterrupted run had them, and refuses where that is not possible; "plain" leaves all that to Lightning.
         audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
             ``ReplicaAuditCallback``; 0 never.
         overwrite: record: replace a run that is there.
@@ -119,7 +118,7 @@ class DeterminismCallback(CallbackArguments):
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._replicas = Replicas(self.audit_replicas_every_n_steps, on_divergence=self.on_divergence)
-        self._checkpointing: Checkpointing | None = None
+        self._checkpoints: CheckpointWatch | None = None
         self._enforced: EnforcedDeterminism | None = None
         self._is_open = False
         self._call: str | None = None
@@ -142,8 +141,8 @@ class DeterminismCallback(CallbackArguments):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
-        self._checkpointing = self._checkpointing or Checkpointing(resume=self.resume)
-        self._checkpointing.begin_stage(trainer)
+        self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._together)
+        self._checkpoints.begin_stage(trainer)
         COMPILED_GRAPHS.follow(self)  # now: a validation may compile the model before a step is traced
         self._call = None
         call = CALLS.get(TrainerFn(stage))
@@ -179,8 +178,9 @@ class DeterminismCallback(CallbackArguments):
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
         self._begin(trainer, pl_module, session, is_resumed=trainer.ckpt_path is not None)
-        assert self._checkpointing is not None, "setup was called"
-        self._checkpointing.begin_fit(session)
+        assert self._checkpoints is not None, "setup was called"
+        reference = None if self.reference is None else str(self.reference)
+        self._checkpoints.begin_fit({"id": session.run_id, "mode": self.mode, "reference": reference})
         if session.hooks is not None:
             self._hooks = session.hooks
             return
@@ -222,8 +222,8 @@ class DeterminismCallback(CallbackArguments):
             self._stop_together(differs=self._logged.read_epoch(trainer))
             self._logged.begin_epoch()
         self._hooks.mark("epoch start")
-        if self._checkpointing is not None:
-            self._checkpointing.resuming.begin_epoch()
+        if self._checkpoints is not None:
+            self._checkpoints.begin_epoch()
 
     @override
     def on_train_batch_start(
@@ -387,8 +387,8 @@ class DeterminismCallback(CallbackArguments):
         self._is_open = False
         hooks, self._hooks = self._hooks, StepHooks()
         hooks.close()
-        if self._checkpointing is not None:
-            self._checkpointing.end_fit()
+        if self._checkpoints is not None:
+            self._checkpoints.end_fit()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
+from det_callbacks.checkpoint.draws import follow
 from det_callbacks.errors import SettingsError
-from det_callbacks.resume.loaders import follow
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.variables import NUM_WORKERS
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from det_callbacks.callback.draws import Drawn, DrawWatch, asked_workers, set_workers
+from det_callbacks.checkpoint.fit import NOT_LOOKED_INTO
+from det_callbacks.checkpoint.held import find_generators
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
-from det_callbacks.resume import find_generators
-from det_callbacks.resume.fit import NOT_LOOKED_INTO
 from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger

@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
 from det_callbacks.callback.loops import root_folder
+from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.judge import compare_runs
 from det_callbacks.ranks import RankGroup
 from det_callbacks.report.console import count
-from det_callbacks.resume.session import Resume
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
 from det_callbacks.verification import free_folder

@@ -1,6 +1,5 @@
-"""Digests that travel with checkpoints."""
+"""Digests beside checkpoints, and what an exact resume needs."""
 
 from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
-from det_callbacks.checkpoint.sidecar import SaveContext, Sidecar
 
-__all__ = ["CheckpointReport", "EntryDifference", "SaveContext", "Sidecar", "check_checkpoint"]
+__all__ = ["CheckpointReport", "EntryDifference", "check_checkpoint"]

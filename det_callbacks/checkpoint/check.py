@@ -1,18 +1,18 @@
 """One checkpoint against the digests beside it, or two against each other."""
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
-from det_callbacks.checkpoint.parts import missing_parts
-from det_callbacks.checkpoint.sidecar import (
+from det_callbacks.checkpoint.files import (
     RESUME,
     SIDECAR,
     FileDigest,
@@ -20,10 +20,10 @@ from det_callbacks.checkpoint.sidecar import (
     digest_folder,
     digest_path,
     is_remote,
+    missing_parts,
     read_sidecar,
     resolved,
 )
-from det_callbacks.digest import format_digest
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
@@ -64,10 +64,6 @@ class EntryDifference:
         name = f"{self.section}: {self.path}" if self.path else self.section
         return name if self.parameter is None else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
@@ -77,8 +73,8 @@ class CheckpointReport:
         path: the checkpoint; of two, the reference.
         other: of two, the one compared with it.
         has_same_bytes: whether the files' bytes are the ones that the sidecar is of; of two, whether they are equal.
-        is_opened: whether the entries were compared. They are not where the bytes are the right ones and a class in
-            the file keeps ``weights_only`` from loading it, nor in a folder.
+        is_opened: whether what the file holds was compared. It is not where the bytes are the right ones and a class
+            in the file keeps ``weights_only`` from loading it, nor in a folder.
         entries: the entries that differ.
         missing_files: what ranks kept beside the checkpoint, and is not there any more.
         sections: section -> number of entries compared.
@@ -112,25 +108,10 @@ class CheckpointReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        names = ("path", "other", "has_same_bytes", "is_opened", "num_tensors", "num_bytes")
-        return {
-            "schema": 1,
-            "equal": self.equal,
-            **{name: getattr(self, name) for name in names},
-            "entries": [entry.to_dict() for entry in self.entries],
-            "missing_files": list(self.missing_files),
-            "sections": dict(self.sections),
-            "save": None if self.sidecar is None else _save(self.sidecar),
-        }
-
-
-def _save(sidecar: Sidecar) -> dict[str, Any]:
-    context = sidecar.context
-    digests = {"chain": context.chain, "program": context.program}
-    return {
-        **{"id": sidecar.id, "run": context.run, "step": context.step, "epoch": context.epoch},
-        **{name: None if value is None else format_digest(value) for name, value in digests.items()},
-    }
+        content: dict[str, Any] = msgspec.to_builtins(self)
+        sidecar = content.pop("sidecar")
+        save = None if sidecar is None else {name: sidecar[name] for name in ("id", "run", "step", "epoch")}
+        return {"schema": 1, "equal": self.equal, **content, "save": save}
 
 
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
@@ -194,35 +175,49 @@ def compare_loaded(
 
 def compare_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
     """Compare the files of a folder with its sidecar; reads them all once."""
-    present, entries = digest_folder(folder), []
-    if sidecar.file is not None:  # it was a file when it was saved
-        entries.append(EntryDifference(section="files", path="", kind="structure"))
-    for name in {**sidecar.files, **present}:
-        saved, found = sidecar.files.get(name), present.get(name)
-        if saved != found:
-            kind = "missing" if found is None else "extra" if saved is None else "content"
-            shown = [None if one is None else format_digest(one.digest) for one in (saved, found)]
-            entries.append(EntryDifference(section="files", path=name, kind=kind, reference=shown[0], current=shown[1]))
+    files = digest_folder(folder)
+    entries = tuple(differences(sidecar.entries, {"files": files}))
     return CheckpointReport(
         path=str(folder),
         has_same_bytes=not entries,
         is_opened=False,
-        entries=tuple(entries),
-        sections={"files": len(sidecar.files)},
+        entries=entries,
+        sections={section: len(inner) for section, inner in sidecar.entries.items()},
         num_tensors=0,
-        num_bytes=sum(digest.size for digest in present.values()),
+        num_bytes=sum(sum(entry.shape or ()) for entry in files.values()),
         sidecar=sidecar,
     )
 
 
-def load_plainly(place: Path) -> dict[Any, Any]:
-    """Load the dictionary of a file to the host with ``weights_only=True``; raises whatever torch does.
+def load_plainly(place: Path, content: FileDigest, sidecar: Sidecar | None) -> dict[Any, Any]:
+    """Load the dictionary of a file to the host with ``weights_only=True``.
+
+    Args:
+        place: the file.
+        content: size and digest of it.
+        sidecar: that stands beside it; None where none does.
 
     Raises:
-        CheckpointFormatError: it holds something else.
+        CheckpointFormatError: it cannot be loaded, or holds something else; caused by what torch raised.
     """
-    with place.open("rb") as file:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        with place.open("rb") as file:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file makes torch's readers raise anything
+        reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        if sidecar is None or sidecar.file == content:
+            digests = "no digests stand beside it" if sidecar is None else "its bytes are the ones that were saved"
+            text = f"cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what saved it"
+            raise CheckpointFormatError(f"{place} {text}, or use another checkpoint.", str(place)) from error
+        saved, what = sidecar.file, "its bytes changed"
+        if saved is not None and content.size != saved.size:
+            cut = ", so it is truncated" if content.size < saved.size else ""
+            what = f"it has {content.size:,} bytes, and {saved.size:,} were saved{cut}"
+        raise CheckpointFormatError(
+            f"{place} cannot be read: {what} {reason}. The digests beside it are whole. Nothing was loaded; use "
+            "another checkpoint, or restore this one from a copy.",
+            str(place),
+        ) from error
     if isinstance(checkpoint, dict):
         return checkpoint
     raise CheckpointFormatError(
@@ -232,48 +227,21 @@ def load_plainly(place: Path) -> dict[Any, Any]:
     )
 
 
-def unreadable(
-    place: Path, content: FileDigest, sidecar: Sidecar | None, error: BaseException
-) -> CheckpointFormatError:
-    """Return the error of a file that cannot be loaded."""
-    if isinstance(error, CheckpointFormatError):
-        return error
-    reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-    if sidecar is None or sidecar.file == content:
-        digests = "no digests stand beside it" if sidecar is None else "its bytes are the ones that were saved"
-        return CheckpointFormatError(
-            f"{place} cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what "
-            "saved it, or use another checkpoint.",
-            str(place),
-        )
-    saved = sidecar.file
-    what = "its bytes changed"
-    if saved is not None and content.size != saved.size:
-        cut = ", so it is truncated" if content.size < saved.size else ""
-        what = f"it has {content.size:,} bytes, and {saved.size:,} were saved{cut}"
-    return CheckpointFormatError(
-        f"{place} cannot be read: {what} {reason}. The digests beside it are whole. Nothing was loaded; use "
-        "another checkpoint, or restore this one from a copy.",
-        str(place),
-    )
-
-
 def _check_file(place: Path, sidecar: Sidecar) -> CheckpointReport:
     content = digest_path(place)
     checkpoint = None
     try:
-        checkpoint = load_plainly(place)
-    except UnpicklingError as error:  # a class that weights_only refuses
-        if sidecar.file != content:
-            raise unreadable(place, content, sidecar, error) from error
-    except Exception as error:  # a damaged file makes torch's readers raise anything
-        raise unreadable(place, content, sidecar, error) from error
+        checkpoint = load_plainly(place, content, sidecar)
+    except CheckpointFormatError as error:
+        # a class that weights_only refuses, in the bytes that were saved
+        if sidecar.file != content or not isinstance(error.__cause__, UnpicklingError):
+            raise
     return compare_loaded(place, sidecar, content, checkpoint)
 
 
-def _check_two(reference: Path, current: Path) -> CheckpointReport:
+def _check_two(*places: Path) -> CheckpointReport:
     loaded, contents = [], []
-    for place in (reference, current):
+    for place in places:
         if place.is_dir():
             raise CheckpointFormatError(
                 f"{place} is a folder, and only files can be compared with one another. Compare each with the "
@@ -281,20 +249,17 @@ def _check_two(reference: Path, current: Path) -> CheckpointReport:
                 str(place),
             )
         contents.append(digest_path(place))
-        try:
-            loaded.append(load_plainly(place))
-        except Exception as error:  # a damaged file makes torch's readers raise anything
-            raise unreadable(place, contents[-1], read_sidecar(place), error) from error
-    entries = [entries_of(checkpoint) for checkpoint in loaded]
+        loaded.append(load_plainly(place, contents[-1], read_sidecar(place)))
+    reference, current = map(entries_of, loaded)
     values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    found = [_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in differences(*entries)]
+    found = differences(reference, current)
     return CheckpointReport(
-        path=str(reference),
-        other=str(current),
+        path=str(places[0]),
+        other=str(places[1]),
         has_same_bytes=contents[0] == contents[1],
         is_opened=True,
-        entries=tuple(found),
-        sections={section: len(inner) for section, inner in entries[0].items()},
+        entries=tuple(_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in found),
+        sections={section: len(inner) for section, inner in reference.items()},
         num_tensors=sum(isinstance(value, Tensor) for value in values[0].values()),
         num_bytes=contents[0].size,
     )
@@ -321,60 +286,50 @@ def _existing(path: str | Path) -> Path:
 
 
 def differences(reference: Entries, current: Entries) -> list[EntryDifference]:
-    """Return what is not the same, in the order of the reference, then what only ``current`` has."""
-    found = []
+    """Return what is not the same, in the order of the reference, then what only ``current`` has.
+
+    A pair of tensors of which each has the other's content is named as such: a wrong mapping of names does that.
+    """
+    both: dict[tuple[str, str], tuple[Entry | None, Entry | None]] = {}
     for section, path in dict.fromkeys((*_names(reference), *_names(current))):
         one, other = (entries.get(section, {}).get(path) for entries in (reference, current))
-        if one is not None and other is not None and one.is_same(other):
-            continue
-        kind = "missing" if other is None else "extra"
-        if one is not None and other is not None:
-            is_content = (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape)
-            kind = "content" if is_content else "structure"
-        parameters = [entry.parameter for entry in (one, other) if entry is not None and entry.parameter is not None]
-        found.append(
-            EntryDifference(
-                section=section,
-                path=path,
-                kind=kind,
-                reference=_shown(one, kind),
-                current=_shown(other, kind),
-                parameter=next(iter(parameters), None),
-            )
+        if one is None or other is None or not one.is_same(other):
+            both[section, path] = one, other
+    by_content = {
+        (section, one.digest, other.digest): path
+        for (section, path), (one, other) in reversed(both.items())
+        if one is not None and other is not None and one.kind == "tensor" and _kind(one, other) == "content"
+    }
+    return [
+        EntryDifference(
+            section=section,
+            path=path,
+            kind=(kind := _kind(one, other)),
+            reference=_shown(one, kind),
+            current=_shown(other, kind),
+            parameter=next((entry.parameter for entry in (one, other) if entry and entry.parameter), None),
+            exchanged_with=by_content.get((section, other.digest, one.digest))
+            if one and other and kind == "content"
+            else None,
         )
-    return _with_exchanges(found, lambda one: (reference[one.section][one.path], current[one.section][one.path]))
+        for (section, path), (one, other) in both.items()
+    ]
 
 
 def _names(entries: Entries) -> list[tuple[str, str]]:
     return [(section, path) for section, inner in entries.items() for path in inner]
 
 
+def _kind(one: Entry | None, other: Entry | None) -> str:
+    if one is None or other is None:
+        return "missing" if other is None else "extra"
+    return "content" if (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape) else "structure"
+
+
 def _shown(entry: Entry | None, kind: str) -> str | None:
-    if entry is None:
-        return None
-    if kind == "content":
-        return None if entry.digest is None else format_digest(entry.digest)
+    if entry is None or kind == "content":
+        return None if entry is None else entry.digest
     return entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}"
-
-
-def _with_exchanges(
-    found: Sequence[EntryDifference], both: Callable[[EntryDifference], tuple[Entry, Entry]]
-) -> list[EntryDifference]:
-    """Name the pairs of tensors of which each has the other's content: what a wrong mapping of names does."""
-    pairs = {(one.section, one.path): both(one) for one in found if one.kind == "content"}
-    by_content: dict[tuple[str, int | None, int | None], str] = {}
-    for (section, path), (saved, held) in pairs.items():
-        if saved.kind == "tensor":
-            by_content.setdefault((section, saved.digest, held.digest), path)
-    named = []
-    for one in found:
-        saved_held = pairs.get((one.section, one.path))
-        partner = None
-        if saved_held is not None:
-            saved, held = saved_held
-            partner = by_content.get((one.section, held.digest, saved.digest))
-        named.append(one if partner is None else replace(one, exchanged_with=partner))
-    return named
 
 
 def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:

@@ -11,7 +11,7 @@ its content.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Entry:
 
     Attributes:
         kind: "tensor", "value" or "opaque".
-        digest: of the tensor in row-major order, or of the value's encoding; None for what is opaque.
+        digest: of the tensor in row-major order, or of the value's encoding, in hexadecimal; None for what is opaque.
         type: dtype of a tensor ("float32"), otherwise the type's name.
         shape: of a tensor.
         parameter: qualified name of the parameter that an optimizer's state belongs to, where it is known.
@@ -40,38 +40,9 @@ class Entry:
 
     kind: str
     type: str
-    digest: int | None = None
+    digest: str | None = None
     shape: tuple[int, ...] | None = None
     parameter: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        if self.kind == "tensor":
-            assert self.digest is not None
-            assert self.shape is not None
-            content = {"digest": format_digest(self.digest), "shape": list(self.shape), "dtype": self.type}
-        elif self.kind == "value":
-            assert self.digest is not None
-            content = {"value_digest": format_digest(self.digest), "type": self.type}
-        else:
-            content = {"type": self.type}
-        return content if self.parameter is None else {**content, "parameter": self.parameter}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Entry":
-        """Read the JSON form; raises KeyError, TypeError or ValueError where it is none."""
-        parameter = content.get("parameter")
-        if "digest" in content:
-            return cls(
-                kind="tensor",
-                type=content["dtype"],
-                digest=int(content["digest"], 16),
-                shape=tuple(content["shape"]),
-                parameter=parameter,
-            )
-        if "value_digest" in content:
-            return cls(kind="value", type=content["type"], digest=int(content["value_digest"], 16), parameter=parameter)
-        return cls(kind="opaque", type=content["type"], parameter=parameter)
 
     def is_same(self, other: "Entry") -> bool:
         """Return whether both have the same content as far as it was digested."""
@@ -79,7 +50,7 @@ class Entry:
 
 
 def entries_of(
-    checkpoint: Mapping[Any, Any], *, parameters: Mapping[tuple[int, int], str] | None = None
+    checkpoint: Mapping[Any, Any], *, parameters: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Entry]]:
     """Return the entries of a checkpoint, by section (its top-level key) and path.
 
@@ -87,15 +58,15 @@ def entries_of(
 
     Args:
         checkpoint: as it goes into the file, or comes out of it.
-        parameters: (optimizer, index of the parameter in its state) -> qualified name.
+        parameters: "0/state/3", the path of a parameter's state in the optimizers' -> its qualified name.
     """
     leaves = list(walk(checkpoint))
     digests = _tensor_digests([value for _, _, value in leaves if isinstance(value, Tensor)])
     found: dict[str, dict[str, Entry]] = {}
     for section, path, value in leaves:
         entry = _entry(value, digests)
-        if section == "optimizer_states" and parameters:
-            entry = _with_parameter(entry, path, parameters)
+        if parameters and section == "optimizer_states":
+            entry = replace(entry, parameter=parameters.get("/".join(path.split("/")[:3])))
         found.setdefault(section, {})[path] = entry
     return found
 
@@ -136,7 +107,7 @@ def _key(key: Any) -> str:
     return repr(name) if name.lstrip("-").isdigit() or not name else name
 
 
-def _entry(value: Any, digests: Mapping[int, int | None]) -> Entry:
+def _entry(value: Any, digests: Mapping[int, str | None]) -> Entry:
     if isinstance(value, Tensor):
         digest = digests[id(value)]
         name = str(value.dtype).removeprefix("torch.")
@@ -144,38 +115,28 @@ def _entry(value: Any, digests: Mapping[int, int | None]) -> Entry:
             return Entry(kind="opaque", type=f"{type(value).__qualname__} {name} without data")
         shape = (value.size(0),) if value.is_nested else tuple(value.shape)
         return Entry(kind="tensor", type=name, digest=digest, shape=shape)
-    kind = type(value).__qualname__
-    encoded = encode_plain(value)
+    kind, encoded = type(value).__qualname__, encode_plain(value)
     if encoded is None:
         return Entry(kind="opaque", type=kind)
     # An OrderedDict without anything in it is a dictionary without anything in it.
-    return Entry(kind="value", type="dict" if isinstance(value, dict) else kind, digest=digest_bytes(encoded))
+    kind = "dict" if isinstance(value, dict) else kind
+    return Entry(kind="value", type=kind, digest=format_digest(digest_bytes(encoded)))
 
 
-def _tensor_digests(tensors: list[Tensor]) -> dict[int, int | None]:
+def _tensor_digests(tensors: list[Tensor]) -> dict[int, str | None]:
     """Return the digest of each by its id; None for those that have no data."""
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     try:
-        return dict(zip(map(id, unique), digest_tensors(unique), strict=True))
+        return {id(one): format_digest(digest) for one, digest in zip(unique, digest_tensors(unique), strict=True)}
     except (TypeError, DetCallbacksError):
-        return {id(tensor): _digest_or_none(tensor) for tensor in unique}
+        return {id(one): _digest_or_none(one) for one in unique}
 
 
-def _digest_or_none(tensor: Tensor) -> int | None:
+def _digest_or_none(tensor: Tensor) -> str | None:
     try:
-        return digest_tensor(tensor)
+        return format_digest(digest_tensor(tensor))
     except (TypeError, DetCallbacksError):
         return None
-
-
-def _with_parameter(entry: Entry, path: str, parameters: Mapping[tuple[int, int], str]) -> Entry:
-    parts = path.split("/")
-    if len(parts) < 4 or parts[1] != "state" or not (parts[0].isdecimal() and parts[2].isdecimal()):
-        return entry
-    name = parameters.get((int(parts[0]), int(parts[2])))
-    if name is None:
-        return entry
-    return Entry(kind=entry.kind, type=entry.type, digest=entry.digest, shape=entry.shape, parameter=name)
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dtype, torch.device)

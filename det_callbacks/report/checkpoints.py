@@ -96,13 +96,13 @@ def _elements(entry: "EntryDifference") -> str:
 
 def _saved(report: "CheckpointReport") -> str:
     assert report.sidecar is not None
-    context = report.sidecar.context
-    text = "saved before the first step" if context.step is None else f"saved after step {context.step}"
-    text += "" if context.epoch is None else f" in epoch {context.epoch}"
-    if context.run is None:
+    saved = report.sidecar
+    text = "saved before the first step" if saved.step is None else f"saved after step {saved.step}"
+    text += "" if saved.epoch is None else f" in epoch {saved.epoch}"
+    if saved.run is None:
         return text
-    reference = f", {context.run['reference']}" if context.run.get("reference") else ""
-    return f"{text}, run {context.run.get('id')} ({context.run.get('mode')}{reference})"
+    reference = f", {saved.run['reference']}" if saved.run.get("reference") else ""
+    return f"{text}, run {saved.run.get('id')} ({saved.run.get('mode')}{reference})"
 
 
 # lines of a fit
@@ -121,11 +121,6 @@ def unrestored_line(path: str) -> str:
     )
 
 
-def remote_save_line(path: str) -> str:
-    """Return the line of a checkpoint that is saved to where nothing is written beside it."""
-    return f"det_callbacks: checkpoints on remote paths, such as {path}, get no digests: save to a disk and copy both"
-
-
-def unfinished_save_line(path: str) -> str:
-    """Return the line of a checkpoint that was not written when its save returned."""
-    return f"det_callbacks: the checkpoint IO had not written {path} when its save returned: it gets no digests"
+def uncovered_save_line(path: str, reason: str) -> str:
+    """Return the line of a checkpoint beside which nothing is written."""
+    return f"det_callbacks: {path} gets no digests: {reason}"

@@ -6,8 +6,8 @@ Replaced are, and only while a step or a fit is under way (looked at in torch 2.
 * ``capture_begin``, ``capture_end`` and ``replay`` of ``_CUDAGraph``, which run ops that no mode sees (cuda_graphs.py).
 
 Attributes of Lightning's loops and strategy, and of DataLoaders and samplers, are replaced on the objects of one fit:
-by ``callback/loops.py``, ``evidence.py``, ``progress.py`` and ``draws.py``, by ``resume/session.py`` and
-``loaders.py``, and by ``checkpoint/io.py``. Each puts its own back.
+by ``callback/loops.py``, ``evidence.py``, ``progress.py`` and ``draws.py``, and by ``resume.py``, ``draws.py`` and
+``watch.py`` of ``checkpoint/``. Each puts its own back.
 
 Constructing a callback or a mode replaces nothing.
 """

@@ -1,32 +1,16 @@
 """Fits with digests beside their checkpoints."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from fits import Fit
 from lightning.pytorch.callbacks import ModelCheckpoint
-from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import (
-    DeterminismCallback,
-    check_checkpoint,
-)
-
-# what Lightning says of resuming without the callbacks that saved, into a folder that is there
-RESUMING = [
-    # a resumed training writes there again
-    # a resumed training writes there again
-    # a resumed training writes there again
-    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-    LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),
-]
+from det_callbacks import DeterminismCallback, check_checkpoint
 
 
 def ours(folder: Path, **options: Any) -> DeterminismCallback:
@@ -39,6 +23,21 @@ def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> Fit:
 
 def every(folder: Path, steps: int = 1, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "checkpoints", **{"every_n_train_steps": steps, **options})
+
+
+def save(folder: Path) -> Path:
+    """Return the path of a checkpoint that a short fit saved."""
+    done = fit(folder, max_epochs=1, limit_train_batches=3).run()
+    done.trainer.save_checkpoint(folder / "x.ckpt")
+    return folder / "x.ckpt"
+
+
+def copy_of(saved: Path, folder: Path) -> Path:
+    """Return a copy of a checkpoint and of what stands beside it, to be changed."""
+    for suffix in ("", ".digests.json"):
+        shutil.copy(f"{saved}{suffix}", folder / f"{saved.name}{suffix}")
+    shutil.copytree(f"{saved}.resume", folder / f"{saved.name}.resume")
+    return folder / saved.name
 
 
 def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
@@ -55,7 +54,8 @@ def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: i
     assert all(check_checkpoint(folder / name).equal for name in checkpoints)
 
 
-def damage(path: str, change: Callable[[Any], object]) -> None:
+def damage(path: Path, change: Callable[[Any], object]) -> None:
+    """Load a checkpoint, change it, and save it in its place."""
     checkpoint = torch.load(path, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)

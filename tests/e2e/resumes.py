@@ -1,22 +1,22 @@
-"""Trainings that are recorded, resumed from a checkpoint and verified."""
+"""Trainings in which everything is random, that are recorded, stopped, resumed from a checkpoint and verified."""
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
-from random_trainings import (
-    Noisy,
-    fit,
-)
-from trainers import LIGHTNING_ADVICE
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import (
-    DeterminismCallback,
-    NotResumableError,
-)
+from det_callbacks import DeterminismCallback, NotResumableError
+from det_callbacks.checkpoint.files import Part, part_path, unseal
 
 RESUMING = [
     LIGHTNING_ADVICE,
@@ -25,26 +25,157 @@ RESUMING = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings(r"ignore:`\.fit\(ckpt_path=None\)` was called without a model"),  # Lightning's
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),  # Lightning's: a first start
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory.*exists and is not empty"),  # a resume writes there again
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),  # Python's, of processes that are forked here
-    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),  # Lightning's, of a batch that is no tensor
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument"),  # Lightning's, of a step that takes it
 ]
+SAMPLES = 14
+BATCHES = 7
+"""Batches of an epoch, of two samples each."""
 
 
 @pytest.fixture(autouse=True)
 def environment_again() -> Iterator[None]:
-    """What ``seed_everything`` sets."""
+    """What ``seed_everything`` sets is as before after a test."""
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
 
 
-def record(folder: Path, *others: pl.Callback, **options: Any) -> pl.Trainer:
-    return fit(DeterminismCallback(folder / "run", mode="record", level="state"), *others, **options)
+# trainings
 
 
-def resume(folder: Path, name: str | Path, *others: pl.Callback, how: str = "exact", **options: Any) -> Any:
+class Augmented(Dataset[Tensor]):
+    """Rows that get noise from all global generators, or ("own") from one of the data set's, or none."""
+
+    def __init__(self, noise: str = "global", num_samples: int = SAMPLES) -> None:
+        self.rows = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(0))
+        self.noise = noise
+        self.rng = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = self.rows[index]
+        if self.noise == "global":
+            row = row + torch.randn(4) + random.gauss(0, 1) + np.random.randn()
+        if self.noise == "own":
+            row = row + float(self.rng.normal())
+        return row.float()
+
+
+def loader(noise: str = "global", **options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(noise), **{"batch_size": 2, "shuffle": True, **options})
+
+
+class Noisy(pl.LightningModule):
+    """Dropout, a generator of its own, a schedule, and random numbers in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.Linear(8, 2)
+        self.noise = torch.Generator().manual_seed(3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.dropout(self.norm(self.first(rows)).relu()))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self(batch).pow(2).mean() + torch.randn((), generator=self.noise) * self.first.weight.sum() / 100
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self(batch)
+
+    def on_train_epoch_start(self) -> None:
+        torch.randn(3)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
+
+
+class Manual(Noisy):
+    """Two optimizers, of which the second one adds up the gradients of two batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:  # as Lightning has it
+        body, head = self.optimizers()
+        loss = super().training_step(batch, index)
+        body.zero_grad()
+        self.manual_backward(loss)
+        body.step()
+        if index % 2:
+            head.step()
+            head.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        head = torch.optim.SGD(self.last.parameters(), lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2), head
+
+
+class SaveAfter(pl.Callback):
+    """Saves ``<n>.ckpt`` when n batches were trained: at the end of the batch, of a validation, or of the epoch."""
+
+    def __init__(self, folder: Path, *after: int, at: str = "batch") -> None:
+        self.folder = folder
+        self.after = after
+        self.at = at
+
+    def save(self, trainer: pl.Trainer, at: str) -> None:
+        number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if at == self.at and number in self.after:
+            trainer.save_checkpoint(self.folder / f"{number}.ckpt")
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "backward")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "start")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.save(trainer, "epoch")
+
+
+def fit(
+    callback: DeterminismCallback,
+    *others: pl.Callback,
+    model: Callable[[], pl.LightningModule] = Noisy,
+    data: Callable[[], Any] = loader,
+    validates: bool = False,
+    seed: int = 1,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Train from a seed, two epochs by default."""
+    pl.seed_everything(seed, workers=True, verbose=False)
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
+    options["enable_checkpointing"] = any(isinstance(other, Checkpoint) for other in others)
+    trainer = quiet_trainer(callback, *others, **options)
+    validation = DataLoader(Augmented(num_samples=4), batch_size=2) if validates else None
+    trainer.fit(model(), data(), validation, ckpt_path=ckpt_path)
+    return trainer
+
+
+# recording and resuming
+
+
+def record(folder: Path, *others: pl.Callback, level: Any = "state", **options: Any) -> pl.Trainer:
+    return fit(DeterminismCallback(folder / "run", mode="record", level=level, overwrite=True), *others, **options)
+
+
+def resume(folder: Path, name: str | Path, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
     """Verify a resumed training against the recorded one; return the steps that were compared."""
     number = len(list(folder.glob("current-*")))
     callback = DeterminismCallback(folder / "run", current=folder / f"current-{number}", resume=how)
@@ -54,23 +185,16 @@ def resume(folder: Path, name: str | Path, *others: pl.Callback, how: str = "exa
     return callback.verdict.coverage.steps
 
 
-def failing(step: int, base: type[Noisy] = Noisy) -> type[Noisy]:
-    return type("Failing", (base,), {"fails_at": step})
-
-
-class RaiseAt(pl.Callback):
-    def __init__(self, hook: str, number: int) -> None:
-        self.hook, self.number = hook, number
-        setattr(self, hook, self.count)
-
-    def count(self, trainer: pl.Trainer, *_: Any) -> None:
-        done = trainer.fit_loop.epoch_loop.total_batch_idx + (self.hook != "on_train_batch_start")
-        if done >= self.number:
-            raise RuntimeError("planted")
-
-
-def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> tuple[str, ...]:
-    with pytest.raises(NotResumableError, match='resume="warn"') as caught:
+def refused(folder: Path, name: str, *others: pl.Callback, **options: Any) -> str:
+    """Return why a training cannot be resumed."""
+    with pytest.raises(NotResumableError, match='resume="plain"') as caught:
         resume(folder, name, *others, **options)
     assert caught.value.exit_code == 2
-    return caught.value.problems
+    (problem,) = caught.value.problems
+    return problem
+
+
+def problems_beside(path: Path) -> tuple[str, ...]:
+    """Return why a checkpoint cannot be resumed, as its save said."""
+    place = part_path(path, 0)
+    return unseal(place.read_bytes().partition(b"\n")[0] + b"\n", str(place), Part).state.problems

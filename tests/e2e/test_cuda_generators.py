@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from resuming import Checkpoints
+from resumes import SaveAfter
 from styles import Classifier, Samples
 from torch import nn
 from torch.utils.data import DataLoader
@@ -66,7 +66,7 @@ def test_recording_twice_matches_and_another_seed_of_cuda_is_named(tmp_path: Pat
 
 
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
-    record(tmp_path, Checkpoints(tmp_path, 3), resume="exact")
+    record(tmp_path, SaveAfter(tmp_path, 3), resume="exact")
     verdict = verify(tmp_path, cuda_seed=9, ckpt_path=tmp_path / "3.ckpt", resume="exact", steps="common").verdict
     assert verdict is not None
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (3, 7))

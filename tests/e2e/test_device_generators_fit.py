@@ -8,7 +8,7 @@ import pytest
 import torch
 from device_stand_ins import StandInDevices
 from fits import Steady
-from resuming import Checkpoints
+from resumes import SaveAfter
 from styles import Samples
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
@@ -80,7 +80,7 @@ def test_a_resumed_training_goes_on_drawing_where_it_was_on_whichever_device_is_
     tmp_path: Path, devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices.contexts = {0}
-    record(tmp_path, Checkpoints(tmp_path, 3), resume="exact")
+    record(tmp_path, SaveAfter(tmp_path, 3), resume="exact")
     assert devices.generators[0].offset == 32
     others = StandInDevices(3, contexts=(2,), current=2).install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -94,7 +94,7 @@ def test_a_resumed_training_goes_on_drawing_where_it_was_on_whichever_device_is_
 def test_a_resume_without_one_of_the_devices_is_refused(
     tmp_path: Path, devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(tmp_path, Checkpoints(tmp_path, 3), resume="exact")
+    record(tmp_path, SaveAfter(tmp_path, 3), resume="exact")
     StandInDevices(1).install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     resumed = DeterminismCallback(tmp_path / "reference", resume="exact", steps="common")

@@ -6,114 +6,112 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
-from random_trainings import (
-    Endless,
-    Manual,
-    Normed,
-    OneCycle,
-    Plateau,
-    SaveAfter,
-    fit,
-    loader,
-)
-from resumes import RESUMING, environment_again, record, refused, resume
-from tiers import rest_slow
-from torch.utils.data import DataLoader
+from resumes import RESUMING, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from det_callbacks import (
-    DeterminismCallback,
-)
+from det_callbacks import DeterminismCallback
 
 __all__ = ["environment_again"]  # a fixture of each test
 
 pytestmark = RESUMING
 
+
+class OneCycle(Noisy):
+    """Asks for the number of steps, for which Lightning sets up the data before anything else of a fit."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Stateful(DataLoader[Any]):
+    """A loader that goes on where its state says; Lightning saves that in checkpoints."""
+
+    position = start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.position = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position % 7}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
+
+
 TRAININGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "own_generator": {"data": lambda: loader(generator=torch.Generator().manual_seed(9))},
-    "data_with_a_generator": {"data": lambda: loader("own")},
-    "validation": {"validates": True, "val_check_interval": 3},
+    "shuffled": {"level": "op"},
     "accumulation": {"accumulate_grad_batches": 3},
-    "manual": {"model": Manual},
-    "manual_with_validation": {"model": Manual, "validates": True, "val_check_interval": 2},
-    "bf16_mixed": {"model": Normed, "precision": "bf16-mixed"},
-    "max_steps": {"max_epochs": -1, "max_steps": 21},
-    "no_length": {"data": lambda: DataLoader(Endless(), batch_size=2)},
-    "no_length_with_a_generator": {"data": lambda: DataLoader(Endless("own"), batch_size=2)},
-    "one_cycle": {"model": OneCycle},
-    "plateau": {"model": Plateau},
-    "accumulation_by_schedule": {"others": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
-    "weighted": {
-        "data": lambda: loader(shuffle=False, sampler=torch.utils.data.WeightedRandomSampler([0.1, 0.9] * 7, 14))
-    },
+    "two_optimizers": {"model": Manual, "validates": True, "val_check_interval": 2},
+    "workers": {"data": lambda: loader(num_workers=2)},
 }
+FURTHER: dict[str, dict[str, Any]] = {
+    "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
+    "averaged": {"others": lambda: [EMAWeightAveraging(decay=0.9)], "validates": True},
+    "accumulation_by_schedule": {"others": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
+    "bf16_mixed": {"precision": "bf16-mixed"},
+    "one_cycle": {"model": OneCycle},
+    "stateful": {"data": lambda: Stateful(loader("none").dataset, batch_size=2), "after": (4,)},
+    "weighted": {"data": lambda: loader(shuffle=False, sampler=WeightedRandomSampler([0.1, 0.9] * 7, 14))},
+}
+CASES = [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
 
 
-@pytest.mark.parametrize("name", rest_slow(TRAININGS, every=2))
+@pytest.mark.parametrize("name", CASES)
 def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
-    options = dict(TRAININGS[name])
-    others = options.pop("others", list)
-    record(tmp_path, *others(), SaveAfter(tmp_path, 4, 6, 7, 10), **options)
-    for after in (4, 6, 7, 10):
-        if name == "plateau" and after == 7:
-            continue  # the learning rate is lowered after it
-        assert resume(tmp_path, f"{after}.ckpt", *others(), **options) == (after, 20)
+    options = dict((TRAININGS | FURTHER)[name])
+    others, level = options.pop("others", list), options.pop("level", "state")
+    saved = options.pop("after", (4, 7))
+    record(tmp_path, *others(), SaveAfter(tmp_path, *saved), level=level, **options)
+    for after in saved:
+        assert resume(tmp_path, f"{after}.ckpt", *others(), seed=99, **options) == (after, 13)
 
 
-@pytest.mark.parametrize("data", [lambda: loader(num_workers=2), lambda: DataLoader(Endless(), 2, num_workers=2)])
-def test_with_workers(data: Any, tmp_path: Path) -> None:
-    options = {"data": data, "max_epochs": 2}
-    record(tmp_path, SaveAfter(tmp_path, 4), SaveAfter(tmp_path, 7, at="epoch"), **options)
-    assert resume(tmp_path, "4.ckpt", **options)[0] == 4
-    if "Endless" not in repr(data().dataset):
-        assert resume(tmp_path, "7.ckpt", **options)[0] == 7
+ENDS = [
+    ({"max_epochs": -1, "max_steps": 14}, True),
+    pytest.param({"max_epochs": -1, "max_steps": 14}, False, marks=pytest.mark.slow),
+    pytest.param({"max_epochs": 2}, True, marks=pytest.mark.slow),
+    pytest.param({"max_epochs": 2}, False, marks=pytest.mark.slow),
+]
 
 
-def test_weights_that_are_averaged(tmp_path: Path) -> None:
-    average = lambda: EMAWeightAveraging(decay=0.9)  # noqa: E731  # one for each fit
-    record(tmp_path, average(), SaveAfter(tmp_path, 4, 7), validates=True)
-    for after in (4, 7):
-        assert resume(tmp_path, f"{after}.ckpt", average(), validates=True) == (after, 20)
-
-
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 21}])
+@pytest.mark.parametrize(("limit", "validates"), ENDS)
 def test_wherever_an_epoch_ends(limit: dict[str, int], validates: bool, tmp_path: Path) -> None:
     options = {"validates": validates}
-    record(tmp_path, SaveAfter(tmp_path, 14, at="epoch"), **options, **limit)
-    assert resume(tmp_path, "14.ckpt", **options, **limit) == (14, 20)
+    names = [] if not validates else ["validation"]
+    saving = [SaveAfter(tmp_path / at, 7, at=at) for at in ("epoch", *names)]
+    record(tmp_path, *saving, **options, **limit)
     # a training of one epoch that is gone on with
     first = {"max_epochs": 1} if "max_steps" not in limit else {"max_epochs": -1, "max_steps": 7}
     other = DeterminismCallback(tmp_path / "first", mode="record", level="state")
-    trainer = fit(other, SaveAfter(tmp_path, 7, at="epoch"), **options, **first)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    for name in ("7.ckpt", "after.ckpt"):
-        assert resume(tmp_path, name, **options, **limit) == (7, 20)
-    if validates:
-        other = DeterminismCallback(tmp_path / "second", mode="record", level="state")
-        fit(other, SaveAfter(tmp_path, 7, at="validation"), **options, **limit)
-        assert resume(tmp_path, "7.ckpt", **options, **limit) == (7, 20)
-
-
-@pytest.mark.parametrize("every", [None, 2])
-def test_a_training_that_stopped_in_the_middle_of_an_epoch(every: int | None, tmp_path: Path) -> None:
-    """Lightning ends the epoch there, and a checkpoint saved after that counts it as a whole one."""
-    options: dict[str, Any] = {"max_epochs": -1}
-    if every is not None:
-        options |= {"validates": True, "val_check_interval": every}
-    record(tmp_path, max_steps=21, **options)
-    stopped = DeterminismCallback(tmp_path / "stopped", mode="record", level="state")
-    saving = (SaveAfter(tmp_path, 4), SaveAfter(tmp_path / "epoch", 4, at="epoch"))
-    fit(stopped, *saving, max_steps=4, **options).save_checkpoint(tmp_path / "after.ckpt")
-    if every is not None:
-        (problem,) = refused(tmp_path, "4.ckpt", max_steps=21, **options)
-        assert problem.endswith("and the process ended before the next batch was drawn; save after it")
-    for name in ("4.ckpt", "epoch/4.ckpt", "after.ckpt")[every is not None :]:
-        assert resume(tmp_path, name, max_steps=21, **options) == (4, 20)
+    fit(other, **options, **first).save_checkpoint(tmp_path / "after" / "7.ckpt")
+    for name in ("epoch", *names, "after"):
+        assert resume(tmp_path, f"{name}/7.ckpt", **options, **limit) == (7, 13)
 
 
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3))
     resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12))
-    for after in (5, 12):
-        assert resume(tmp_path, f"{after}.ckpt", seed=99) == (after, 20)
+    (tmp_path / "moved").mkdir()
+    for suffix in ("", ".digests.json", ".resume"):  # nor does it matter where the checkpoint lies
+        (tmp_path / f"5.ckpt{suffix}").rename(tmp_path / "moved" / f"best.ckpt{suffix}")
+    assert resume(tmp_path, "moved/best.ckpt", seed=99) == (5, 13)
+    assert resume(tmp_path, "12.ckpt", seed=99) == (12, 13)
+
+
+def test_watching_the_data_changes_nothing(tmp_path: Path) -> None:
+    """Weights and generators after a training, with and without the callback."""
+    after = []
+    for mode in ("record", "disabled"):
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, level="state")
+        trainer = fit(callback, SaveAfter(tmp_path, 3, 7), validates=True, accumulate_grad_batches=2)
+        weights = [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
+        after.append((weights, torch.get_rng_state()))
+    assert all(map(torch.equal, after[0][0], after[1][0]))
+    assert torch.equal(after[0][1], after[1][1])

@@ -1,22 +1,23 @@
 """The proof of a resume: that it holds, that it can fail, and what it says when it cannot be given."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from random_trainings import Augmented, Manual, Noisy, loader
+from resumes import RESUMING, Augmented, Manual, Noisy, environment_again, loader
 from torch.utils.data import DataLoader
-from trainers import LIGHTNING_ADVICE, quiet_trainer
+from trainers import quiet_trainer
 
 from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
-from det_callbacks.resume import GeneratorStates
+from det_callbacks.rng import GeneratorStates
 
-# Lightning's advice: a resume within an epoch
-pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*dataloader is not resumable")]
+__all__ = ["environment_again"]  # a fixture of each test
+
+pytestmark = RESUMING
 
 
 def prove(
@@ -114,14 +115,6 @@ def test_a_training_that_is_too_short(tmp_path: Path) -> None:
 def test_a_training_that_cannot_be_resumed_exactly(tmp_path: Path) -> None:
     with pytest.raises(NotResumableError, match="persistent_workers=False"):
         prove(tmp_path, data=lambda: loader(num_workers=1, persistent_workers=True), stop_at=9)
-
-
-@pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_processes_that_are_spawned_cannot_be_compared(tmp_path: Path) -> None:

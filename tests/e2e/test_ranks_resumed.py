@@ -11,30 +11,26 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from processes import run_ranks
-from random_trainings import Augmented, SaveAfter
 from ranks_resumes import record, resume
+from resumes import Augmented, SaveAfter
 from torch.utils.data import DataLoader
 
 from det_callbacks import check_checkpoint
-from det_callbacks.checkpoint.parts import Part
+from det_callbacks.checkpoint.files import read_part, read_sidecar, write_part
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
 
-PLAIN = 'resume="plain"'
-NAMES = ("whole", "missing", "foreign", "damaged", "first", "apart", "step")
+NAMES = ("whole", "missing", "foreign", "damaged", "step")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two epochs, and copies of the checkpoint after its third step with one thing wrong."""
     folder = tmp_path_factory.mktemp("saved")
-
-    def body(rank: int) -> None:
-        record(folder, SaveAfter(folder, 2, 3), level="state")
-
-    assert [one.exit_code for one in run_ranks(body, folder / "output")] == [0, 0]
+    ended = run_ranks(lambda rank: record(folder, SaveAfter(folder, 2, 3), level="state"), folder / "output")
+    assert [one.exit_code for one in ended] == [0, 0]
     for name in NAMES:
         for suffix in ("", ".digests.json"):
             shutil.copy(folder / f"3.ckpt{suffix}", folder / f"{name}.ckpt{suffix}")
@@ -43,16 +39,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     part["missing"].unlink()
     shutil.copy(folder / "2.ckpt.resume" / "rank-00001.state", part["foreign"])
     part["damaged"].write_bytes(b"{}")
-    (folder / "first.ckpt.resume" / "rank-00000.state").unlink()
-    change(part["apart"], "common", {"state of scheduler 0": "0"})
-    change(part["step"], "step", 4)
+    sidecar = read_sidecar(folder / "step.ckpt")
+    assert sidecar is not None
+    read = read_part(folder / "step.ckpt", sidecar, 1)
+    assert read is not None
+    write_part(folder / "step.ckpt", replace(read[0], step=4), read[1], id=sidecar.id, rank=1, num_ranks=2)
     return folder
-
-
-def change(path: Path, key: str, value: Any) -> None:
-    """Write another value into a rank's state, as if it had been saved so."""
-    part = Part.from_bytes(path.read_bytes(), "")
-    path.write_bytes(replace(part, state={**part.state, key: value}).to_bytes())
 
 
 def outcomes(folder: Path, attempts: dict[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, list[Any]]:
@@ -81,24 +73,53 @@ class LoadAlone(pl.Callback):
             trainer.fit_loop._data_source.instance.dataset.rows[:] += 1
 
 
-def test_what_does_not_belong_together_is_refused_on_all_ranks(saved: Path) -> None:
-    attempts = {name: (lambda name=name: resume(saved, saved / f"{name}.ckpt")) for name in NAMES if name != "whole"}
+class Restoring(DataLoader[Any]):
+    """A loader that restores itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+ALL = ["NotResumableError", "NotResumableError"]
+MISSING = "the state of rank 1 of 2, which was saved beside it, is missing"
+REFUSED = {
+    "missing": (ALL, MISSING),
+    "foreign": (ALL, MISSING),
+    "damaged": (["RankError", "CheckpointFormatError"], "rank-00001.state is damaged"),
+    "step": (ALL, "the ranks did not save it at the same moment, by rank: step is 3, 4"),
+    "data": (["RankError", "NotResumableError"], "drawn again, are not those"),
+    "seed": (ALL, "the seed of the sampler of loader 0 is not what it was then"),
+    "first_step": (ALL, "DDP was about to put the gradients in other buckets"),
+    "static": (ALL, "DDP(static_graph=True) adds"),
+    "loading": (ALL, "its loaders restore themselves"),
+}
+
+
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
+    attempts = {name: (lambda name=name: resume(saved, saved / f"{name}.ckpt")) for name in NAMES}
     attempts["data"] = lambda: resume(saved, saved / "whole.ckpt", LoadAlone())
-    attempts["whole"] = lambda: resume(saved, saved / "whole.ckpt")
+    attempts["seed"] = lambda: resume(saved, saved / "whole.ckpt", seed=50)
+    others: dict[str, Callable[[], dict[str, Any]]] = {  # a strategy serves one Trainer
+        "first_step": dict,
+        "static": lambda: {"strategy": DDPStrategy(static_graph=True)},
+        "loading": lambda: {"data": lambda: Restoring(Augmented(num_samples=28), batch_size=2, shuffle=True)},
+    }
+    for name, options in others.items():
+        folder, after = saved / name, 1 if name == "first_step" else 2
+
+        def attempt(folder: Path = folder, after: int = after, options: Any = options) -> Any:
+            record(folder, SaveAfter(folder, after), level="state", max_epochs=1, **options())
+            return resume(folder, folder / f"{after}.ckpt", max_epochs=1, **options())
+
+        attempts[name] = attempt
     told = outcomes(saved, attempts)
-    for name, rank in (("missing", 1), ("foreign", 1), ("first", 0)):
-        text = f"the state of rank {rank} of 2, which was saved beside it, is missing"
-        assert all(kind == "NotResumableError" and status == 2 and text in said for kind, status, said in told[name])
-        assert all(PLAIN in said for _, _, said in told[name])
-    assert [kind for kind, _, _ in told["damaged"]] == ["RankError", "CheckpointFormatError"]
-    assert all(status == 2 and "rank-00001.state is damaged" in said for _, status, said in told["damaged"])
-    text = "state of scheduler 0 was not the same on rank 1 as on rank 0"
-    assert all(status == 2 and text in said for _, status, said in told["apart"])
-    text = "the ranks did not save it at the same moment, by rank: step is 3, 4"
-    assert all(status == 2 and text in said for _, status, said in told["step"])
-    assert [kind for kind, _, _ in told["data"]] == ["RankError", "NotResumableError"]
-    assert all(status == 2 and "drawn again, are not those" in said for _, status, said in told["data"])
-    assert told["whole"] == [["", 0, "(3, 13)"]] * 2
+    assert told.pop("whole") == [["", 0, "(3, 13)"]] * 2
+    for name, (kinds, text) in REFUSED.items():
+        assert [kind for kind, _, _ in told[name]] == kinds, (name, told[name])
+        assert all(status == 2 and text in said for _, status, said in told[name]), (name, told[name])
     report = check_checkpoint(saved / "missing.ckpt")
     assert (report.equal, report.missing_files) == (False, ("the part of rank 1",))
     assert check_checkpoint(saved / "whole.ckpt").equal
@@ -113,38 +134,5 @@ def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(save
     ((kind, status, said),) = told["exact"]
     assert (kind, status) == ("NotResumableError", 2)
     assert "it was saved by 2 processes, and there are 1 now" in said
-    assert PLAIN in said
     assert told["plain"][0][1] == 0
     assert Run.open(saved / "plain" / "run").is_complete
-
-
-class Restoring(DataLoader[Any]):
-    """A loader that restores itself."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-def made(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of one Trainer; a strategy serves one only."""
-    return {**options, "strategy": DDPStrategy(static_graph="strategy" in options)}
-
-
-def test_what_lightning_saves_of_rank_0_alone_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    trainings: dict[str, dict[str, Any]] = {
-        "static": {"strategy": "static"},
-        "loading": {"data": lambda: Restoring(Augmented(num_samples=28), batch_size=2, shuffle=True)},
-    }
-    attempts: dict[str, Callable[[], Any]] = {}
-    for name, options in trainings.items():
-        folder = tmp_path / name
-        attempts[f"record {name}"] = lambda folder=folder, options=options: record(
-            folder, SaveAfter(folder, 2), level="state", **made(options)
-        )
-        attempts[name] = lambda folder=folder, options=options: resume(folder, folder / "2.ckpt", **made(options))
-    told = outcomes(tmp_path, attempts)
-    for name, text in (("static", "DDP(static_graph=True) adds"), ("loading", "its loaders restore themselves")):
-        assert all(kind == "NotResumableError" and text in said for kind, _, said in told[name]), told[name]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_fits import RESUMING
 from fits import Fit, Steady
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from resumes import RESUMING
 from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from det_callbacks.resume.state import Reduction
+from det_callbacks.checkpoint.state import Reduction
 
 
 class BucketsError(Exception):
@@ -35,14 +35,13 @@ class GradientBuckets:
         trainer: whose strategy it is.
 
     Attributes:
-        wanted: what the DDP module that is about to be made has to begin with; None for its own beginning.
+        wanted: buckets that the DDP module which is about to be made begins with; empty for its own.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self.wanted: Reduction | None = None
+        self.wanted: tuple[tuple[str, ...], ...] = ()
         self._trainer = trainer
         self._names: list[str] = []
-        self._made: Reduction | None = None
 
     @property
     def is_ddp(self) -> bool:
@@ -51,13 +50,17 @@ class GradientBuckets:
 
     def problem(self) -> str | None:
         """Return why what the strategy keeps on each rank cannot be saved; None where it can."""
+        ddp = self._ddp()
         strategy: Any = self._trainer.strategy
-        if not self.is_ddp:
+        if ddp is None:
             return None
         if strategy._ddp_comm_state is not None:
             return "the communication hook of DDP has a state, which nobody saves"
-        if getattr(strategy.model, "static_graph", False):
+        if ddp.static_graph:
             return "DDP(static_graph=True) adds gradients up in another way in the first step of a process"
+        has_order = bool(ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices"))
+        if has_order and not ddp.find_unused_parameters and not self._read():
+            return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
         return None
 
     def setup_model(self, original: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
@@ -67,46 +70,43 @@ class GradientBuckets:
             BucketsError: its parameters are not those that the buckets are of.
         """
         ddp = original(model)
-        self._made = None
-        if not isinstance(ddp, DistributedDataParallel):
-            return ddp
-        self._names = _names(ddp)
-        if self.wanted is not None and self.wanted.stage in ("pending", "settled"):
-            _make(ddp, self.wanted)
-            self._made = self.wanted
+        if isinstance(ddp, DistributedDataParallel):
+            self._names = _names(ddp)
+            if self.wanted:
+                _make(ddp, self.wanted)
         return ddp
 
     def read(self) -> Reduction | None:
         """Return what a DDP module would have to begin with to go on from here; None without one."""
-        ddp = self._trainer.strategy.model
-        if not self.is_ddp or not isinstance(ddp, DistributedDataParallel):
+        ddp = self._ddp()
+        if ddp is None:
             return None
-        syncs_buffers = bool(ddp.require_forward_param_sync)
-        if ddp.find_unused_parameters and not ddp.static_graph:
-            return Reduction(stage="fixed", syncs_buffers=syncs_buffers)
-        if self._made is not None and self._made.stage == "settled":
-            return Reduction(stage="settled", buckets=self._made.buckets, syncs_buffers=syncs_buffers)
+        return Reduction(buckets=self._read(), syncs_buffers=bool(ddp.require_forward_param_sync))
+
+    def restore_sync(self, reduction: Reduction) -> None:
+        """Let the next forward pass send rank 0's buffers, or not, as it was going to."""
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.require_forward_param_sync = reduction.syncs_buffers
+
+    def _ddp(self) -> DistributedDataParallel | None:
+        model = self._trainer.strategy.model
+        return model if self.is_ddp and isinstance(model, DistributedDataParallel) else None
+
+    def _read(self) -> tuple[tuple[str, ...], ...]:
+        """Return the buckets that DDP made after its first step; none before, or where it keeps those of its start."""
+        ddp = self._ddp()
+        if self.wanted or ddp is None or ddp.find_unused_parameters:
+            return self.wanted
         told: Any = ddp._get_ddp_logging_data()
-        logger: Any = ddp.logger
         if not told.get("has_rebuilt_buckets"):
+            logger: Any = ddp.logger
             logger.set_runtime_stats_and_log()  # else it says so a forward pass later
             told = ddp._get_ddp_logging_data()
-        if told.get("has_rebuilt_buckets"):
-            text = told["rebuilt_per_bucket_param_indices"]
-            buckets = tuple(tuple(self._names[int(index)] for index in bucket.split()) for bucket in text.split(","))
-            return Reduction(stage="settled", buckets=buckets, syncs_buffers=syncs_buffers)
-        if self._made is not None:
-            return Reduction(stage=self._made.stage, buckets=self._made.buckets, syncs_buffers=syncs_buffers)
-        if order := told.get("prev_iteration_grad_ready_order_indices"):
-            bucket = tuple(self._names[int(index)] for index in order.replace(",", " ").split())
-            return Reduction(stage="pending", buckets=(bucket,), syncs_buffers=syncs_buffers)
-        return Reduction(stage="first", syncs_buffers=syncs_buffers)
-
-    def put_sync(self, reduction: Reduction) -> None:
-        """Let the next forward pass send rank 0's buffers, or not, as it was going to."""
-        ddp = self._trainer.strategy.model
-        if isinstance(ddp, DistributedDataParallel):
-            ddp.require_forward_param_sync = reduction.syncs_buffers
+        if not told.get("has_rebuilt_buckets"):
+            return ()
+        text = told["rebuilt_per_bucket_param_indices"]
+        return tuple(tuple(self._names[int(index)] for index in bucket.split()) for bucket in text.split(","))
 
 
 def _names(ddp: DistributedDataParallel) -> list[str]:
@@ -116,10 +116,10 @@ def _names(ddp: DistributedDataParallel) -> list[str]:
     return [names[id(parameter)] for parameter in parameters]
 
 
-def _make(ddp: Any, wanted: Reduction) -> None:
+def _make(ddp: Any, wanted: tuple[tuple[str, ...], ...]) -> None:
     """Let a new DDP module see a backward pass of zeros, whose gradients come in the order that they came in."""
     names = _names(ddp)
-    order = [name for bucket in wanted.buckets for name in bucket]
+    order = [name for bucket in wanted for name in bucket]
     if sorted(order) != sorted(names):
         others = sorted({*order} ^ {*names})
         raise BucketsError(
@@ -133,13 +133,11 @@ def _make(ddp: Any, wanted: Reduction) -> None:
     reducer.prepare_for_backward([])
     end.backward()
     ddp.module.zero_grad(set_to_none=True)
-    if wanted.stage == "pending":
-        return
     reducer._rebuild_buckets()
     of_parameter = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     made = [
         tuple(of_parameter[id(parameter)] for parameter in bucket.parameters())
         for bucket in reducer._get_zeros_like_grad_buckets()
     ]
-    if tuple(made) != wanted.buckets:
+    if tuple(made) != wanted:
         raise BucketsError("DDP puts the gradients in other buckets than it did then: give it the same bucket_cap_mb")
