@@ -58,8 +58,9 @@ class GradientBuckets:
             return "the communication hook of DDP has a state, which nobody saves"
         if ddp.static_graph:
             return "DDP(static_graph=True) adds gradients up in another way in the first step of a process"
-        has_order = bool(ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices"))
-        if has_order and not ddp.find_unused_parameters and not self._read():
+        # asked in this order: reading the buckets has DDP note what it says of its first step
+        is_first = not ddp.find_unused_parameters and not self._read()
+        if is_first and ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices"):
             return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
         return None
 

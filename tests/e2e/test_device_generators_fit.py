@@ -99,7 +99,7 @@ def test_a_resume_without_one_of_the_devices_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     resumed = DeterminismCallback(tmp_path / "reference", resume="exact", steps="common")
     with pytest.raises(
-        NotResumableError, match=r"cannot be put back, or are not there: torch\.cuda:1\. Resume"
+        NotResumableError, match=r"cannot be restored, or are not there: torch\.cuda:1\. Resume"
     ) as caught:
         fit(tmp_path, resumed, ckpt_path=tmp_path / "3.ckpt")
     assert len(caught.value.problems) == 1
