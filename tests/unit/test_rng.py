@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from device_stand_ins import StandInDevices, StandInGenerator
 from torch import nn
 
 from det_callbacks import HashMode, enforce_determinism
 from det_callbacks.checkpoint.held import MAX_ITEMS, find_generators
-from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
