@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from det_callbacks.compare.evidence import RunEvidence
+from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.store import Run
@@ -271,7 +271,7 @@ def _hash_seed(script: Script, run: Run) -> _Change:
 
 def _workers(script: Script, run: Run) -> _Change:
     steps = run.rank(0).steps(0)
-    window = RunEvidence(run).window(0, 0, int(steps[0])) if len(steps) else None
+    window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
     settings = {} if window is None else window.settings
     known = {int(text) for name, text in settings.items() if name.startswith(_NUM_WORKERS) and text.isdecimal()}
     if not known:

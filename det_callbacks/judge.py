@@ -9,22 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from det_callbacks.compare.cause import LENGTHS, Facts, judge
+from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
 from det_callbacks.compare.collectives import Classification, classify
-from det_callbacks.compare.evidence import Evidence, RunEvidence, find_batch, find_evidence
+from det_callbacks.compare.evidence import find_batch, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
-from det_callbacks.compare.next_recording import with_next_recording
-from det_callbacks.compare.numbers import KeptNumbers, KeptRun, measured
-from det_callbacks.compare.opening import (
-    check_completeness,
-    read_records,
-    require_same_selection,
-    shown_steps,
-)
+from det_callbacks.compare.numbers import KeptNumbers, with_next_recording
 from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
-from det_callbacks.compare.record import TOGETHER, Tally
-from det_callbacks.compare.step import StepDifference, compare_steps
-from det_callbacks.errors import NothingComparedError, ReferenceFormatError
+from det_callbacks.compare.record import TOGETHER, Tally, read_records
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.report.advice import advise, advise_metric, evidence_lines
 from det_callbacks.report.console import capitalised, count
 from det_callbacks.report.sentences import (
@@ -112,8 +105,8 @@ def compare_runs(
 
 
 def judge_runs(
-    ours: Run,
-    theirs: Run,
+    reference: Run,
+    current: Run,
     *,
     names: tuple[str, str],
     steps: Literal["all", "common"] = "all",
@@ -124,63 +117,86 @@ def judge_runs(
     """Compare two runs that are open; see ``compare_runs``.
 
     Args:
-        ours: the reference.
-        theirs: the current run.
+        reference: the run that is compared with.
+        current: the other one.
         names: of both, as the verdict shows them.
         steps: as there, and so are check_files and progress.
         check_files: likewise.
         progress: likewise.
         is_one_run: they are one run, which a resumed attempt disagrees with: that it has no end says nothing.
     """
-    here = theirs.environment
-    environment = compare_environments(ours.environment, here)
-    if ours.world_size != theirs.world_size:
+    environment = compare_environments(reference.environment, current.environment)
+    if reference.world_size != current.world_size:
         text = (
-            f"The reference ran on {ours.world_size} process{'es' * (ours.world_size != 1)} and this run on "
-            f"{theirs.world_size}: each sees other batches, so no step of one is a step of the other."
+            f"The reference ran on {reference.world_size} process{'es' * (reference.world_size != 1)} and this run on "
+            f"{current.world_size}: each sees other batches, so no step of one is a step of the other."
         )
         return Verdict.refused(*names, text, environment)
-    require_same_selection(ours, theirs)
-    records = {} if theirs.keeps == "all" else read_records(ours, theirs)
+    _require_same_selection(reference, current)
+    records = {} if current.keeps == "all" else read_records(reference, current)
     if records:
         steps = next(iter(records.values())).steps
         check_files = False
     elif check_files is None:
-        check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
-    notes = [] if is_one_run else check_completeness(ours, theirs, steps)
+        check_files = sum(run.rank(rank).num_bytes for run in (reference, current) for rank in run.ranks) < SMALL_BYTES
+    notes = [] if is_one_run else _check_completeness(reference, current, steps)
     walk = RankWalk(
-        reference=ours, current=theirs, is_common=steps == "common", check_files=check_files, records=records
+        reference=reference, current=current, is_common=steps == "common", check_files=check_files, records=records
     )
-    if not check_files and not records and any(map(walk.has_equal_steps, ours.ranks)):
+    ranks = _compare_ranks(walk, progress)
+    if not check_files and any(one.is_by_chains for one in ranks):
         notes.append(CHAINS_NOTE)
-    found = _compare_ranks(walk, progress)
-    metric, num_metrics, num_other_metrics = _compare_metrics(walk)
-    # of steps alone, none in common is no comparison
-    if not records and not any(one.num_common for one in found) and not num_metrics:
-        raise NothingComparedError(
-            f"Nothing was compared: the reference {names[0]} ({shown_steps(ours)}) and {names[1]} "
-            f"({shown_steps(theirs)}) have no step in common. That is no match. Check that they are recordings of the "
-            "same training, and with the same every_n_steps."
-        )
     known = {difference.name for difference in environment}
     of_ranks = {one.name: one for record in records.values() for one in record.environment if one.name not in known}
-    findings = Findings(
-        walk=walk,
-        names=names,
-        ranks=tuple(found),
-        metric=metric,
-        num_metrics=num_metrics,
-        num_differing_metrics=num_other_metrics,
-        environment=tuple(sorted((*environment, *of_ranks.values()), key=lambda one: one.name)),
-        digested_on=digested_on(here),
-        notes=tuple(notes),
-    )
-    return with_next_recording(findings.verdict(), ours.selection)
+    environment = tuple(sorted((*environment, *of_ranks.values()), key=lambda one: one.name))
+    return with_next_recording(_Judge(walk, names, ranks, environment, notes).verdict(), reference.selection)
+
+
+def _require_same_selection(*runs: Run) -> None:
+    ours, theirs = (run.selection.to_dict() for run in runs)
+    differing = [name for name in ("level", "modules", "phases") if ours[name] != theirs[name]]
+    if differing:
+        shown = "; ".join(f"{name}: {ours[name]!r} and {theirs[name]!r}" for name in differing)
+        raise SelectionError(
+            f"The reference {runs[0].path} and {runs[1].path} did not record the same: {shown}. Nothing was compared. "
+            f"Record the current run with the reference's {', '.join(differing)}."
+        )
+
+
+def _check_completeness(ours: Run, theirs: Run, steps: str) -> list[str]:
+    """Return what is to be said of runs that are incomplete."""
+    notes = []
+    if ours.keeps != "all":
+        raise ReferenceFormatError(
+            f"{ours.path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run "
+            "that was recorded first, and this one second.",
+            str(ours.path),
+        )
+    if not ours.is_complete:
+        if steps == "all":
+            raise ReferenceFormatError(
+                f"The reference {ours.path} is incomplete: {ours.incomplete_reason} What it holds up to there can be "
+                'compared with steps="common" (det-callbacks diff --steps common); for all of it, record it again.',
+                str(ours.path),
+            )
+        notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
+    if not theirs.is_complete and theirs.keeps == "all":
+        notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
+    if steps == "common":
+        notes.append("Only steps that both runs have were compared")
+    return notes
+
+
+def _shown_steps(run: Run) -> str:
+    """Return which steps a run has."""
+    ranges = [run.rank(rank).steps(segment) for rank in run.ranks for segment in run.rank(rank).segments]
+    ends = [int(end) for known in ranges if len(known) for end in (known[0], known[-1])]
+    return f"steps {min(ends)} to {max(ends)}" if ends else "no step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What is said of the first difference."""
+    """What is said of the first difference; ``choice`` is the name of the one that the text begins with."""
 
     first: Divergence | None
     cause: Cause | None
@@ -188,34 +204,41 @@ class _Answer:
     advice: str = ""
     evidence: tuple[str, ...] = ()
     choice: str = ""
-    """Name of the choice that the text begins with."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """All that was found in two runs.
+class _Judge:
+    """Makes a verdict of all that was found in two runs.
 
-    Attributes:
+    Args:
         walk: the runs, opened.
         names: of both, as the verdict shows them.
         ranks: what each of them tells, by rank.
-        metric: the first metric that differs; None where none does.
-        num_metrics: that both runs have.
-        num_differing_metrics: that differ.
         environment: how the environments differ.
-        digested_on: device besides the host -> how digests are computed there.
         notes: what was left out of the comparison, and why.
     """
 
-    walk: RankWalk
-    names: tuple[str, str]
-    ranks: tuple[RankFindings, ...]
-    metric: MetricDifference | None
-    num_metrics: int
-    num_differing_metrics: int
-    environment: tuple[EnvironmentDifference, ...]
-    digested_on: Mapping[str, str]
-    notes: tuple[str, ...]
+    def __init__(
+        self,
+        walk: RankWalk,
+        names: tuple[str, str],
+        ranks: Sequence[RankFindings],
+        environment: tuple[EnvironmentDifference, ...],
+        notes: Sequence[str],
+    ) -> None:
+        self._walk = walk
+        self._names = names
+        self._ranks = ranks
+        self._environment = environment
+        self._notes = notes
+        self._show_rank = walk.reference.world_size > 1
+        metrics = _compare_metrics(walk)
+        firsts = (one.first for one in metrics if one.first is not None)
+        self._metric = min(firsts, key=lambda one: one.order, default=None)
+        self._tally = Tally(num_metrics=sum(one.num_compared for one in metrics))
+        self._tally.num_differing = sum(one.num_differing for one in metrics)
+        self._num_other_metrics = self._tally.num_differing - 1
+        for rank in ranks:
+            self._tally.add(rank.tally)
 
     def verdict(self) -> Verdict:
         """Return the verdict.
@@ -223,106 +246,101 @@ class Findings:
         Raises:
             NothingComparedError: not a single site was compared.
         """
-        tally = Tally(num_metrics=self.num_metrics, num_differing=self.num_differing_metrics)
-        for one in self.ranks:
-            tally.add(one.tally)
-        first = {one.rank: one.first for one in self.ranks if one.first is not None}
-        whole = [steps for one in self.ranks for steps in one.whole]
-        has_divergence = bool(first or whole or self.metric)
-        if not has_divergence and not tally.num_sites and not tally.num_metrics:
-            number = f"{count(tally.num_steps, 'step')} held no site at all" if tally.num_steps else "no step was"
-            raise NothingComparedError(
-                f"Nothing was compared between the reference {self.names[0]} and {self.names[1]}: {number}. That is no "
-                "match. Check that both runs recorded steps, and with the same selection."
-            )
-        if not has_divergence:
-            self._require_whole()
-        first |= measured(first, KeptNumbers.of(self.walk.reference, KeptRun.of(self.walk.current, "the current run")))
-        bits_differ = bool(first) or (self.metric is not None and self.metric.kind == "content")
+        first = {one.rank: one.first for one in self._ranks if one.first is not None}
+        whole = [steps for one in self._ranks for steps in one.whole]
+        has_divergence = bool(first or whole or self._metric)
+        self._require_comparison(has_divergence=has_divergence)
+        first = KeptNumbers.of(self._walk.reference, self._walk.current).measured(first)
+        bits_differ = bool(first) or (self._metric is not None and self._metric.kind == "content")
         verdict: VerdictName = "diverged" if has_divergence else "match"
-        if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):
+        if bits_differ and any(one.is_machine and one.changes_bits for one in self._environment):
             verdict = "not_comparable"
         ranks = self._classify(first)
-        answer = self._answer(first, whole, ranks, tally)
+        answer = self._answer(first, whole, ranks)
         # how long a training was to be explains steps that only one run has, and nothing in a step that both have
-        others = [
-            entry for entry in self.environment if entry.name != answer.choice and (whole or entry.name not in LENGTHS)
-        ]
-        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
-        num_ranks = sum(bool(one.tally.num_steps) for one in self.ranks) or int(bool(tally.num_metrics))
+        others = [one for one in self._environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
+        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self._notes]
+        tally = self._tally
         return Verdict(
             verdict=verdict,
-            reference=self.names[0],
-            current=self.names[1],
+            reference=self._names[0],
+            current=self._names[1],
             first_divergence=answer.first,
             origins=_origins(first, ranks),
             cause=answer.cause,
             explanation=" ".join(f"{part.rstrip('.')}." for part in parts if part),
             counts=Counts(
-                steps_compared=tally.num_steps,
-                sites_compared=tally.num_sites,
-                sites_differing=tally.num_differing,
+                steps_compared=tally.num_steps, sites_compared=tally.num_sites, sites_differing=tally.num_differing
             ),
             coverage=Coverage(
-                ranks=num_ranks,
-                steps=None
-                if tally.first_step is None or tally.last_step is None
-                else (tally.first_step, tally.last_step),
+                ranks=self._num_ranks or int(bool(tally.num_metrics)),
+                steps=tally.steps,
                 ops_seen=tally.ops_seen,
                 ops_digested=tally.ops_digested,
                 ops_skipped=dict(sorted(tally.ops_skipped.items())),
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
-                digested_on=dict(self.digested_on),
+                digested_on=digested_on(self._walk.current.environment),
             ),
-            environment=self.environment,
+            environment=self._environment,
             evidence=answer.evidence,
         )
 
-    def _require_whole(self) -> None:
-        """Raise where a verification was stopped before it had compared all, and agreed so far."""
-        for rank, record in self.walk.records.items():
+    @property
+    def _num_ranks(self) -> int:
+        return sum(bool(one.tally.num_steps) for one in self._ranks)
+
+    def _require_comparison(self, *, has_divergence: bool) -> None:
+        """Raise where what was compared, if anything, is too little for a verdict."""
+        (ours, theirs), tally, walk = self._names, self._tally, self._walk
+        # of steps alone, none in common is no comparison
+        if not walk.records and not tally.num_steps and not tally.num_metrics:
+            raise NothingComparedError(
+                f"Nothing was compared: the reference {ours} ({_shown_steps(walk.reference)}) and {theirs} "
+                f"({_shown_steps(walk.current)}) have no step in common. That is no match. Check that they are "
+                "recordings of the same training, and with the same every_n_steps."
+            )
+        if has_divergence:
+            return
+        if not tally.num_sites and not tally.num_metrics:
+            number = f"{count(tally.num_steps, 'step')} held no site at all" if tally.num_steps else "no step was"
+            raise NothingComparedError(
+                f"Nothing was compared between the reference {ours} and {theirs}: {number}. That is no match. "
+                "Check that both runs recorded steps, and with the same selection."
+            )
+        for rank, record in walk.records.items():
             if record.stopped is not None:
                 of_rank = f" of rank {rank}" if self._show_rank else ""
                 raise NothingComparedError(
-                    f"The verification{of_rank} in {self.names[1]} was stopped by {record.stopped.reason} after step "
+                    f"The verification{of_rank} in {theirs} was stopped by {record.stopped.reason} after step "
                     f"{record.stopped.step}. What it had compared up to there agrees, and nobody knows of the rest. "
                     "That is no match. Verify again."
                 )
 
-    @property
-    def _show_rank(self) -> bool:
-        return self.walk.reference.world_size > 1
-
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
         """Return who started the difference; None where one process ran, none differs, or one is not known."""
-        stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
+        stops = {record.stopped.reason for record in self._walk.records.values() if record.stopped is not None}
         if not self._show_rank or not first or stops - {TOGETHER}:
             return None
-        known = (first.get(rank) for rank in self.walk.reference.ranks)
+        known = (first.get(rank) for rank in self._walk.reference.ranks)
         return classify([None if one is None else one.among_ranks for one in known])
 
     def _answer(
-        self,
-        first: Mapping[int, FirstDifference],
-        whole: Sequence[WholeSteps],
-        ranks: Classification | None,
-        tally: Tally,
+        self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
         """Return what is to be said of all that differs."""
+        metric, agree = self._metric, steps_agree(self._tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
-        order = min((one.order for one in (earliest, lacking, self.metric) if one is not None), default=None)
-        if self.metric is not None and self.metric.order == order:
-            return self._answer_metric(self.metric, steps_agree(tally.num_steps) if not first and not whole else "")
+        order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
+        shown_whole = explain_whole_steps(whole, show_rank=self._show_rank)
+        if metric is not None and metric.order == order:
+            return self._answer_metric(metric, agree if not whole else "")
         if lacking is not None and lacking.order == order:
-            text = capitalised(explain_whole_steps(whole, show_rank=self._show_rank))
-            text += "" if first else steps_agree(tally.num_steps)
-            return _Answer(first=lacking.divergence(), cause="structure", text=text)
+            return _Answer(first=lacking.divergence(), cause="structure", text=capitalised(shown_whole) + agree)
         if earliest is None:
-            num_ranks = sum(bool(one.tally.num_steps) for one in self.ranks)
-            return _Answer(first=None, cause=None, text=explain_match(tally, num_ranks=num_ranks))
+            return _Answer(first=None, cause=None, text=explain_match(self._tally, num_ranks=self._num_ranks))
         shown = earliest.among(ranks)
         if ranks is not None and ranks.is_collective:
             text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
@@ -331,29 +349,28 @@ class Findings:
         if ranks is not None and ranks.origins:
             leader = min((first[rank] for rank in ranks.origins), key=lambda one: one.order)
         facts = self._facts(leader)
-        judgement = judge(facts)
-        text = explain_step(facts, judgement, show_rank=self._show_rank)
+        rule, cause = find_cause(facts)
+        text = explain_step(facts, rule, show_rank=self._show_rank)
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
-            text += f"; besides, {explain_whole_steps(whole, show_rank=self._show_rank)}"
+            text += f"; besides, {shown_whole}"
         return _Answer(
             first=shown,
-            cause=judgement.cause,
+            cause=cause,
             text=text,
-            advice=advise(facts, judgement),
+            advice=advise(facts, rule),
             evidence=evidence_lines(facts),
-            choice=choice.name if judgement.rule == "choice" and (choice := facts.explaining_choice) else "",
+            choice=choice.name if rule == "choice" and (choice := facts.explaining_choice) else "",
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
-        text = explain_metric(metric)
-        if self.num_differing_metrics > 1:
-            text += f", and {count(self.num_differing_metrics - 1, 'more metric')}"
+        others = self._num_other_metrics
+        more = f", and {count(others, 'more metric')}" if others else ""
         return _Answer(
             first=metric.divergence(),
             cause=metric.reason[0],
-            text=capitalised(text + agree),
+            text=capitalised(explain_metric(metric) + more + agree),
             advice=advise_metric(metric),
             evidence=metric_lines(metric),
         )
@@ -361,29 +378,25 @@ class Findings:
     def _facts(self, known: FirstDifference) -> Facts:
         """Return what is known of the step in which a rank first differs; it is compared once more."""
         segment, step, _, rank = known.order
-        difference = compare_steps(*self.walk.views(rank, segment, step))
-        record = self.walk.records.get(rank)
+        reference, current = self._walk.reference, self._walk.current
+        difference = compare_steps(*self._walk.views(rank, segment, step))
+        record = self._walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
-        evidence, unread = self._evidence(difference)
+        evidence, unread = None, ""
+        try:
+            evidence = find_evidence(reference, current, difference)
+        except ReferenceFormatError as error:
+            unread = str(error)
         return Facts(
             difference=difference,
-            environment=self.environment,
+            environment=self._environment,
             is_first=known.is_first,
             is_resumed=known.is_resumed,
             unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
-            batch_of=find_batch(self.walk.reference, difference),
+            batch_of=find_batch(reference, difference),
             evidence=evidence,
             unread=unread,
         )
-
-    def _evidence(self, difference: StepDifference) -> tuple[Evidence | None, str]:
-        place = difference.rank, difference.segment, difference.step
-        has_other_data = any(one.is_source and one.divergence.phase == "data" for one in difference.findings)
-        runs = RunEvidence(self.walk.reference), RunEvidence(self.walk.current)
-        try:
-            return find_evidence(*runs, place, has_other_data=has_other_data), ""
-        except ReferenceFormatError as error:
-            return None, str(error)
 
 
 def _compare_ranks(walk: RankWalk, progress: Callable[[int, int], None] | None) -> list[RankFindings]:
@@ -401,8 +414,8 @@ def _compare_ranks(walk: RankWalk, progress: Callable[[int, int], None] | None) 
     return [walk.compare(rank, report) for rank in ranks]
 
 
-def _compare_metrics(walk: RankWalk) -> tuple[MetricDifference | None, int, int]:
-    """Return the first metric that differs, how many both runs have, and how many differ."""
+def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
+    """Return how what was logged compares, fit by fit."""
     ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
     stop = None if record is None else record.stopped
     done: list[MetricComparison] = []
@@ -423,8 +436,7 @@ def _compare_metrics(walk: RankWalk) -> tuple[MetricDifference | None, int, int]
         if stop is None or segment < stop.segment:
             comparison.end()
         done.append(comparison)
-    first = min((one.first for one in done if one.first is not None), key=lambda one: one.order, default=None)
-    return first, sum(one.num_compared for one in done), sum(one.num_differing for one in done)
+    return done
 
 
 def _origins(first: Mapping[int, FirstDifference], ranks: Classification | None) -> tuple[Divergence, ...]:

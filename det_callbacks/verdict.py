@@ -134,18 +134,18 @@ class Divergence:
     rank: int
     step: int
     phase: str
-    module: str
-    op: str
-    occurrence: int
-    output: int
-    name: str | None
+    module: str = ""
+    op: str = ""
+    occurrence: int = 0
+    output: int = 0
+    name: str | None = None
     kind: Kind
-    source: tuple[str, ...]
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    reference_digest: str | None
-    current_digest: str | None
-    is_origin: bool | None
+    source: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    reference_digest: str | None = None
+    current_digest: str | None = None
+    is_origin: bool | None = None
     numbers: Numbers | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,21 +2,23 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, Stop, record_path, write_record
 from det_callbacks.detector import JUDGING, StepDetector, write_step
-from det_callbacks.errors import RankError
+from det_callbacks.errors import NotComparableError, RankError, ReferenceFormatError, SelectionError
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.environment import Environment, compare_environments
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import MANIFEST, PROGRAMS, replace_atomically
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
-from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers, count_processes
+from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -24,6 +26,57 @@ from det_callbacks.verdict import Verdict
 
 STORED_STEPS = 100
 """Diverging steps of a rank that are stored; each is as large as in a recording."""
+
+
+def open_reference(
+    path: Path,
+    asked: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    steps: str,
+    peers: Peers = ALONE,
+    alternative: str = ', or compare only what is there with steps="common"',
+) -> tuple[Run, Selection]:
+    """Open the reference of a verification; return it with the selection to record with, which is its own.
+
+    Args:
+        path: folder of the reference.
+        asked: the fields of a Selection, ``replay`` and ``keep_tensors``, as far as this run asks for them; all else is
+            taken over from the reference.
+        steps: "all" or "common"; "all" demands a complete reference.
+        peers: the processes that verify together; of the reference, only what this one compares with is opened.
+        alternative: what else the message about an incomplete one advises.
+
+    Raises:
+        ReferenceNotFoundError: there is none.
+        ReferenceFormatError: it is damaged, or incomplete, or holds the diverging steps of a verification only.
+        SelectionError: it was recorded with another selection than this run asks for.
+        NotComparableError: it is of another number of processes.
+    """
+    run = Run.open(path, ranks=(peers.rank,))
+    if run.keeps != "all":
+        raise ReferenceFormatError(
+            f"{path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run that "
+            "was recorded.",
+            str(path),
+        )
+    if run.world_size != peers.world_size:
+        raise _other_world_size(run, peers.world_size)
+    if not run.is_complete and steps == "all":
+        raise ReferenceFormatError(
+            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",
+            str(path),
+        )
+    manifest = run.manifest
+    known = {**asdict(run.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
+    others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
+    if others:
+        raise SelectionError(
+            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks for "
+            f"{_shown(asked, others)}. Leave that out to take over the reference's, or record again."
+        )
+    for segment in run.segments if not peers.rank else ():
+        read_metrics(run, segment)  # so that damage is told before anything is trained
+    return run, run.selection
 
 
 class Verification(StepDetector):
@@ -241,3 +294,22 @@ def _is_of_verification(folder: Path) -> bool:
     if not (folder / MANIFEST).is_file():
         return (folder / VERDICT_FILE).is_file() and not (folder / PROGRAMS).exists()
     return read_manifest(folder).purpose == "verify"
+
+
+def _other_world_size(run: Run, world_size: int) -> NotComparableError:
+    text = (
+        f"The reference {run.path} ran on {count_processes(run.world_size)} and this run has {world_size}: each sees "
+        "other batches, so no step of one is a step of the other. Nothing was trained. Verify with as many processes, "
+        f"or record a reference of {world_size}."
+    )
+    return NotComparableError(text, Verdict.refused(str(run.path), "", text))
+
+
+def _unordered(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, tuple) else value
+
+
+def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return arguments as they would be written."""
+    shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -11,7 +11,6 @@ from typing_extensions import override
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.fits import Waiting, go_on, wait
 from det_callbacks.callback.session import Progress, Session, Stage
-from det_callbacks.compare.opening import open_reference
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report.console import count
@@ -37,7 +36,7 @@ from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay
 from det_callbacks.verdict import Verdict
-from det_callbacks.verification import Verification, free_folder, write_verdict
+from det_callbacks.verification import Verification, free_folder, open_reference, write_verdict
 
 
 class Verifying(Session):

@@ -231,18 +231,10 @@ class Rule:
     cause: Cause | Callable[[Facts], Cause]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """What the rules came to: the name of the one that applied, and the cause."""
-
-    rule: str
-    cause: Cause
-
-
-def judge(facts: Facts) -> Judgement:
-    """Return the cause of a differing step, from the earliest evidence there is."""
+def find_cause(facts: Facts) -> tuple[str, Cause]:
+    """Return the name of the rule that applies to a differing step, from the earliest evidence, and the cause."""
     rule = next(rule for rule in RULES if rule.applies(facts))
-    return Judgement(rule=rule.name, cause=rule.cause(facts) if callable(rule.cause) else rule.cause)
+    return rule.name, rule.cause(facts) if callable(rule.cause) else rule.cause
 
 
 def _has_other_epochs(facts: Facts) -> bool:

@@ -8,7 +8,6 @@ from itertools import zip_longest
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from det_callbacks.compare.step import StepDifference
 from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
@@ -114,79 +113,58 @@ class Evidence:
     num_constant: int = 0
 
 
-class RunEvidence:
-    """Reads the evidence of a recorded run.
-
-    Args:
-        run: opened.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def window(self, rank: int, segment: int, step: int) -> Window | None:
-        """Return the evidence up to a step; None where the run has none of it.
-
-        Raises:
-            ReferenceFormatError: it is damaged.
-        """
-        steps = self._run.rank(rank).steps(segment)
-        number = int(np.searchsorted(steps, step))
-        since = int(steps[number - 1]) if number else None
-        first = 0 if since is None else since
-
-        def is_wanted(batch: pa.RecordBatch) -> pa.Array:
-            lasts = pc.and_(pc.not_equal(batch.column("text"), ""), pc.not_equal(batch.column("point"), BATCH))
-            is_near = pc.greater_equal(batch.column("step"), first)
-            return pc.and_(pc.less_equal(batch.column("step"), step), pc.or_(is_near, lasts))
-
-        return gather_window(self._rows(rank, segment, step, is_wanted), since=since)
-
-    def find_samples(self, rank: int, segment: int, step: int, wanted: Sequence[int]) -> int | None:
-        """Return the first step of the run with a batch that holds one of the samples, if most are somewhere in it.
-
-        Args:
-            rank: of the process.
-            segment: fit.
-            step: any step of the attempt that is looked through.
-            wanted: digests of samples.
-        """
-        steps: dict[int, int] = {}
-        values = pa.array(wanted, type=pa.uint64())
-
-        def is_wanted(batch: pa.RecordBatch) -> pa.Array:
-            return pc.is_in(batch.column("value"), value_set=values)
-
-        for row in self._rows(rank, segment, step, is_wanted):
-            if row.point == BATCH and row.name.startswith("sample "):
-                steps.setdefault(row.value, row.step)
-        return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
-
-    def _rows(self, rank: int, segment: int, step: int, keep: Filter) -> Iterator[Row]:
-        stream = self._run.rank(rank).stream_of(segment, step)
-        return read_evidence(evidence_path(stream), run_id=self._run.run_id, keep=keep)
-
-
-def find_evidence(
-    reference: RunEvidence, current: RunEvidence, place: tuple[int, int, int], *, has_other_data: bool
-) -> Evidence | None:
-    """Return the evidence of both runs for a step that differs; None where one of them has none.
-
-    Args:
-        reference: of the run that is compared with.
-        current: of the other one.
-        place: rank, fit and step.
-        has_other_data: whether the batch differs, so that its samples are looked for in the reference.
+def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
+    """Return the evidence of a run up to a step; None where it has none.
 
     Raises:
         ReferenceFormatError: it is damaged.
     """
-    ours, theirs = reference.window(*place), current.window(*place)
+    steps = run.rank(rank).steps(segment)
+    number = int(np.searchsorted(steps, step))
+    since = int(steps[number - 1]) if number else None
+
+    def is_wanted(batch: pa.RecordBatch) -> pa.Array:
+        texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
+        lasts = np.array([text != "" and point != BATCH for text, point in zip(texts, points, strict=True)], dtype=bool)
+        numbers = batch.column("step").to_numpy()
+        return pa.array((numbers <= step) & ((numbers >= (since or 0)) | lasts))
+
+    return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
+
+
+def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence | None:
+    """Return the evidence of both runs for a step that differs; None where one of them has none.
+
+    Raises:
+        ReferenceFormatError: it is damaged.
+    """
+    place = difference.rank, difference.segment, difference.step
+    ours, theirs = read_window(reference, *place), read_window(current, *place)
     if ours is None or theirs is None:
         return None
+    has_other_data = any(one.is_source and one.divergence.phase == "data" for one in difference.findings)
     sketch = other_samples(ours, theirs, place[2]) if has_other_data else []
-    found_at = reference.find_samples(*place, sketch) if sketch else None
+    found_at = _find_samples(reference, *place, sketch) if sketch else None
     return compare_windows(ours, theirs, place[2], found_at=found_at)
+
+
+def _find_samples(run: Run, rank: int, segment: int, step: int, wanted: Sequence[int]) -> int | None:
+    """Return the first step of an attempt with a batch that holds one of the samples, if most are somewhere in it."""
+    steps: dict[int, int] = {}
+    values = np.array(wanted, dtype=np.uint64)
+
+    def is_wanted(batch: pa.RecordBatch) -> pa.Array:
+        return pa.array(np.isin(batch.column("value").to_numpy(), values))
+
+    for row in _read_rows(run, rank, segment, step, is_wanted):
+        if row.point == BATCH and row.name.startswith("sample "):
+            steps.setdefault(row.value, row.step)
+    return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
+
+
+def _read_rows(run: Run, rank: int, segment: int, step: int, keep: Filter) -> Iterator[Row]:
+    stream = run.rank(rank).stream_of(segment, step)
+    return read_evidence(evidence_path(stream), run_id=run.run_id, keep=keep)
 
 
 def find_batch(reference: Run, difference: StepDifference) -> int | None:
@@ -254,7 +232,7 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
         reference: of the reference.
         current: of the run that differs.
         step: that differs.
-        found_at: step of the reference with the samples of this batch, see ``RunEvidence.find_samples``.
+        found_at: step of the reference with the samples of this batch, where it has them.
     """
     changes = [
         change

@@ -64,18 +64,12 @@ class MetricDifference:
             rank=0,
             step=max(0, self.order[1]),
             phase="metric",
-            module="",
-            op="",
-            occurrence=0,
-            output=0,
             name=self.name,
             kind=self.kind,
-            source=(),
             shape=known.shape,
             dtype=known.dtype,
             reference_digest=None if left is None else left.digest,
             current_digest=None if right is None else right.digest,
-            is_origin=None,
         )
 
 

@@ -1,15 +1,16 @@
-"""What each rank of two runs tells: how much was compared, where it first differs, and which steps only one run has."""
+"""What each rank of two runs tells: how much was compared, where it first differs, and what became of each step."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.collectives import CallKey, Classification, RankDifference
+from det_callbacks.compare.differences import SiteDifferences
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
-from det_callbacks.compare.step import StepCounter, StepDifference, compare_steps, reached_part
+from det_callbacks.compare.step import StepCounter, StepDifference, compare_steps, differing_sites, reached_part
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
@@ -63,16 +64,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeSteps:
-    """Steps of one fit of one rank that only one run has.
-
-    Attributes:
-        rank: process.
-        segment: fit.
-        kind: "missing" or "extra".
-        first: step.
-        last: likewise.
-        count: of such steps.
-    """
+    """So many steps of one fit of one rank, from the first to the last of them, that only one run has."""
 
     rank: int
     segment: int
@@ -88,23 +80,7 @@ class WholeSteps:
 
     def divergence(self) -> Divergence:
         """Return the first of them as a divergence."""
-        return Divergence(
-            rank=self.rank,
-            step=self.first,
-            phase="other",
-            module="",
-            op="",
-            occurrence=0,
-            output=0,
-            name=None,
-            kind=self.kind,
-            source=(),
-            shape=None,
-            dtype=None,
-            reference_digest=None,
-            current_digest=None,
-            is_origin=None,
-        )
+        return Divergence(rank=self.rank, step=self.first, phase="other", kind=self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +92,14 @@ class RankFindings:
         tally: of what was compared; whole steps count as differing.
         first: where it first differs; None where no site does.
         whole: steps that only one run has.
-        num_common: steps that both runs have.
+        is_by_chains: several steps were counted as equal, by their chains.
     """
 
     rank: int
     tally: Tally
     first: FirstDifference | None = None
     whole: tuple[WholeSteps, ...] = ()
-    num_common: int = 0
+    is_by_chains: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +142,15 @@ class RankWalk:
         if self.check_files:
             for run in (ours, theirs):
                 run.check_steps()
-        tally, whole, first, num_common = Tally(), list[WholeSteps](), None, 0
-        counter = StepCounter()
+        tally, whole, first, counter, is_by_chains = Tally(), list[WholeSteps](), None, StepCounter(), False
         for segment in sorted({*ours.segments, *theirs.segments}):
             left, right = ours.fit(segment), theirs.fit(segment)
             num_equal = num_equal_steps(left, right)
+            is_by_chains |= num_equal > 1
             if num_equal:
                 self._count_equal(tally, rank, segment, right, num_equal)
                 report(num_equal)
             in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())
-            num_common += num_equal + len(in_ours & in_theirs)
             for step in sorted(in_ours & in_theirs):
                 views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
@@ -190,26 +165,24 @@ class RankWalk:
                 whole += _whole("extra", rank, segment, in_theirs - in_ours)
             if lacking := len(in_ours ^ in_theirs):
                 report(lacking)
-        tally.num_differing += sum(steps.count for steps in whole)
-        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), num_common=num_common)
+        tally.num_differing += sum(one.count for one in whole)
+        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), is_by_chains=is_by_chains)
 
     def _verified(self, record: RankRecord, report: Report) -> RankFindings:
         """Return what the record of a rank and the steps tell that its verification stored."""
         rank, tally = record.rank, Tally()
         tally.add(record.tally)
-        first: FirstDifference | None = None
-        whole: list[WholeSteps] = []
+        path = record_path(self.current.path, rank)
+        first, whole = None, list[WholeSteps]()
         for fit in record.fits:
             stored = self.current.rank(rank).steps(fit.segment).tolist()
+            place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
-                raise damaged(
-                    record_path(self.current.path, rank),
-                    f"it tells of {fit.num_stored} stored steps of fit {fit.segment}, and {len(stored)} are there",
-                )
+                raise damaged(path, f"it tells of {fit.num_stored} stored steps {place}, and {len(stored)} are there")
             if fit.extra is not None:
-                start, end, number = fit.extra
+                low, high, number = fit.extra
                 whole.append(
-                    WholeSteps(rank=rank, segment=fit.segment, kind="extra", first=start, last=end, count=number)
+                    WholeSteps(rank=rank, segment=fit.segment, kind="extra", first=low, last=high, count=number)
                 )
             step = next(filter(fit.differs, stored), None)
             if first is None and step is not None:
@@ -217,17 +190,13 @@ class RankWalk:
                 if difference.num_differing:
                     first = self._first(difference, is_first=step == fit.compared[0][0])
             if first is None and fit.differing:
-                raise damaged(
-                    record_path(self.current.path, rank),
-                    f"it says that step {fit.differing[0][0]} of fit {fit.segment} differs, and no stored step does",
-                )
-        if record.steps == "all":
-            for segment in self.reference.rank(rank).segments:
-                missing = self._missing(record, segment)
-                whole += _whole("missing", rank, segment, missing)
-                tally.num_differing += len(missing)
+                raise damaged(path, f"it says that step {fit.differing[0][0]} {place} differs, and no stored step does")
+        for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
+            missing = self._missing(record, segment)
+            whole += _whole("missing", rank, segment, missing)
+            tally.num_differing += len(missing)
         report(self.num_steps(rank))
-        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), num_common=tally.num_steps)
+        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole))
 
     def _missing(self, record: RankRecord, segment: int) -> list[int]:
         """Return the steps of the reference that a verification ought to have had by its end."""
@@ -268,11 +237,6 @@ class RankWalk:
         segments = {segment for run in runs for segment in run.segments}
         return sum(len(np.union1d(*(run.steps(segment) for run in runs))) for segment in segments)
 
-    def has_equal_steps(self, rank: int) -> bool:
-        """Return whether steps of a rank are counted as equal by their chains."""
-        runs = self.reference.rank(rank), self.current.rank(rank)
-        return any(num_equal_steps(*(run.fit(segment) for run in runs)) > 1 for segment in runs[0].segments)
-
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
         kinds = np.stack((fit.program_ids, fit.layout_ids, fit.num_digests.astype(np.uint64)), axis=1)[:num_equal]
@@ -299,3 +263,89 @@ def _whole(kind: Literal["missing", "extra"], rank: int, segment: int, steps: Co
     if not steps:
         return []
     return [WholeSteps(rank=rank, segment=segment, kind=kind, first=min(steps), last=max(steps), count=len(steps))]
+
+
+# what became of each step, for a report that shows all of them
+
+Outcome = Literal["equal", "differs", "missing", "extra", "unkept", "unknown"]
+"""What became of a step.
+
+equal, differs: both runs have it, or a verification compared it and says so.
+missing, extra: only the reference, or only the current run, has it.
+unkept: a verification found that it differs, and did not keep it, so that nobody knows in what.
+unknown: a verification kept nothing of it and does not say that it compared it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutcome:
+    """What became of one step.
+
+    Attributes:
+        step: training batch.
+        outcome: see ``Outcome``.
+        program_id: of the side that has it, the current run's where both do.
+        sites: how they differ; None unless both sides are there and differ.
+    """
+
+    step: int
+    outcome: Outcome
+    program_id: int
+    sites: SiteDifferences | None = None
+
+
+def walk_outcomes(
+    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
+) -> Iterator[StepOutcome]:
+    """Yield what became of each step of a fit, in order; one is read at a time, if its chains do not agree.
+
+    Args:
+        reference: the run that is compared with.
+        current: the run that is compared; a verification's has its diverging steps only.
+        rank: process.
+        segment: fit.
+        compared: what a verification says that it compared, by fit.
+
+    Raises:
+        ReferenceFormatError: a file is damaged.
+    """
+    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
+    num_equal = num_equal_steps(ours, theirs) if current.keeps == "all" else 0
+    at_ours, at_theirs = ({int(step): index for index, step in enumerate(fit.steps)} for fit in (ours, theirs))
+    for step in sorted({*at_ours, *at_theirs}):
+        left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
+        program_id = int(theirs.program_ids[right] if right >= 0 else ours.program_ids[left])
+        outcome: Outcome = "equal"
+        sites = None
+        if right < 0:
+            outcome = "missing" if current.keeps == "all" else _unkept(step, compared.get(segment))
+        elif left < 0:
+            outcome = "extra"
+        elif left >= num_equal:
+            sites = differing_sites(reference.view(rank, segment, step), current.view(rank, segment, step))
+            sites = sites if sites is not None and sites.kinds else None
+            outcome = "equal" if sites is None else "differs"
+        yield StepOutcome(step=step, outcome=outcome, program_id=program_id, sites=sites)
+
+
+def _unkept(step: int, known: FitRecord | None) -> Outcome:
+    """Return what became of a step that a verification did not keep."""
+    if known is not None and known.is_equal(step):
+        return "equal"
+    return "unkept" if known is not None and known.differs(step) else "unknown"
+
+
+def first_difference(
+    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
+) -> int | None:
+    """Return the first step of a fit that differs or that only one run has, from the chains; None where none does.
+
+    Reads no digests. Of a verification's folder it is the first step that it kept or says to differ.
+    """
+    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
+    if current.keeps != "all":
+        known = compared.get(segment)
+        named = [] if known is None else [first for first, _ in known.differing]
+        return min([*named, *theirs.steps[:1].tolist()], default=None)
+    num_equal = num_equal_steps(ours, theirs)
+    return min([*ours.steps[num_equal:][:1].tolist(), *theirs.steps[num_equal:][:1].tolist()], default=None)

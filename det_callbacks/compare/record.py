@@ -39,8 +39,7 @@ class Tally:
         num_steps: that both runs have.
         num_sites: of those steps.
         num_differing: sites and metrics that differ, and steps that only one run has.
-        first_step: the least that was compared; None before the first.
-        last_step: the largest.
+        steps: the least and the largest that were compared; None before the first.
         ops_seen: under the trace.
         ops_digested: those whose outputs were digested.
         ops_skipped: reason -> number.
@@ -52,8 +51,7 @@ class Tally:
     num_steps: int = 0
     num_sites: int = 0
     num_differing: int = 0
-    first_step: int | None = None
-    last_step: int | None = None
+    steps: tuple[int, int] | None = None
     ops_seen: int = 0
     ops_digested: int = 0
     ops_skipped: dict[str, int] = field(default_factory=dict)
@@ -66,8 +64,7 @@ class Tally:
         number = len(steps)
         self.num_steps += number
         self.num_sites += num_sites
-        self._include(steps[0])
-        self._include(steps[-1])
+        self._include(steps[0], steps[-1])
         self.ops_seen += program.ops_seen * number
         self.ops_digested += program.ops_digested * number
         for reason, skipped in program.ops_skipped.items():
@@ -78,9 +75,7 @@ class Tally:
         """Add what was counted of another rank."""
         for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for step in (other.first_step, other.last_step):
-            if step is not None:
-                self._include(step)
+        self._include(*(other.steps or ()))
         for reason, skipped in other.ops_skipped.items():
             self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped
         self.opaque_regions |= other.opaque_regions
@@ -89,9 +84,9 @@ class Tally:
             for key, value in entry.items():
                 known[key] = known.get(key, 0) + value
 
-    def _include(self, step: int) -> None:
-        self.first_step = step if self.first_step is None else min(self.first_step, step)
-        self.last_step = step if self.last_step is None else max(self.last_step, step)
+    def _include(self, *steps: int) -> None:
+        known = (*(self.steps or ()), *steps)
+        self.steps = (min(known), max(known)) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +230,24 @@ def read_record(current: Run, rank: int) -> RankRecord:
     if (record.run_id, record.rank) != (current.run_id, rank):
         raise damaged(path, f"it is of rank {record.rank} of another verification ({record.run_id})")
     return record
+
+
+def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
+    """Return the record of each rank of a verification.
+
+    Raises:
+        ReferenceFormatError: one is missing or damaged, or the reference is another one now.
+    """
+    records = {rank: read_record(current, rank) for rank in current.ranks}
+    others = {record.reference_id for record in records.values()} - {reference.run_id}
+    if others:
+        raise ReferenceFormatError(
+            f"{current.path} was verified against another reference ({', '.join(sorted(others))}) than "
+            f"{reference.path} holds now ({reference.run_id}): it was recorded anew since. Nothing is said about them. "
+            "Verify again.",
+            str(reference.path),
+        )
+    return records
 
 
 def read_compared(current: Run, rank: int) -> Mapping[int, FitRecord]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from det_callbacks.compare.opening import open_reference
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
     DivergenceError,
@@ -26,7 +25,7 @@ from det_callbacks.tensors.files import REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.verdict import Divergence, Verdict
-from det_callbacks.verification import Verification
+from det_callbacks.verification import Verification, open_reference
 
 MAX_NAME_BYTES = 255
 """What file systems allow for the name of a folder."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from det_callbacks.compare.cause import DataChange, Facts, Judgement
+from det_callbacks.compare.cause import DataChange, Facts
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
 from det_callbacks.report.console import listed
@@ -12,9 +12,9 @@ MAX_LINES = 20
 """Lines of evidence."""
 
 
-def advise(facts: Facts, judgement: Judgement) -> str:
+def advise(facts: Facts, rule: str) -> str:
     """Return a sentence that a person can act on, without its final stop; "" where there is nothing to add."""
-    return ADVICE[judgement.rule](facts)
+    return ADVICE[rule](facts)
 
 
 # weights and data

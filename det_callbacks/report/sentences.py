@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from det_callbacks.compare.cause import Facts, Judgement
+from det_callbacks.compare.cause import Facts
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
@@ -148,19 +148,19 @@ _SOURCES = {
 }
 
 
-def explain_step(facts: Facts, judgement: Judgement, *, show_rank: bool) -> str:
+def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
     difference, first = facts.difference, facts.first
     place = f"Step {difference.step}" + (f" of rank {difference.rank}" if show_rank else "")
     if facts.is_resumed:
         place += ", the first after resuming"
-    if judgement.rule == "restored state":
+    if rule == "restored state":
         return f"{place}: {_explain_restored(facts)}; no op is to blame"
     if first.is_source:
         text = f"{place}: {_explain_sources(facts)}"
         return text if facts.origin is None else f"{text} for it; besides, {_in_phase(facts.origin)}"
     text = f"{place}, {_in_phase(first)}"
-    if judgement.rule == "choice" and (choice := facts.explaining_choice) is not None:
+    if rule == "choice" and (choice := facts.explaining_choice) is not None:
         text = f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
     if facts.origin is not None and facts.origin is not first:
         text += f"; an origin is {_in_phase(facts.origin)}"

@@ -6,7 +6,6 @@ from pairs import steps_of, write
 from rich.console import Console
 from step_builder import StepBuilder
 
-from det_callbacks.compare.opening import open_reference
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
     NotComparableError,
@@ -20,6 +19,7 @@ from det_callbacks.report.verdict import render_verdict
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.verification import open_reference
 
 ENVIRONMENT = capture_environment().to_dict()
 

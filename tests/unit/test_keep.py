@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from compiling import NUDGE, compiling_anew, opaque_backend, twice
 from verdicts import DIVERGED, MATCH
 
-from det_callbacks.compare.numbers import KeptNumbers, KeptRun, to_keep
+from det_callbacks.compare.numbers import KeptNumbers, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.errors import ReplayError
 from det_callbacks.runs.files import stream_path
@@ -67,10 +68,10 @@ def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
     return mode.trace
 
 
-def run_of(folder: Path, name: str) -> KeptRun:
-    return KeptRun(
-        name=name, run_id=folder.name, stream_of=lambda rank, segment, _: stream_path(folder, rank, 0, segment)
-    )
+def run_of(folder: Path) -> Any:
+    """Return as much of a run as tells where its tensors are."""
+    rank = SimpleNamespace(stream_of=lambda segment, _: stream_path(folder, 0, 0, segment))
+    return SimpleNamespace(run_id=folder.name, rank=lambda _: rank)
 
 
 def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0, output: int = 0) -> Divergence:
@@ -100,8 +101,7 @@ def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Nu
     """Return the numbers of an op of two steps, each kept in a run of its own."""
     folders = tmp_path / "ref", tmp_path / "cur"
     first, second = (trace(keeper(folder, op), body) for folder, body in zip(folders, bodies, strict=True))
-    runs = (run_of(folder, name) for folder, name in zip(folders, ("the reference", "the current run"), strict=True))
-    numbers = KeptNumbers(*runs, [op])
+    numbers = KeptNumbers(*map(run_of, folders), [op])
     return numbers(0, divergence(first, second, op, **place))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from verdicts import DIVERGED, DIVERGENCE, MATCH
 
-from det_callbacks.compare.next_recording import with_next_recording
+from det_callbacks.compare.numbers import with_next_recording
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Divergence, Verdict
 

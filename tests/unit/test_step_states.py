@@ -7,9 +7,9 @@ import pytest
 from step_builder import reducing_step, training_step
 from stored_runs import append, create, record
 
+from det_callbacks.compare.ranks import first_difference, walk_outcomes
 from det_callbacks.compare.record import FitRecord, ranges_of
 from det_callbacks.compare.step import compare_steps, differing_sites
-from det_callbacks.compare.step_states import first_difference, walk_outcomes
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 

@@ -12,8 +12,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from det_callbacks.compare.differences import SiteDifferences
+from det_callbacks.compare.ranks import Outcome, first_difference, walk_outcomes
 from det_callbacks.compare.record import read_compared
-from det_callbacks.compare.step_states import Outcome, first_difference, walk_outcomes
 from det_callbacks.report.console import count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
