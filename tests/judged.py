@@ -1,13 +1,14 @@
 """Whole verdicts compared: a callback's, the one on disk, and that of ``det-callbacks diff`` on the two folders."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from det_callbacks import Verdict, cli, compare_runs
+from det_callbacks.verification import Verification
 
 
 def require_one_verdict(
@@ -25,3 +26,31 @@ def require_one_verdict(
         capsys.readouterr()
         assert cli.main(["diff", str(reference), str(current), "--json"]) == verdict.exit_code
         assert json.loads(capsys.readouterr().out) == form
+
+
+@pytest.fixture(autouse=True)
+def one_verdict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put every verdict but a match that a verification writes in this process through the function above.
+
+    It happens when the test ends, so that what a fit leaves after its verdict counts; folders that the test has changed
+    itself, so that they are no verdict's any more, are its own matter.
+    """
+    written: dict[Path, tuple[Verdict, Path, list[tuple[str, int]]]] = {}
+    write = Verification.write
+
+    def write_and_note(self: Verification, verdict: Verdict) -> None:
+        write(self, verdict)
+        if verdict.verdict != "match" and self.rank == 0:
+            written[self.current] = verdict, self.reference.path, files_of(self.current, self.reference.path)
+
+    monkeypatch.setattr(Verification, "write", write_and_note)
+    yield
+    for current, (verdict, reference, files) in written.items():
+        if files_of(current, reference) == files:
+            require_one_verdict(verdict, reference, current)
+
+
+def files_of(*folders: Path) -> list[tuple[str, int]]:
+    """Return the files that a comparison reads, with when they were written."""
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.name != "report.html")
+    return [(str(path), path.stat().st_mtime_ns) for path in paths if path.is_file()]

@@ -211,6 +211,8 @@ def _explains(choice: str, found: Finding) -> bool:
         return True  # divided between the passes, by an op that is recorded at level op only
     if choice.startswith("optimizer.") and one.phase in ("optimizer", "state"):
         return is_other_call or not one.op
+    if choice == "torch.num_threads":
+        return bool(one.op) and one.kind == "content"  # sums are split among threads
     if choice.startswith("settings."):
         return not one.is_origin
     return one.phase == "other" and not found.starts_backward

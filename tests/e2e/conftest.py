@@ -8,6 +8,7 @@ import pytest
 from compiling import compiling_anew
 from faults import Deep, Training
 from fits import record
+from judged import one_verdict as one_verdict  # for every test
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from caused import Training
-from judged import require_one_verdict
 from torch import nn
 from trainers import LIGHTNING_ADVICE
 
@@ -254,7 +253,6 @@ def test_the_cause_of_a_planted_fault_is_named(
     assert verdict.first_divergence is not None
     if level == "op" and fault.module is not None and network in fault.module:
         assert verdict.first_divergence.module == fault.module[network]
-    require_one_verdict(verdict, reference, tmp_path / "current")
 
 
 @pytest.mark.soak

@@ -1,5 +1,7 @@
 """Differences planted in steps that are made by hand: the cause, and what is said of it."""
 
+import dataclasses
+
 import pytest
 from pairs import judge, record, steps_of
 from step_builder import StepBuilder, training_step
@@ -155,6 +157,13 @@ def test_differing_choices_are_named_and_never_excuse(tmp_path):
     assert verdict.verdict == "diverged"
     assert verdict.cause == "initial_weights"
     assert "settings.seed: 1 in the reference, 2 now" in verdict.explanation
+
+
+def test_a_number_of_threads_that_was_set_is_a_choice_and_explains_other_bits(tmp_path):
+    chosen = dataclasses.replace(THREADS, is_machine=False)
+    verdict = judge(tmp_path, (training_step(), training_step(noise_at=3)), environment=[chosen])
+    assert (verdict.verdict, verdict.cause) == ("diverged", "settings")
+    assert verdict.explanation.startswith("torch.num_threads: 2 in the reference, 1 now")
 
 
 def test_differing_machine_makes_it_not_comparable(tmp_path):
