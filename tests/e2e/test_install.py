@@ -8,7 +8,6 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Imports every module of the package, or none; lets Hydra find the presets.
+# Imports every module of the package; lets Hydra find the presets.
 PROGRAM = """
 import importlib, pkgutil, hydra
 import det_callbacks
 
 for module in pkgutil.walk_packages(det_callbacks.__path__, "det_callbacks."):
-    if module.name != "det_callbacks.__main__" and not "{prefix}":
+    if module.name != "det_callbacks.__main__":
         importlib.import_module(module.name)
 
 @hydra.main(version_base="1.3", config_path=None)
@@ -51,17 +50,6 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> Path:
-    """A virtual environment without det_callbacks that finds the dependencies where this one has them."""
-    folder = tmp_path / "environment"
-    venv.create(folder, symlinks=True)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    # Only the folder is added: the .pth files in it, by which an editable install is found, are not read.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return folder
-
-
 def pip(*arguments: str, python: Path | None = None) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     command += ["--python", str(python)] if python else []
@@ -69,77 +57,58 @@ def pip(*arguments: str, python: Path | None = None) -> None:
     subprocess.run([*command, arguments[0], *offline, *arguments[1:]], check=True, timeout=200)
 
 
-def run(command: list[str], folder: Path) -> str:
-    folder.mkdir(exist_ok=True)
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=clean,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def shipped(root: Path) -> Iterator[str]:
-    """Yield what has to be in a wheel, by its name there."""
-    for path in sorted((root / "det_callbacks").rglob("*")):
-        is_page = path.suffix in (".j2", ".css")
-        if path.suffix == ".py" or path.name == "py.typed" or is_page:
-            yield path.relative_to(root).as_posix()
-    for path in sorted((root / "conf").rglob("*")):
-        if path.suffix in (".py", ".yaml"):
-            yield f"det_callbacks/{path.relative_to(root).as_posix()}"
-
-
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
+    wanted = {
+        path.relative_to(source).as_posix()
+        for path in (source / "det_callbacks").rglob("*")
+        if path.suffix in (".py", ".j2", ".css") or path.name == "py.typed"
+    }
+    conf = [path for path in (source / "conf").rglob("*") if path.suffix in (".py", ".yaml")]
+    wanted |= {f"det_callbacks/{path.relative_to(source).as_posix()}" for path in conf}
+    some = {"py.typed", "runs/store.py", "conf/determinism/record.yaml", "report/html/report.html.j2"}
+    assert {f"det_callbacks/{name}" for name in some} <= wanted
+    assert not [name for name in wanted if "default.yaml" in name], "it would hide the user's own"
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
         information = f"det_callbacks-{PROJECT['version']}.dist-info/"
-        assert sorted(name for name in names if not name.startswith(information)) == sorted(shipped(source))
+        assert {name for name in archive.namelist() if not name.startswith(information)} == wanted
         metadata = archive.read(f"{information}METADATA").decode()
         assert archive.read(f"{information}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         assert "det-callbacks = det_callbacks.cli:main" in archive.read(f"{information}entry_points.txt").decode()
-    assert wheel.name == f"det_callbacks-{PROJECT['version']}-py3-none-any.whl"
     assert "License-Expression: Apache-2.0" in metadata
     needed = {line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-")}
     assert set(PROJECT["dependencies"]) <= needed
 
 
-def test_it_is_known_what_has_to_be_shipped() -> None:
-    names = set(shipped(ROOT))
-    assert {"det_callbacks/py.typed", "det_callbacks/runs/store.py", "det_callbacks/conf/__init__.py"} <= names
-    assert "det_callbacks/conf/determinism/record.yaml" in names
-    assert {f"det_callbacks/report/html/{name}" for name in ("report.html.j2", "report.css")} <= names
-    assert not [name for name in names if "default.yaml" in name], "it would hide the user's own"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_an_install_works_from_another_directory(
-    tmp_path: Path, environment: Path, wheel: Path, source: Path, kind: str
-) -> None:
-    python, elsewhere = environment / "bin" / "python", tmp_path / "elsewhere"
+def test_an_install_works_from_another_directory(tmp_path: Path, wheel: Path, source: Path, kind: str) -> None:
+    """In an environment that finds the dependencies where this one has them, and not the package."""
+    environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
+    venv.create(environment, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    # only the folder is added: the .pth files in it, by which an editable install is found, are not read
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = str(environment / "bin" / "python")
     elsewhere.mkdir()
-    # every module is imported once, from the wheel
-    (elsewhere / "train.py").write_text(PROGRAM.format(prefix="" if kind == "wheel" else "nothing"))
-    nothing = subprocess.run(
-        [python, "-c", "import det_callbacks"], cwd=elsewhere, capture_output=True, text=True, check=False
-    )
-    assert "No module named 'det_callbacks'" in nothing.stderr, "this environment has it already"
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    pip("install", *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]), python=python)
+    def run(*command: str, status: int = 0) -> str:
+        options = {"cwd": elsewhere, "env": clean, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, check=False, timeout=200, **options)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr * status
+
+    nothing = run(python, "-c", "import det_callbacks", status=1)
+    assert "No module named 'det_callbacks'" in nothing, "this environment has it already"
+    pip("install", *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]), python=Path(python))
+    # every module is imported once, from the wheel
+    program = PROGRAM if kind == "wheel" else "import hydra\n" + PROGRAM[PROGRAM.index("@hydra") :]
+    (elsewhere / "train.py").write_text(program)
     search = ["hydra.searchpath=[pkg://det_callbacks.conf]", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    train = [str(python), "train.py", *search, "+determinism=record", "determinism.reference=refs/run", "--cfg", "job"]
-    assert "mode: record" in run(train, elsewhere)
-    version = PROJECT["version"]
-    assert run([str(environment / "bin" / "det-callbacks"), "--version"], elsewhere) == f"det-callbacks {version}\n"
-    assert run([str(python), "-m", "det_callbacks", "--version"], elsewhere) == f"det-callbacks {version}\n"
-    home = source if kind == "editable" else environment
-    place = run([str(python), "-c", "import det_callbacks; print(det_callbacks.__file__)"], elsewhere)
-    assert Path(place.strip()).is_relative_to(home)
+    options = ["+determinism=record", "determinism.reference=refs/run", "--cfg", "job"]
+    assert "mode: record" in run(python, "train.py", *search, *options)
+    version = f"det-callbacks {PROJECT['version']}\n"
+    assert run(str(environment / "bin" / "det-callbacks"), "--version") == version
+    assert run(python, "-m", "det_callbacks", "--version") == version
+    place = run(python, "-c", "import det_callbacks; print(det_callbacks.__file__)")
+    assert Path(place.strip()).is_relative_to(source if kind == "editable" else environment)

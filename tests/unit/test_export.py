@@ -14,6 +14,8 @@ from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
+OF_SITE = ("phase", "module", "op", "occurrence", "output", "role", "name", "arguments", "recomputed")
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -44,15 +46,10 @@ def rows_of(path):
                 yield {
                     "rank": rank,
                     "attempt": int(rank == 0 and found.step >= 4),
-                    "segment": found.segment,
-                    "step": found.step,
-                    "epoch": found.epoch,
-                    "chain": found.chain,
-                    "program": found.program_id,
-                    "layout": found.layout_id,
+                    **{name: getattr(found, name) for name in ("segment", "step", "epoch", "chain")},
+                    **{name: getattr(found, f"{name}_id") for name in ("program", "layout")},
                     "position": position,
-                    **{name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output", "role")},
-                    **{name: getattr(site, name) for name in ("name", "arguments", "recomputed")},
+                    **{name: getattr(site, name) for name in OF_SITE},
                     "dtype": entry and entry.dtype,
                     "shape": entry and list(entry.shape),
                     "stride": entry and list(entry.stride),
@@ -73,58 +70,45 @@ def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
     found = export_run(run, tmp_path / "to", progress=lambda *done: calls.append(done))
     wanted = list(rows_of(run))
     assert exported_rows(tmp_path / "to") == wanted
-    assert (found.num_rows, found.num_steps, found.num_ranks) == (len(wanted), 10, 2)
-    files = sorted((tmp_path / "to").rglob("*.parquet"))
-    assert [file.relative_to(tmp_path / "to").as_posix() for file in files] == [
-        "rank=0/part-0.parquet",
-        "rank=1/part-0.parquet",
-    ]
-    assert found.num_bytes == sum(file.stat().st_size for file in files)
-    assert calls[-1] == (10, 10)
+    assert (found.num_rows, found.num_steps, found.num_ranks, calls[-1]) == (len(wanted), 10, 2, (10, 10))
+    files = {file.relative_to(tmp_path / "to").as_posix(): file for file in (tmp_path / "to").rglob("*.parquet")}
+    assert set(files) == {"rank=0/part-0.parquet", "rank=1/part-0.parquet"}
+    assert found.num_bytes == sum(file.stat().st_size for file in files.values())
     frame = pl.scan_parquet(tmp_path / "to" / "**" / "*.parquet", hive_partitioning=True)
-    counts = frame.group_by("rank").len().sort("rank").collect()
-    assert counts["len"].to_list() == [5 * 3 + 6, 4 * 3]
+    assert frame.group_by("rank").len().sort("rank").collect()["len"].to_list() == [5 * 3 + 6, 4 * 3]
 
 
-@pytest.mark.parametrize("content", ["file in it", "is a file"])
-def test_what_is_there_is_not_touched(tmp_path, run, content):
-    to = tmp_path / "to"
-    if content == "is a file":
-        to.write_text("mine")
-    else:
-        to.mkdir()
-        (to / "mine").write_text("mine")
-    with pytest.raises(ExportError, match=r"(is no empty folder|is a file).*Nothing was changed") as caught:
-        export_run(run, to)
-    assert (caught.value.exit_code, caught.value.path) == (2, str(to))
-    assert [path.name for path in tmp_path.iterdir()] == ["run", "to"] or len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_damaged_run_or_a_full_disk_leaves_nothing(tmp_path, run, monkeypatch):
+def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, run, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
+    to = tmp_path / "to"
     with monkeypatch.context() as patch:
         patch.setattr(export.pq.ParquetWriter, "write_table", fail)
         with pytest.raises(ExportError, match="No space left"):
-            export_run(run, tmp_path / "to")
+            export_run(run, to)
     file = stream_path(run, 1, 0, 0)
     content = bytearray(file.read_bytes())
     content[-20] ^= 1
     file.write_bytes(content)
     with pytest.raises(ReferenceFormatError, match="step 3 is not what its chain says"):
-        export_run(run, tmp_path / "to")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_no_run_and_no_step_are_errors(tmp_path):
+        export_run(run, to)
     with pytest.raises(ReferenceNotFoundError):
-        export_run(tmp_path / "nowhere", tmp_path / "to")
+        export_run(tmp_path / "nowhere", to)
     with pytest.raises(ExportError, match="holds no step"):
-        export_run(record(tmp_path / "run", []), tmp_path / "to")
-    assert not (tmp_path / "to").exists()
+        export_run(record(tmp_path / "empty", []), to)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "empty"}
+    (to / "mine").mkdir(parents=True)
+    for place in (to, file):
+        with pytest.raises(ExportError, match=r"(is no empty folder|is a file).*Nothing was changed") as caught:
+            export_run(run, place)
+        assert (caught.value.exit_code, caught.value.path) == (2, str(place))
+    assert [path.name for path in to.iterdir()] == ["mine"]
+
+
+def test_fits_stand_apart_and_an_incomplete_run_says_so(tmp_path):
     path = record(tmp_path / "incomplete", range(3), range(2), complete=False)
     (tmp_path / "to").mkdir()  # empty
     assert "1 is the last whole step" in export_run(path, tmp_path / "to").incomplete_reason
     rows = {(row["segment"], row["step"]) for row in exported_rows(tmp_path / "to")}
-    assert rows == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}, "fits stand apart"
+    assert rows == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}
