@@ -22,7 +22,10 @@ from det_callbacks import enforce_determinism
 from det_callbacks.runs.store import Run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+OVERHEAD = RECIPES / "overhead" / "README.md"
 _SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
+
+Load = Callable[..., list[ModuleType]]
 
 
 @pytest.mark.slow
@@ -53,16 +56,16 @@ def test_a_promise_can_be_broken() -> None:
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
-    """Import a recipe's module; its modules have names that other recipes use too."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import modules of a recipe; other recipes use their names too."""
     others: dict[str, ModuleType] = {}
     own: list[str] = []
 
-    def load(recipe: str, *names: str) -> ModuleType:
+    def load(recipe: str, *names: str) -> list[ModuleType]:
         monkeypatch.setattr(sys, "path", [str(RECIPES / recipe), *sys.path])
         own.extend(names)
         others.update({name: sys.modules.pop(name) for name in names if name in sys.modules})
-        return __import__(names[0])
+        return [__import__(name) for name in names]
 
     yield load
     for name in own:
@@ -81,9 +84,9 @@ def config_of(recipe: str, overrides: list[str]) -> DictConfig:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_the_readme_of_compiled_tells_the_truth(
-    program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = program("compiled", "compare", "models")
+    compare, _ = load("compiled", "compare", "models")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(_SET_BY_INDUCTOR, os.environ.get(_SET_BY_INDUCTOR, "0"))
 
@@ -120,11 +123,11 @@ Train = Callable[..., list[Ended]]
 
 
 @pytest.fixture
-def train(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Train the recipe's model on processes that are forked from this one."""
     for name, value in (("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")):
         monkeypatch.setenv(name, value)  # as scikit-learn does when it is imported
-    module = program("ddp_audit", "train", "planted")
+    module, _ = load("ddp_audit", "train", "planted")
 
     def run(name: str, *overrides: str, world_size: int = 3) -> list[Ended]:
         config = config_of("ddp_audit", [*overrides, f"trainer.devices={world_size}"])
@@ -140,6 +143,7 @@ def train(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trai
 
 
 @pytest.mark.ddp
+@pytest.mark.slow
 def test_a_bit_that_flips_on_one_of_two_ranks(train: Train) -> None:
     options = ["+determinism=replicas", "determinism.audit_replicas_every_n_steps=1", "fault=weights"]
     ended = train("audit", *options, "trainer.max_steps=8", world_size=2)
@@ -171,3 +175,82 @@ def test_the_table_of_ddp_audit_tells_the_truth(train: Train, tmp_path: Path) ->
             assert not [origin for origin in verdict["origins"] if origin["rank"] != 1]
             assert "it started on rank 1; rank" in verdict["explanation"]
             assert "received the difference" in verdict["explanation"]
+
+
+# overhead
+
+
+@pytest.fixture
+def overhead(load: Load) -> dict[str, ModuleType]:
+    names = sorted(path.stem for path in (RECIPES / "overhead").glob("*.py"))
+    return dict(zip(names, load("overhead", *names), strict=True))
+
+
+def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(
+    overhead: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, models = overhead["run"], overhead["models"]
+    commands = re.findall(r"^\$ python recipes/overhead/run\.py(.*)$", OVERHEAD.read_text(), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        run.make_parser().parse_args(shlex.split(command))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options, message in (
+        (["--networks", "mlp", "--rounds", "0"], "0 is not a number from 1 on"),
+        (["--device", "cuda"], "finds no CUDA device here, so nothing was measured"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run.main(options)
+        printed = capsys.readouterr()
+        assert (ended.value.code, printed.out, message in printed.err) == (2, "", True)
+    with torch.device("meta"):
+        networks = models.GPT2(), models.ResNet50()
+    assert [sum(parameter.numel() for parameter in one.parameters()) for one in networks] == [124_439_808, 25_557_032]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_short_runs_of_overhead_measure_time_memory_and_disk(
+    overhead: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+
+    def measured(options: str) -> dict[str, Any]:
+        overhead["run"].main([*options.split(), "--variants", "op", "--json", str(file)])
+        content: dict[str, Any] = json.loads(file.read_text())
+        return content
+
+    (case,) = measured("--networks mlp --rounds 3 --steps 2 --memory-steps 3")["cases"]
+    plain, op = case["variants"]["plain"], case["variants"]["op"]
+    assert (case["network"], plain["ratio"], op["plain"]) == ("mlp", 1, plain["seconds"])
+    assert op["ratio"] == sorted(one / other for one, other in zip(op["seconds"], plain["seconds"], strict=True))[1]
+    assert op["peak_growth_mib"] > 0
+    assert op["ops"] == 113
+    assert 8 * op["sites"] < op["bytes_a_step"] <= 8 * op["sites"] + 512
+    assert re.search(r"^op +\d+\.\d\d +\d+\.\d\d .* 113 ", capsys.readouterr().out, re.MULTILINE)
+
+    content = measured("--networks gpt2 resnet50 --tiny --rounds 2 --memory-steps 0 --sizes 1 64")
+    for case, network in zip(content["cases"], ("gpt2", "resnet50"), strict=True):
+        assert (case["network"], case["device"], case["is_tiny"]) == (network, "cpu", True)
+        assert [len(case["variants"][name]["seconds"]) for name in ("plain", "op")] == [2, 2]
+    assert [one["num_bytes"] for one in content["digests"]] == [1024, 65536]
+    assert all(one["fetched_seconds"] == one["digest_seconds"] > 0 for one in content["digests"])
+    assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # of DebugMode and of the first use of the debug mode
+def test_on_a_gpu_everything_is_measured(overhead: dict[str, ModuleType], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    options = ["--device", "cuda", "--tiny", "--rounds", "2", "--sizes", "1", "65536", "--json", str(file)]
+    overhead["run"].main(options)
+    content = json.loads(file.read_text())
+    assert content["machine"]["device"] == torch.cuda.get_device_name()
+    assert all(one["enqueue_seconds"] > 0 for one in content["digests"])
+    for case in content["cases"]:
+        for variant, figures in case["variants"].items():
+            assert figures["device_peak_growth_mib"] > 0
+            inside = [step["inside"] for step in figures["synchronizations"]]
+            # DebugMode waits for each tensor
+            assert min(inside) > 100 if variant.startswith("DebugMode") else inside == [0, 0, 0], variant
