@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,7 @@ _OUR_NAME = re.compile(
 _READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
+Table = TypeVar("Table", Program, Layout)
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
@@ -124,35 +125,31 @@ def write_program(folder: Path, program: Program) -> None:
     _write_table(path, PROGRAM_SCHEMA, columns, metadata)
 
 
+def write_layout(folder: Path, layout: Layout) -> None:
+    """Write a layout, unless it is there; some 2 ms for 2,000 sites."""
+    path = layout_path(folder, layout.id)
+    if not path.exists():
+        names = [field.name for field in fields(TensorLayout)]
+        columns = {name: [entry and getattr(entry, name) for entry in layout.entries] for name in names}
+        _write_table(path, LAYOUT_SCHEMA, columns, {})
+
+
 def read_program(folder: Path, identity: int) -> Program:
     """Return a program.
 
     Raises:
         ReferenceFormatError: the file is missing, damaged or of another format version.
     """
-    path = program_path(folder, identity)
-    table = _read_table(path, PROGRAM_SCHEMA)
-    try:
-        counts = json.loads(table.schema.metadata[b"counts"])
+
+    def make(table: pa.Table) -> Program:
+        metadata = table.schema.metadata
+        counts = json.loads(metadata[b"counts"])
         program = msgspec.convert({**counts, "sites": table.to_pylist()}, Program)
-        digest = _counts_digest([list(site.source) for site in program.sites], counts)
-        is_whole = program.id == identity and table.schema.metadata[b"digest"].decode() == digest
-    except _READ_ERRORS as error:
-        raise damaged(path, f"it does not hold a program ({error})") from error
-    if not is_whole:
-        raise damaged(path, "its content is not what its name says")
-    return program
+        if metadata[b"digest"].decode() != _counts_digest([list(site.source) for site in program.sites], counts):
+            raise ValueError("its source lines or counts are not what its digest says")
+        return program
 
-
-def write_layout(folder: Path, layout: Layout) -> None:
-    """Write a layout, unless it is there; some 2 ms for 2,000 sites."""
-    path = layout_path(folder, layout.id)
-    if not path.exists():
-        columns = {
-            field.name: [entry and getattr(entry, field.name) for entry in layout.entries]
-            for field in fields(TensorLayout)
-        }
-        _write_table(path, LAYOUT_SCHEMA, columns, {})
+    return _read_table(program_path(folder, identity), PROGRAM_SCHEMA, identity, make)
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
@@ -161,17 +158,12 @@ def read_layout(folder: Path, identity: int) -> Layout:
     Raises:
         ReferenceFormatError: the file is missing, damaged or of another format version.
     """
-    path = layout_path(folder, identity)
-    rows = _read_table(path, LAYOUT_SCHEMA).to_pylist()
-    try:
-        entries = [None if row["dtype"] is None else row for row in rows]
-        layout = Layout(entries=msgspec.convert(entries, tuple[TensorLayout | None, ...]))
-        is_whole = layout.id == identity
-    except _READ_ERRORS as error:
-        raise damaged(path, f"it does not hold a layout ({error})") from error
-    if not is_whole:
-        raise damaged(path, "its content is not what its name says")
-    return layout
+
+    def make(table: pa.Table) -> Layout:
+        entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
+        return Layout(entries=msgspec.convert(entries, tuple[TensorLayout | None, ...]))
+
+    return _read_table(layout_path(folder, identity), LAYOUT_SCHEMA, identity, make)
 
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
@@ -258,23 +250,27 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], m
     replace_atomically(path, sink.getvalue().to_pybytes())
 
 
-def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
+def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa.Table], Table]) -> Table:
+    """Return what is made of a table, whose id has to be the file's name."""
     try:
         # read_table would load pyarrow.dataset, which takes longer than the table
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
         table.validate(full=True)
+        version = (table.schema.metadata or {}).get(b"format_version")
+        if version != str(FORMAT_VERSION).encode():
+            raise ValueError(f"it has format version {version!r} instead of {FORMAT_VERSION}")
+        if not table.schema.equals(schema):
+            raise ValueError("its columns are others than a run's")
+        if not np.array_equal(table.column("position"), np.arange(len(table))):
+            raise ValueError("its rows are not in order")
+        content = make(table.drop_columns(["position"]))
+        if content.id != identity:
+            raise ValueError("its content is not what its name says")
     except FileNotFoundError as error:
         raise damaged(path, "it is missing") from error
     except _READ_ERRORS as error:
-        raise damaged(path, f"it is not Parquet ({error})") from error
-    version = (table.schema.metadata or {}).get(b"format_version")
-    if version != str(FORMAT_VERSION).encode():
-        raise damaged(path, f"it has format version {version!r} instead of {FORMAT_VERSION}")
-    if not table.schema.equals(schema):
-        raise damaged(path, "its columns are others than a run's")
-    if not np.array_equal(table.column("position"), np.arange(len(table))):
-        raise damaged(path, "its rows are not in order")
-    return table.drop_columns(["position"])
+        raise damaged(path, error) from error
+    return content
 
 
 def _without_surrogates(text: str) -> str:

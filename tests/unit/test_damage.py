@@ -3,7 +3,6 @@
 import gc
 import json
 import random
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from stored_runs import (
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import NondeterministicOp, Row
-from det_callbacks.runs.files import stream_path, write_layout, write_program
+from det_callbacks.runs.files import write_layout, write_program
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.store import Run
@@ -101,8 +100,7 @@ def diff(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[int, str, 
 
 
 def everyday_and_slow() -> list[object]:
-    slow = [pytest.param(first, 50, marks=pytest.mark.slow) for first in range(150, 1000, 50)]
-    return [(first, 50) for first in range(0, 150, 50)] + slow
+    return [(0, 75), pytest.param(75, 925, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 
 
 @pytest.mark.parametrize(("first", "num"), everyday_and_slow())
@@ -146,22 +144,6 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_damage_is_found_when_the_run_is_opened_not_when_it_is_read(run):
-    file = stream_path(run, 0, 0, 0)
-    content = file.read_bytes()
-    place = content.index(digests_of(1).tobytes())
-    file.write_bytes(content[:place] + bytes(8) + content[place + 8 :])
-    with pytest.raises(ReferenceFormatError, match=re.escape(f"{file} is damaged: step 1 is not what its chain says")):
-        Run.open(run)
-
-
-def test_the_files_of_another_run_do_not_fit(tmp_path, run):
-    other = record(tmp_path / "other", range(3))
-    shutil.copy(stream_path(other, 0, 0, 0), stream_path(run, 0, 0, 0))
-    with pytest.raises(ReferenceFormatError, match="belongs to another place"):
-        Run.open(run)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -201,7 +183,7 @@ def resident_kib() -> int:
 
 def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
     path = tmp_path / "run"
-    num_sites, num_steps = 4_000, 1_500
+    num_sites, num_steps = 8_000, 400
     record(tmp_path / "small", range(3))
     everything_in(tmp_path / "small")
     writer = create(path)
@@ -213,10 +195,10 @@ def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
     for step in range(num_steps):
         writer.append(step, 0, program.id, layout.id, digests)
     writer.close(complete=True)
-    assert writer.bytes_written > 45e6
+    assert writer.bytes_written > 25e6
     run = Run.open(path)
     assert sum(1 for _ in run.rank(0).iterate()) == num_steps
-    assert resident_kib() - before < 10_000
+    assert resident_kib() - before < 8_000
 
 
 def test_few_programs_and_layouts_are_kept_in_memory(tmp_path, monkeypatch):

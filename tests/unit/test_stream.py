@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "attempt-001.arrows"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     epoch=st.integers(0, 2**31 - 1),
     step=st.integers(0, 2**63 - 1),
@@ -87,15 +87,6 @@ def test_a_step_is_what_arrow_writes(num_sites):
     assert pa.ipc.read_record_batch(pa.ipc.read_message(encode_step(5, 1, 7, 8, 9, digests)), STREAM_SCHEMA) == batch
 
 
-def test_pyarrow_reads_the_stream(path):
-    path.write_bytes(HEADER + b"".join(messages([4, 6])) + END_OF_STREAM)
-    with pa.ipc.open_stream(str(path)) as reader:
-        assert reader.schema.equals(STREAM_SCHEMA)
-        table = reader.read_all()
-    assert table.column("step").to_pylist() == [4, 6]
-    assert table.column("digests").to_pylist() == [digests_of(4).tolist(), digests_of(6).tolist()]
-
-
 def test_cut_at_any_byte_it_holds_the_whole_steps_before(path):
     steps = [0, 1, 2]
     parts = [HEADER, *messages(steps), END_OF_STREAM]
@@ -103,7 +94,8 @@ def test_cut_at_any_byte_it_holds_the_whole_steps_before(path):
     complete = content_of(open_stream(path, whole))
     assert len(complete) == 3
     ends = np.cumsum([len(part) for part in parts])
-    for size in range(len(whole)):
+    sizes = {*range(0, len(whole), 5), *(end + more for end in ends[:-1] for more in range(-9, 10))}
+    for size in sorted(size for size in sizes if size < len(whole)):
         if size < len(HEADER):
             with pytest.raises(ReferenceFormatError, match=re.escape(str(path))) as caught:
                 open_stream(path, whole[:size])
@@ -130,18 +122,18 @@ def test_no_flipped_bit_gives_other_content(path):
     right = read(whole)
     assert right[1] is None
     errors = []
-    for place, content in flipped(whole, bits=lambda place: [place % 8, (place + 3) % 8]):
+    for place, content in flipped(whole, every=3, bits=lambda place: [place % 8]):
         try:
             found = read(content)
         except ReferenceFormatError as error:
             errors.append(str(error))
         else:
             assert found == right, place
-    assert len(errors) > len(whole)
+    assert len(errors) > len(whole) // 6
     assert all(error.startswith(str(path)) for error in errors)
 
 
-def longer(message: bytes, more: int, *, where: int) -> bytes:
+def resized(message: bytes, more: int, *, where: int) -> bytes:
     """Return a message with another length at one of the three places that tell it."""
     changed = bytearray(message)
     places = (40, 304, 416)
@@ -149,40 +141,47 @@ def longer(message: bytes, more: int, *, where: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("where", range(3))
-@pytest.mark.parametrize("place", range(3))
-def test_a_length_that_is_not_that_of_the_digests_is_damage(path, place, where):
-    for more in (8, 504, 2**40, -8, -(2**40)):
-        parts = messages([0, 1, 2])
-        parts[place] = longer(parts[place], more, where=where)
-        for end in (b"", END_OF_STREAM):
-            with pytest.raises(ReferenceFormatError, match=r"is damaged: the step at byte \d+ cannot be read"):
-                open_stream(path, HEADER + b"".join(parts) + end)
-
-
-def test_what_follows_the_end_is_damage(path):
-    whole = HEADER + messages([0])[0] + END_OF_STREAM
-    for more in (b"\0", messages([1])[0], END_OF_STREAM):
-        with pytest.raises(ReferenceFormatError, match="bytes follow its end-of-stream marker"):
-            open_stream(path, whole + more)
-
-
-def test_a_message_that_is_none_is_damage(path):
-    for content in (HEADER + b"garbage" * 9, HEADER + messages([0])[0] + bytes(400)):
-        with pytest.raises(ReferenceFormatError, match=r"the step at byte .* cannot be read"):
+def test_what_is_no_run_of_whole_steps_is_damage(path):
+    first, second, third = messages([0, 1, 2])
+    whole = HEADER + first + END_OF_STREAM
+    cannot_be_read = r"is damaged: the step at byte \d+ cannot be read"
+    cases = {
+        **{HEADER + resized(first, more, where=0) + second: cannot_be_read for more in (8, 2**40, -8)},
+        **{HEADER + first + resized(second, 504, where=where) + END_OF_STREAM: cannot_be_read for where in range(3)},
+        HEADER + b"garbage" * 9: cannot_be_read,
+        HEADER + first + bytes(400): cannot_be_read,
+        HEADER + b"".join(messages([3, 3])): "follows step 3",
+        HEADER + b"".join(messages([3, 2])): "follows step 3",
+        HEADER + first + third + END_OF_STREAM: "step 2 is not what its chain says",
+        **{whole + more: "bytes follow its end-of-stream marker" for more in (b"\0", second, END_OF_STREAM)},
+    }
+    for content, says in cases.items():
+        with pytest.raises(ReferenceFormatError, match=says):
             open_stream(path, content)
 
 
-def test_steps_that_do_not_rise_are_damage(path):
-    for steps in ([3, 3], [3, 2]):
-        with pytest.raises(ReferenceFormatError, match="follows step 3"):
-            open_stream(path, HEADER + b"".join(messages(steps)))
-
-
-def test_a_step_that_is_gone_is_noticed(path):
-    first, _, third = messages([0, 1, 2])
-    with pytest.raises(ReferenceFormatError, match="step 2 is not what its chain says"):
-        open_stream(path, HEADER + first + third + END_OF_STREAM)
+def test_a_file_of_another_place_version_or_kind_is_refused(path, tmp_path):
+    schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER))
+    others = [encode_header(**{**PLACE, name: "cd34" if name == "run_id" else 9}) for name in PLACE]
+    versions = [
+        schema.with_metadata({**schema.metadata, name: b"2"}).serialize().to_pybytes()
+        for name in (b"format_version", b"digest_version")
+    ]
+    columns = schema.remove(1).serialize().to_pybytes()
+    cases = {
+        **dict.fromkeys(others, "belongs to another place"),
+        **dict.fromkeys(versions, "record the run again"),
+        columns: "columns are others",
+    }
+    for header, says in cases.items():
+        with pytest.raises(ReferenceFormatError, match=says) as caught:
+            open_stream(path, header + END_OF_STREAM)
+        assert caught.value.path == str(path)
+        assert header not in versions or "damaged" not in str(caught.value)
+    with pytest.raises(ReferenceFormatError, match="is missing"):
+        open_stream(tmp_path / "nowhere")
+    with pytest.raises(ReferenceFormatError, match="cannot be read"):
+        open_stream(tmp_path)
 
 
 def test_the_first_step_has_to_continue_what_came_before(path):
@@ -205,37 +204,6 @@ def test_what_is_laid_out_otherwise_is_damage(path):
     for batch in batches:
         with pytest.raises(ReferenceFormatError, match="cannot be read"):
             open_stream(path, HEADER + batch.serialize().to_pybytes())
-
-
-@pytest.mark.parametrize("name", ["run_id", "rank", "attempt", "segment"])
-def test_a_file_of_another_place_is_refused(path, name):
-    content = encode_header(**{**PLACE, name: "cd34" if name == "run_id" else 9}) + END_OF_STREAM
-    with pytest.raises(ReferenceFormatError, match="belongs to another place") as caught:
-        open_stream(path, content)
-    assert caught.value.path == str(path)
-
-
-@pytest.mark.parametrize("name", ["format_version", "digest_version"])
-def test_another_version_is_refused(path, name):
-    schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER))
-    metadata = {**schema.metadata, name.encode(): b"2"}
-    with pytest.raises(ReferenceFormatError, match="record the run again") as caught:
-        open_stream(path, schema.with_metadata(metadata).serialize().to_pybytes() + END_OF_STREAM)
-    assert "damaged" not in str(caught.value)
-
-
-def test_other_columns_are_refused(path):
-    schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER)).remove(1)
-    with pytest.raises(ReferenceFormatError, match="columns are others"):
-        open_stream(path, schema.serialize().to_pybytes() + END_OF_STREAM)
-
-
-def test_what_is_no_file_is_refused(path):
-    with pytest.raises(ReferenceFormatError, match="is missing"):
-        open_stream(path)
-    path.mkdir()
-    with pytest.raises(ReferenceFormatError, match="cannot be read"):
-        open_stream(path)
 
 
 def test_a_file_that_changes_after_it_was_opened_is_noticed(path):
@@ -286,12 +254,8 @@ def test_a_kill_loses_the_last_steps_only(tmp_path: Path) -> None:
     assert sizes <= {0, 2 * STEPS_PER_BATCH, 4 * STEPS_PER_BATCH}
     assert len(sizes) > 1
     writer.close()
-
-
-def test_the_file_of_another_run_is_refused(tmp_path: Path) -> None:
-    write_evidence(tmp_path / "evidence", 1)
     with pytest.raises(ReferenceFormatError, match="another run"):
-        list(read_evidence(tmp_path / "evidence", run_id="another"))
-    (tmp_path / "evidence").write_bytes(b"nothing of ours")
+        list(read_evidence(path, run_id="another"))
+    path.write_bytes(b"nothing of ours")
     with pytest.raises(ReferenceFormatError, match="does not begin"):
-        list(read_evidence(tmp_path / "evidence", run_id="this run"))
+        list(read_evidence(path, run_id="this run"))
