@@ -113,9 +113,7 @@ class Verification(StepDetector):
         self._peers = peers
         self._environment = compare_environments(reference.environment, Environment.from_dict(manifest["environment"]))
         is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
-        self._writer = RunWriter.create(
-            current, manifest=manifest, peers=peers, purpose="verify", keeps="diverging", overwrite=is_ours
-        )
+        self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify", overwrite=is_ours)
         self._metrics = self._metrics_of(0)
         self._num_stored = 0
 

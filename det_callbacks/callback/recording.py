@@ -389,7 +389,7 @@ class EarlierAttempts(StepDetector):
     def judge(self) -> Verdict:
         """Return the judge's verdict; all ranks call it when the attempt was taken back, and one of them differs."""
         path, folder = self.reference.path, self.reference.path / DISAGREEMENT
-        options: dict[str, Any] = {"purpose": "verify", "keeps": "diverging", "overwrite": True}
+        options: dict[str, Any] = {"purpose": "verify", "overwrite": True}
         writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, **options)
         for _ in range(self._fit.segment):
             writer.start_segment()

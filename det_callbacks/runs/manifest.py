@@ -50,8 +50,8 @@ class Manifest:
         keep_tensors: patterns of the ops whose tensors were kept, to say by how much they differ.
         recorded_by: "" for DeterminismCallback.
         run_id: random identity of the run.
-        purpose: whether it was recorded, or written by a verification.
-        keeps: all steps, or those that differ from the reference's.
+        purpose: whether it was recorded, with all steps, or written by a verification, with those that differ from the
+            reference's.
         world_size: number of processes.
         attempts: one a launch.
     """
@@ -64,7 +64,6 @@ class Manifest:
     recorded_by: str = ""
     run_id: str
     purpose: Literal["record", "verify"] = "record"
-    keeps: Literal["all", "diverging"] = "all"
     world_size: Count = 1
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(min_length=1)] = (Attempt(),)
     format_version: int = FORMAT_VERSION

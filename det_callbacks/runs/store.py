@@ -47,7 +47,10 @@ _EMPTY = make_fit()
 
 
 class RankRun:
-    """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for."""
+    """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for.
+
+    A step that is not there is a KeyError.
+    """
 
     def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
@@ -87,10 +90,10 @@ class RankRun:
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        return self._steps[segment].copy() if segment in self._steps else _EMPTY.steps.copy()
+        return self._steps.get(segment, _EMPTY.steps).copy()
 
     def chain(self, segment: int, step: int) -> int:
-        """Return the chain at a step; KeyError when there is none."""
+        """Return the chain at a step."""
         return int(self._fits[segment].chains[self._index(segment, step)])
 
     def chain_before(self, segment: int, step: int) -> int:
@@ -99,27 +102,29 @@ class RankRun:
         index = int(np.searchsorted(fit.steps, step))
         return int(fit.chains[index - 1]) if index else 0
 
-    def file_of(self, segment: int, step: int) -> StreamFile:
-        """Return the file that a step is in: that of the attempt that counts; KeyError when there is no such step."""
-        return self._files[self._place(segment, step)[0]]
-
     def stream_of(self, segment: int, step: int) -> Path:
-        """Return the path of the file that a step is in; KeyError when there is no such step."""
-        return self.file_of(segment, step).path
+        """Return the path of the file that a step is in: that of the attempt that counts."""
+        return self._files[self._place(segment, step)[0]].path
 
     def attempt_of(self, segment: int, step: int) -> int:
-        """Return the attempt that a step counts from; KeyError when there is no such step."""
-        return self.file_of(segment, step).attempt
+        """Return the attempt that a step counts from."""
+        return self._files[self._place(segment, step)[0]].attempt
 
     def read(self, segment: int, step: int) -> StepRecord:
-        """Return a step.
-
-        Raises:
-            KeyError: there is no such step.
-            ReferenceFormatError: its bytes are not those that were written.
-        """
+        """Return a step; ReferenceFormatError where its bytes are not those that were written."""
         file, position = self._place(segment, step)
         return self._files[file].read(position)
+
+    def check_steps(self) -> None:
+        """Read every step, also those that a later attempt recorded again, and check it against the chains."""
+        for file in self._files:
+            file.check_steps()
+
+    def iterate(self) -> Iterator[StepRecord]:
+        """Yield all steps in order."""
+        for segment in self.segments:
+            for step in self.steps(segment):
+                yield self.read(segment, int(step))
 
     def _place(self, segment: int, step: int) -> tuple[int, int]:
         # as one tuple: an attribute of records takes microseconds
@@ -133,24 +138,9 @@ class RankRun:
             raise KeyError(step)
         return index
 
-    def check_steps(self) -> None:
-        """Read every step, also those that a later attempt recorded again, and check it against the chains.
-
-        Raises:
-            ReferenceFormatError: the bytes of a step are not those that were written.
-        """
-        for file in self._files:
-            file.check_steps()
-
-    def iterate(self) -> Iterator[StepRecord]:
-        """Yield all steps in order."""
-        for segment in self.segments:
-            for step in self.steps(segment):
-                yield self.read(segment, int(step))
-
 
 class Run:
-    """A recorded run, opened for reading.
+    """A recorded run, opened for reading; a damaged, missing or foreign file is a ReferenceFormatError that names it.
 
     Attributes:
         path: its folder.
@@ -185,9 +175,8 @@ class Run:
         """
         path = Path(path)
         run = cls(path, read_manifest(path), ranks)
-        if check_steps:
-            for rank in run.ranks:
-                run.rank(rank).check_steps()
+        for rank in run.ranks if check_steps else ():
+            run.rank(rank).check_steps()
         return run
 
     @property
@@ -213,13 +202,18 @@ class Run:
     @property
     def keeps(self) -> str:
         """Which steps are kept: "all", or in the folder of a verify run those "diverging"."""
-        return self.manifest.keeps
+        return "all" if self.manifest.purpose == "record" else "diverging"
 
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
         """The first step of each fit that went on from a checkpoint, as (fit, step)."""
         attempts = self.manifest.attempts
         return frozenset((entry.segment, entry.step) for attempt in attempts for entry in attempt.resumed_from)
+
+    @property
+    def segments(self) -> list[int]:
+        """The fits that were begun, from 0; one of no steps where there was no fit."""
+        return sorted({segment for *_, segment in self._places()})
 
     @property
     def ranks(self) -> list[int]:
@@ -241,11 +235,7 @@ class Run:
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
-        """Return what ops without a deterministic implementation a process called; [] when none (or not looked for).
-
-        Raises:
-            ReferenceFormatError: the file is damaged.
-        """
+        """Return what ops without a deterministic implementation a process called; [] when none (or not looked for)."""
         path = self.path / rank_folder(rank) / NONDETERMINISTIC_FILE
         return read_json(path, list[NondeterministicOp]) if path.exists() else []
 
@@ -257,10 +247,6 @@ class Run:
         """Return a layout; the last 64 are kept."""
         return self._layout(self.path, identity)
 
-    @cached_property
-    def _text(self) -> dict[str, tuple[str, ...]]:
-        return read_source_text(self.path)
-
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
         """Return the text that a line had when it was recorded, with one line before and one after it, by number.
 
@@ -269,9 +255,6 @@ class Run:
 
         Returns:
             ((40, "..."), (41, "..."), (42, "...")); () where the run has no text of it.
-
-        Raises:
-            ReferenceFormatError: a file is damaged.
         """
         place = line.partition(" in ")[0]
         number = place.rpartition(":")[2]
@@ -279,12 +262,12 @@ class Run:
             return ()
         return tuple(enumerate(self._text.get(place, ()), start=max(1, int(number) - 1)))
 
-    def view(self, rank: int, segment: int, step: int) -> StepView:
-        """Return a step opened for comparison.
+    @cached_property
+    def _text(self) -> dict[str, tuple[str, ...]]:
+        return read_source_text(self.path)
 
-        Raises:
-            ReferenceFormatError: one of its files is damaged or missing.
-        """
+    def view(self, rank: int, segment: int, step: int) -> StepView:
+        """Return a step opened for comparison."""
         record = self.rank(rank).read(segment, step)
         program = self.program(record.program_id)
         layout = self.layout(record.layout_id)
@@ -305,11 +288,6 @@ class Run:
             stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
         ]
 
-    @property
-    def segments(self) -> list[int]:
-        """The fits that were begun, from 0; one of no steps where there was no fit."""
-        return sorted({segment for *_, segment in self._places()})
-
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
         # one after the other: a number of fits that is nonsense ends at the first file that is not there
@@ -317,11 +295,10 @@ class Run:
         for attempt, number, segment in self._places():
             later = next(following, None)
             path = stream_path(self.path, rank, attempt, number)
-            file = StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment)
-            files.append(file)
+            files.append(StreamFile(path, run_id=self.run_id, rank=rank, attempt=attempt, segment=segment))
             # only of an attempt that another one went on with the last fit may have no end
-            if (later is None or later[0] == attempt) and self.incomplete_reason is None:
-                self.incomplete_reason = file.unfinished
+            if later is None or later[0] == attempt:
+                self.incomplete_reason = self.incomplete_reason or files[-1].unfinished
         return RankRun(rank, files)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:

@@ -35,19 +35,19 @@ class RunWriter:
     """Writes the steps of one process; made by ``create`` or ``resume``.
 
     Where several processes write a run, all of them make a writer, and start a fit or take an attempt back, at the same
-    place. run.json is written by rank 0, after the files of every process that it tells of are there.
+    place. Rank 0, the leader, writes run.json, after the files of every process that it tells of are there: wherever a
+    kill comes, it tells only of files that are there.
     """
 
     def __init__(self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int) -> None:
         self.path = path
         self.bytes_written = 0
-        self._peers = peers
-        self._rank = peers.rank
         self.is_leader = peers.rank == 0
-        """Whether this process writes what all of them share."""
+        self.segment = segment
+        """Fit of the run whose steps are appended now, from 0."""
+        self._peers = peers
         self._manifest = manifest
         self._attempt = attempt
-        self._segment = segment
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
         self._places: set[str] = set()
@@ -55,9 +55,8 @@ class RunWriter:
         self._chain: int | None = 0 if not attempt else None
         self._file: BinaryIO | None = None
         self._evidence: EvidenceWriter | None = None
-        # Wherever a kill comes, run.json tells only of files that are there: it is written after them.
-        peers.do(self._open_first, task=f"opening its stream in {path}")
-        peers.do(self._write_manifest, task=f"writing run.json in {path}")
+        self._open_new_stream()
+        self._write_manifest()
 
     @classmethod
     def create(
@@ -67,7 +66,6 @@ class RunWriter:
         manifest: Mapping[str, Any],
         peers: Peers = ALONE,
         purpose: str = "record",
-        keeps: str = "all",
         overwrite: bool = False,
     ) -> "RunWriter":
         """Start a new run.
@@ -76,8 +74,7 @@ class RunWriter:
             path: the folder; it and its parents are made.
             manifest: further entries of run.json, JSON-able: selection, environment, and the others of ``Manifest``.
             peers: the processes that write it.
-            purpose: "record" or "verify".
-            keeps: "all" steps, or those "diverging".
+            purpose: "record", or "verify" for a run with the steps that differ.
             overwrite: delete a run that is there; only files of ours are deleted.
 
         Raises:
@@ -86,7 +83,7 @@ class RunWriter:
         """
         path = Path(path)
         run_id = agree_on_folder(path, peers, overwrite=overwrite)
-        content = {"run_id": run_id, "purpose": purpose, "keeps": keeps, "world_size": peers.world_size, **manifest}
+        content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
         return cls(path, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
 
     @classmethod
@@ -110,23 +107,14 @@ class RunWriter:
         return self._manifest.run_id
 
     @property
-    def segment(self) -> int:
-        """Fit of the run whose steps are appended now, from 0."""
-        return self._segment
-
-    @property
     def stream(self) -> Path:
         """The file that steps are appended to now."""
-        return stream_path(self.path, self._rank, self._attempt, self._manifest.attempts[-1].segments - 1)
+        return stream_path(self.path, self._peers.rank, self._attempt, self._manifest.attempts[-1].segments - 1)
 
-    def note_resumed(self, step: int) -> None:
-        """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
-        resumed = self._manifest.attempts[-1].resumed_from
-        self._change_attempt(resumed_from=(*resumed, ResumedFit(segment=self._segment, step=step)))
-        self._write_manifest()
+    # what is written
 
     def put_program(self, program: Program) -> None:
-        """Keep a program; nothing is done when it is there."""
+        """Keep a program and the text of its source lines; nothing is done when it is there."""
         if program.id not in self._programs:
             text = {place: lines for place, lines in program.text.items() if place not in self._places}
             if text:
@@ -165,8 +153,8 @@ class RunWriter:
         if step <= self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}")
         if self._chain is None:
-            run = Run.open(self.path, ranks=(self._rank,))
-            self._chain = run.rank(self._rank).chain_before(self._segment, step)
+            rank = self._peers.rank
+            self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
         chain = chain_digest(
             self._chain, step=step, epoch=epoch, program_id=program_id, layout_id=layout_id, digests=digests
         )
@@ -191,7 +179,17 @@ class RunWriter:
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Keep the list of ops without a deterministic implementation that this process has called so far."""
-        replace_atomically(self.path / rank_folder(self._rank) / NONDETERMINISTIC_FILE, msgspec.json.encode(list(ops)))
+        path = self.path / rank_folder(self._peers.rank) / NONDETERMINISTIC_FILE
+        replace_atomically(path, msgspec.json.encode(list(ops)))
+
+    def note_resumed(self, step: int) -> None:
+        """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
+        fits = (*self._manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
+        self._change_attempt(resumed_from=fits)
+        if self.is_leader:
+            write_manifest(self.path, self._manifest)
+
+    # fits and attempts
 
     def reopen(self) -> None:
         """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
@@ -202,12 +200,12 @@ class RunWriter:
         """Go on with the steps of another fit of this process."""
         finished = self._file
         self._end_evidence()
-        self._segment += 1
+        self.segment += 1
         self._last_step = -1
         self._chain = 0
         self._change_attempt(segments=self._manifest.attempts[-1].segments + 1)
-        self._peers.do(self._open_new_stream, task=f"opening its stream in {self.path}")
-        self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
+        self._open_new_stream()
+        self._write_manifest()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
 
@@ -229,9 +227,9 @@ class RunWriter:
         *earlier, last = self._manifest.attempts
         self._manifest = replace(self._manifest, attempts=tuple(earlier))
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
-        self._peers.do(self._write_manifest, task=f"writing run.json in {self.path}")
+        self._write_manifest()
         for number in range(last.segments):
-            stream = stream_path(self.path, self._rank, self._attempt, number)
+            stream = stream_path(self.path, self._peers.rank, self._attempt, number)
             for path in (stream, evidence_path(stream), metrics_path(stream)):
                 path.unlink(missing_ok=True)
 
@@ -240,21 +238,24 @@ class RunWriter:
         self._manifest = replace(self._manifest, attempts=(*earlier, replace(last, **changes)))
 
     def _write_manifest(self) -> None:
-        if self.is_leader:
-            write_manifest(self.path, self._manifest)
+        def write() -> None:
+            if self.is_leader:
+                write_manifest(self.path, self._manifest)
 
-    def _open_first(self) -> None:
-        for folder in (self.path / PROGRAMS, self.path / LAYOUTS, self.stream.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._open_new_stream()
+        self._peers.do(write, task=f"writing run.json in {self.path}")
 
     def _open_new_stream(self) -> None:
-        metrics_path(self.stream).unlink(missing_ok=True)  # of an attempt killed before run.json told of it
-        self._open_stream()
+        def open_it() -> None:
+            for folder in (PROGRAMS, LAYOUTS, self.stream.parent.name):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            metrics_path(self.stream).unlink(missing_ok=True)  # of an attempt killed before run.json told of it
+            self._open_stream()
+
+        self._peers.do(open_it, task=f"opening its stream in {self.path}")
 
     def _open_stream(self) -> None:
         path = self.stream
-        header = encode_header(run_id=self.run_id, rank=self._rank, attempt=self._attempt, segment=self._segment)
+        header = encode_header(run_id=self.run_id, rank=self._peers.rank, attempt=self._attempt, segment=self.segment)
         # The file appears with its header; one that is there is of an attempt killed before run.json told of it.
         replace_atomically(path, header)
         self.bytes_written += len(header)
@@ -277,11 +278,9 @@ class RunWriter:
             evidence.close()
 
     def _end(self, file: BinaryIO | None, *, complete: bool) -> None:
-        if file is None:
-            return
-        with file:
-            if complete:
-                self.bytes_written += file.write(END_OF_STREAM)
+        if file is not None:
+            with file:
+                self.bytes_written += file.write(END_OF_STREAM) if complete else 0
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

@@ -23,7 +23,7 @@ PROGRAM = "6992a2677c253c5c"
 LAYOUT = "9d790b2ff43dcaba"
 STREAMS = ("attempt-000.arrows", "attempt-000.segment-001.arrows")
 RUN_JSON = """
-    format_version digest_version det_callbacks_version run_id purpose keeps world_size attempts selection environment
+    format_version digest_version det_callbacks_version run_id purpose world_size attempts selection environment
     settings replay keep_tensors recorded_by
 """
 STREAM_COLUMNS = {
@@ -85,7 +85,7 @@ def test_run_json(run: Path) -> None:
     digest = content.pop("digest")
     assert set(content) == set(RUN_JSON.split())
     assert (content["format_version"], content["digest_version"]) == (1, 1)
-    assert (content["purpose"], content["keeps"], content["world_size"]) == ("record", "all", 1)
+    assert (content["purpose"], content["world_size"]) == ("record", 1)
     assert content["attempts"] == [{"segments": 2, "resumed_from": []}]
     assert digest == f"{xxh3(json.dumps(content, sort_keys=True).encode()):016x}"
 

@@ -215,9 +215,7 @@ def test_a_verification_is_no_reference(reference: Path, tmp_path: Path) -> None
 def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason: str, tmp_path: Path) -> None:
     """What a collective delivered to one rank is its own fault only where all others put in what the reference did."""
     reference = record(tmp_path / "reference", {1: reducing_step()}, others=[{1: reducing_step()}])
-    current = record(
-        tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify", keeps="diverging"
-    )
+    current = record(tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify")
     runs = Run.open(reference), Run.open(current)
     for rank, stored in enumerate((1, 0)):
         fit = FitRecord(segment=0, compared=((1, 1),), differing=((1, 1),) * stored, num_stored=stored)
