@@ -90,7 +90,7 @@ class RankRun:
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        return self._steps.get(segment, _EMPTY.steps).copy()
+        return self._steps[segment].copy() if segment in self._steps else np.zeros(0, dtype=np.int64)
 
     def chain(self, segment: int, step: int) -> int:
         """Return the chain at a step."""
