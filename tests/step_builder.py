@@ -7,8 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.runs.program import Layout, Program, Site, StepRecord, StepView, TensorLayout
-from det_callbacks.runs.values import argument_bits, plain_value
+from det_callbacks.runs.program import (
+    Layout,
+    Program,
+    Site,
+    StepRecord,
+    StepView,
+    TensorLayout,
+    argument_bits,
+    plain_value,
+)
 
 FLOAT = TensorLayout(dtype="float32", shape=(8, 4), stride=(4, 1))
 

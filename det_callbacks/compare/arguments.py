@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from det_callbacks.runs.program import StepView
-from det_callbacks.runs.values import argument_bits, plain_value
+from det_callbacks.runs.program import StepView, argument_bits, plain_value
 
 _UNKNOWN = "a value that was kept as a digest only"
 _ABSENT = "a tensor or nothing"

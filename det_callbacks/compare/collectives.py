@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from det_callbacks.compare.differences import SiteDifferences
-from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
-from det_callbacks.runs.values import itemsize
+from det_callbacks.runs.program import IN_FLIGHT, Site, StepView, itemsize
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]

@@ -15,7 +15,7 @@ from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-def
 
 from det_callbacks.digest import digest_output, digest_tensor
 from det_callbacks.digest.numbers import tensor_numbers
-from det_callbacks.runs.values import scalar_bits
+from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import has_parts
 from det_callbacks.verdict import TensorNumbers
 

@@ -11,7 +11,7 @@ from det_callbacks.digest import digest_bytes, digest_tensors, format_digest
 from det_callbacks.errors import NothingComparedError, RankError
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor
-from det_callbacks.runs.values import scalar_bits
+from det_callbacks.runs.program import scalar_bits
 
 TASK = "the audit of the replicas"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from det_callbacks.runs.values import plain_value
+from det_callbacks.runs.program import plain_value
 from det_callbacks.trace.overloads import OpPlan
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # looked at in torch 2.13
 
-from det_callbacks.runs.program import IN_FLIGHT, Site
-from det_callbacks.runs.values import plain_value
+from det_callbacks.runs.program import IN_FLIGHT, Site, plain_value
 from det_callbacks.trace.components import has_parts, holds_data, parts_of
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.overloads import OpPlan, tensors_in

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_tensors
 from det_callbacks.errors import CoverageWarning, TraceError
+from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.runs.values import scalar_bits
 from det_callbacks.trace.batches import Sketch, record_batch
 from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import Interceptor, open_modes

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
-from det_callbacks.runs.program import IN_FLIGHT, Role, Site
-from det_callbacks.runs.values import scalar_bits
+from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
 from det_callbacks.trace.components import has_parts, holds_data, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory
-from det_callbacks.runs.program import Program
+from det_callbacks.runs.program import Program, argument_bits, scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
-from det_callbacks.runs.values import argument_bits, scalar_bits
 from det_callbacks.trace.backward import ENGINE, BackwardMap
 from det_callbacks.trace.compiled_regions import CompiledRegions
 from det_callbacks.trace.components import has_parts, holds_data, parts_of, parts_with_memory

@@ -4,8 +4,7 @@ import pytest
 from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.runs.program import TensorLayout
-from det_callbacks.runs.values import plain_value
+from det_callbacks.runs.program import TensorLayout, plain_value
 
 
 def compare(reference, current, **options):

@@ -18,7 +18,7 @@ from torch import nn
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import SETTINGS, DeterminismSettings, enforce, enforce_determinism, settings_in_force
-from det_callbacks.settings.seeding import require_seed
+from det_callbacks.settings.enforce import require_seed
 
 pytestmark = pytest.mark.usefixtures("same_process_afterwards")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from tracing import assert_same, site_of, step_of, traced, with_role
 
+from det_callbacks.runs.program import plain_value, scalar_bits
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.runs.values import plain_value, scalar_bits
 from det_callbacks.trace.arguments import comparable
 from det_callbacks.trace.hash_mode import HashMode
 
