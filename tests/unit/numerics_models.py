@@ -1,4 +1,4 @@
-"""Small models that tests of numerics compare, and wrong transformations of one of them."""
+"""Small models that tests of numerics compare, wrong transformations of one of them, and what is asked of a report."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from det_callbacks import NumericsReport, compare_modules
 
 
 class ConvNet(nn.Module):
@@ -60,17 +62,6 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(8, 16, batch_first=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        values, hidden = self.rnn(x)
-        return {"values": self.head(values), "hidden": hidden}
-
-
 class TiedWithDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +83,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "mlp": lambda: (mlp(), torch.randn(8, 16)),
     "convolutions": lambda: (ConvNet(), torch.randn(4, 3, 12, 12)),
     "transformer": lambda: (Transformer(layers=1), torch.randint(50, (4, 12))),
-    "recurrent": lambda: (Recurrent(), torch.randn(4, 2, 8)),
     "tied with dropout": lambda: (TiedWithDropout(), torch.randint(30, (4, 8))),
 }
 
@@ -101,11 +91,6 @@ class WithoutResidual(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
         return self.contract(gelu(self.expand(self.norm2(x))))
-
-
-class Transposed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
 
 
 def drop_residual(model: Transformer, layer: int) -> tuple[str, str]:
@@ -119,11 +104,6 @@ def change_epsilon(model: Transformer, layer: int) -> tuple[str, str]:
     return "module", f"blocks.{layer}.norm2"
 
 
-def use_transposed(model: Transformer, layer: int) -> tuple[str, str]:
-    model.blocks[layer].project.__class__ = Transposed
-    return "module", f"blocks.{layer}.project"
-
-
 def store_transposed(model: Transformer, layer: int) -> tuple[str, str]:
     weight = model.blocks[layer].project.weight
     weight.data = weight.data.t().contiguous()
@@ -133,6 +113,31 @@ def store_transposed(model: Transformer, layer: int) -> tuple[str, str]:
 WRONG: tuple[Callable[[Any, int], tuple[str, str]], ...] = (
     drop_residual,
     change_epsilon,
-    use_transposed,
     store_transposed,
 )
+
+
+class Apply(nn.Module):
+    """Calls a function with its input and a layer's output."""
+
+    def __init__(self, function: Callable[..., Any], *, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), weight))
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.weight, *args, **kwargs)
+
+
+def compared(one: Callable[..., Any], other: Callable[..., Any], inputs: Any, **options: Any) -> NumericsReport:
+    options = {"iterations": 2, **options}
+    return compare_modules(Apply(one), Apply(other), inputs, **options)
+
+
+def names(report: NumericsReport, phase: str, iteration: int = 0) -> list[str]:
+    return [found.name for found in report.comparisons if (found.phase, found.iteration) == (phase, iteration)]
+
+
+def only(report: NumericsReport, phase: str, name: str, iteration: int = 0) -> Any:
+    (found,) = (one for one in report.comparisons if (one.phase, one.name, one.iteration) == (phase, name, iteration))
+    return found

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from numerics_models import MODELS, Transformer, change_epsilon, mlp
+from numerics_models import MODELS, Transformer, mlp
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 
-from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled, compare_modules
+from det_callbacks import ModuleRunError, NothingComparedError, compare_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 
@@ -39,7 +39,7 @@ def contents(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["convolutions", "tied with dropout"])
+@pytest.mark.parametrize("name", ["tied with dropout"])
 def test_aot_eager_is_equal_and_was_compiled(name: str) -> None:
     model, inputs = MODELS[name]()
     before = contents(model)
@@ -52,12 +52,11 @@ def test_aot_eager_is_equal_and_was_compiled(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["transformer", "tied with dropout"])
 def test_inductor_is_within_tolerance(name: str) -> None:
     model, inputs = MODELS[name]()
     before = contents(model)
-    with dynamo_config.patch(allow_rnn=True):
-        report = compare_compiled(model, inputs, iterations=3)
+    report = compare_compiled(model, inputs, iterations=3)
     assert report.close, str(report)
     assert not report.equal, "fused kernels round otherwise; without a difference nothing of this was looked at"
     assert report.worst is not None
@@ -82,22 +81,12 @@ class Broken:
 
 def test_a_backend_that_drops_a_residual_is_found() -> None:
     torch.manual_seed(0)
-    model = Transformer()
+    model = Transformer(layers=1)
     report = compare_compiled(model, torch.randint(50, (2, 8)), backend=Broken(), iterations=2)
     assert report.first is not None
     assert (report.first.iteration, report.first.phase, report.first.name) == (0, "output", "output")
     assert report.first.excess > 100
     assert report.notes[0].startswith("1 graph compiled by Broken")
-
-
-@pytest.mark.slow
-def test_a_wrong_model_is_found_behind_inductor() -> None:
-    model = Transformer(layers=1)
-    control = copy.deepcopy(model)
-    change_epsilon(control, 0)
-    report = compare_modules(model, torch.compile(control), torch.randint(50, (4, 12)), iterations=2)
-    assert report.first is not None
-    assert (report.first.iteration, report.first.phase) == (0, "output")
 
 
 def test_what_is_not_compiled_is_no_result() -> None:
@@ -133,16 +122,12 @@ def test_giving_up_after_recompilations_is_an_error() -> None:
         compare_compiled(Branching(), inputs, backend="eager", iterations=4)
 
 
-def test_a_backend_that_fails_is_an_error() -> None:
+def test_wrong_arguments_and_a_backend_that_fails() -> None:
     def failing(graph: Any, example_inputs: Any) -> Any:
         raise RuntimeError("no kernels today")
 
-    with pytest.raises(ModuleRunError, match="control") as caught:
+    with pytest.raises(ModuleRunError, match=r"control[\s\S]*no kernels today"):
         compare_compiled(mlp(), torch.ones(2, 16), backend=failing, iterations=1)
-    assert "no kernels today" in str(caught.value)
-
-
-def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="takes none"):
         compare_compiled(mlp(), torch.ones(2, 16), backend="aot_eager", mode="max-autotune")
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):

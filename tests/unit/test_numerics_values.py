@@ -3,24 +3,19 @@
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from numerics_calls import compared, names, only
-from numerics_models import MODELS, Transformer, change_epsilon, mlp
+from numerics_models import MODELS, Transformer, change_epsilon, compared, mlp, names, only
 from torch import Tensor, nn
 
 from det_callbacks import ModuleRunError, NumericsReport, TensorComparison, compare_modules
 from det_callbacks.verdict import TensorNumbers
 
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-# what may be in inputs and outputs
 
 
 def test_outputs_that_are_no_floats() -> None:
@@ -38,10 +33,8 @@ def test_outputs_that_are_no_floats() -> None:
     assert not other.close
 
 
-@pytest.mark.parametrize(
-    "value", [object(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)], ids=["object", "nested"]
-)
-def test_an_output_that_cannot_be_compared_is_an_error(value: object) -> None:
+def test_an_output_that_cannot_be_compared_is_an_error() -> None:
+    value = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
     with pytest.raises(ModuleRunError, match=r"base .* raised TypeError"):
         compared(lambda w, x: [w * x, value], lambda w, x: w * x, torch.ones(4))
 
@@ -80,28 +73,6 @@ def test_inputs_of_every_form_are_copied_for_each_side() -> None:
         assert torch.equal(x, torch.ones(4))
 
 
-def test_inputs_that_share_memory_still_do() -> None:
-    def shared(weight: Tensor, x: Tensor, part: Tensor) -> Tensor:
-        x.add_(1)
-        return weight * part
-
-    x = torch.zeros(8)
-    assert torch.equal(seen_outputs(shared, (x, x[::2])), torch.ones(4))
-    assert seen_outputs(lambda w, x: w * x[:, 0] * x.stride(0), torch.ones(1).expand(4, 2)).sum() == 0
-
-
-def seen_outputs(function: Callable[..., Tensor], inputs: Any) -> Tensor:
-    seen = []
-
-    def note(*args: Any) -> Tensor:
-        seen.append(function(*args))
-        return seen[-1]
-
-    assert compared(note, note, inputs, iterations=1).equal
-    assert torch.equal(seen[0], seen[1])
-    return seen[0].detach()
-
-
 def test_gradients_of_inputs() -> None:
     x = torch.ones(4, requires_grad=True)
     report = compared(lambda w, x: w * x, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
@@ -125,9 +96,6 @@ def test_each_iteration_has_its_input_and_goes_on_from_its_parameters() -> None:
     assert len(set(weights)) == 3
 
 
-# names
-
-
 def test_names_may_differ_by_wrappers() -> None:
     inner = mlp()
     middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
@@ -138,16 +106,6 @@ def test_names_may_differ_by_wrappers() -> None:
     assert "partly compiled Sequential" in str(report)
     assert not names(report, "module")
     assert "Outputs of submodules were not compared, since a side is compiled." in str(report)
-
-
-def test_what_only_one_side_has() -> None:
-    base, control = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-    control.weight = base.weight
-    report = compare_modules(base, control, torch.ones(2, 4), iterations=1)
-    assert only(report, "initial", "bias").kind == "missing"
-    assert report.first is not None
-    assert (report.first.phase, report.first.name) == ("initial", "bias")
-    assert only(compare_modules(control, base, torch.ones(2, 4)), "initial", "bias").kind == "extra"
 
 
 # the report
