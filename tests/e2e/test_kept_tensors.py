@@ -108,29 +108,6 @@ def test_a_nan_on_one_side_is_apart(reference: Path, tmp_path: Path) -> None:
     assert "4-7: 1, NaN: 1, Inf: 1" in text
 
 
-@pytest.mark.slow
-def test_another_shape_has_no_numbers_and_says_so(tmp_path: Path) -> None:
-    class Cut(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.width = width
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            wide = torch.cat([inputs] * self.width)
-            return wide[:4] * 1
-
-    reference = record(tmp_path / "ref", ["forward/aten.cat.default"], lambda: Small(Cut(2)))
-    verdict = verify(reference, lambda: Small(Cut(3)))
-    assert verdict.first_divergence is not None
-    assert verdict.first_divergence.kind == "structure"
-    (output,) = numbers_of(verdict).output
-    assert output.problem == "float32 [8, 6] in the reference and float32 [12, 6] now, so that no element has a partner"
-    assert output.num_differing == 0
-    assert output.ulps == ()
-    assert output.problem in verdict_lines(verdict)
-    assert [tensor.problem for tensor in numbers_of(verdict).inputs] == ["only the current run kept it", "", ""]
-
-
 def test_an_in_place_op_is_compared_with_what_it_read_before(tmp_path: Path) -> None:
     model = partial(Small, nn.ReLU(inplace=True))
     reference = record(tmp_path / "ref", ["aten.relu_.default"], model)
@@ -216,19 +193,6 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, options: dict[str, 
 def test_a_pattern_that_meant_no_op_is_said(tmp_path: Path) -> None:
     with pytest.warns(CoverageWarning, match="Nothing was kept for the keep_tensors patterns 'aten.kthvalue.default'"):
         record(tmp_path / "ref", ["aten.mm.default", "aten.kthvalue.default"])
-
-
-@pytest.mark.slow
-def test_a_new_recording_removes_what_was_kept(tmp_path: Path) -> None:
-    reference = record(tmp_path / "ref", ["aten.mm.default"])
-    assert len(list(reference.rglob("kept/*/*"))) == 4
-    fit(
-        DeterminismCallback(reference, mode="record", overwrite=True, keep_tensors=["aten.mm.default"]),
-        limit_train_batches=1,
-    )
-    assert len(list(reference.rglob("kept/*/*"))) == 1
-    fit(DeterminismCallback(reference, mode="record", overwrite=True))
-    assert not list(reference.rglob("kept"))
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Digests of tensors that are made of other tensors, and of those that have no data."""
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import digest_reference
 import pytest
@@ -177,34 +175,6 @@ def test_a_subclass_with_its_own_memory_is_its_elements() -> None:
     data = torch.randn(3, 4)
     for view in (data, data.t(), data[1:]):
         assert digest_tensor(view.as_subclass(Labelled)) == digest_tensor(view)
-
-
-@contextmanager
-def single_process_group() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_a_dtensor_is_its_local_shard_and_a_collective_is_waited_for() -> None:
-    from torch.distributed import _functional_collectives as collectives
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    data = torch.randn(4, 6)
-    with single_process_group():
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = distribute_tensor(data, mesh, [Shard(0)])
-        assert_digest(sharded, digest_tensor(data))
-        assert_digest(distribute_tensor(data.t(), mesh, [Shard(1)]).requires_grad_(), digest_tensor(data.t()))
-        reduced = collectives.all_reduce(data, "sum", mesh)
-        assert isinstance(reduced, collectives.AsyncCollectiveTensor)
-        assert_digest(reduced, digest_tensor(data))
-        assert not reduced.completed, "the program's own wait must still be seen"
-        assert torch.equal(reduced.wait(), data)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")

@@ -57,18 +57,6 @@ def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
         assert digest_tensors(there) == digest_tensors(here)
 
 
-def test_sizes_and_offsets_at_which_something_begins(method: TritonDigest) -> None:
-    content = bytes_on_gpu(3 * device_cases.LEAF + 8)
-    there = content.cpu()
-    parts = [
-        slice(offset, offset + size) for size in (*device_cases.EDGES, *device_cases.LEAF_EDGES) for offset in range(9)
-    ]
-    queue = DigestQueue(method)
-    for part in parts:
-        add(queue, content[part])
-    assert queue.finish() == [digest_tensor(there[part]) for part in parts]
-
-
 @pytest.mark.parametrize("num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes")
 def test_tensors_whose_sums_do_not_fit(num_bytes: int, method: TritonDigest) -> None:
     if torch.cuda.mem_get_info()[0] < 2 * num_bytes:

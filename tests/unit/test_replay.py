@@ -1,7 +1,6 @@
 """Saving tensors and putting them back, on the host and on a device that yields at the step's end."""
 
 import json
-import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_device import LateDevice, as_in_a_step, in_every_step, late_device
+from late_device import LateDevice, as_in_a_step, late_device
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from det_callbacks import HashMode
 from det_callbacks.digest import digest_tensor
 from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, ReplayError
-from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
-from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.late_sites import LateSites
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
@@ -95,9 +93,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": lambda tensor: tensor[1:] if tensor.dim() else tensor,
     "strided": lambda tensor: tensor[..., ::2] if tensor.dim() else tensor,
 }
-
-
-GPU_DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
 
 
 def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -252,21 +247,6 @@ def test_no_mode_sees_it(tmp_path: Path) -> None:
     assert flops.get_total_flops() == 0
 
 
-def test_a_step_that_is_abandoned_writes_counts_and_holds_nothing(tmp_path: Path) -> None:
-    with late_device():
-        late, tensor, saving = LateSites(), torch.ones(3), saver(tmp_path)
-        gone = weakref.ref(tensor.untyped_storage())
-        saving.exchange(KEY, tensor, op="op", late=late)
-        late.discard()
-        saving.begin(None)
-        saving.write(12)
-        late.settle(array("Q"))
-        del tensor
-    assert gone() is None
-    assert saving.counts.to_dict() == {}
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
     saving = saver(tmp_path)
     for key, value in (("one", torch.ones(3)), ("two", torch.ones(3)), ("three", 0.1)):
@@ -378,66 +358,3 @@ def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
     assert live.item() == 1.0
     saving.write(12)  # and one that saves nothing any more leaves no file
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def step_of(exchange: OpReplay, device: LateDevice, noise: Tensor) -> StepTrace:
-    mode = HashMode()
-    mode.recorder.exchange = exchange
-    with in_every_step(device), mode:
-        hidden = torch.zeros(3) + noise
-        hidden.add_(noise).mul_(2)  # each overwrites what was put back into the one before
-    assert mode.trace is not None
-    return mode.trace
-
-
-def test_a_step_is_recorded_and_verified_without_a_wait(tmp_path: Path) -> None:
-    patterns, saving = ["aten.add*", "aten.mul_*"], saver(tmp_path)
-    with late_device() as device:
-        recorded = step_of(OpReplay(patterns, saving), device, torch.ones(3))
-        saving.write(12)
-        assert saving.counts.to_dict()["aten.add_.Tensor"]["count"] == 1
-        for noise, num_differing in ((torch.ones(3), 0), (torch.full((3,), 5.0), 1)):
-            replaying = reader(tmp_path)
-            verified = step_of(OpReplay(patterns, replaying), device, noise)
-            assert [site.op for site in verified.program.sites] == [site.op for site in recorded.program.sites]
-            outputs = [at for at, site in enumerate(recorded.program.sites) if site.op in replaying.counts.to_dict()]
-            assert len(outputs) == 3
-            assert [verified.digests[at] for at in outputs] == [recorded.digests[at] for at in outputs]
-            # multiplying what was put back gives what was saved
-            assert {op: count["differing"] for op, count in replaying.counts.to_dict().items()} == {
-                "aten.add.Tensor": num_differing,
-                "aten.add_.Tensor": num_differing,
-                "aten.mul_.Tensor": 0,
-            }
-    assert device.waits == []
-    assert device.num_watched == 3
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says it once a process
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("dtype", "layout"), [*zip(GPU_DTYPES, sorted(LAYOUTS), strict=True)])
-def test_bits_of_a_gpu_come_back_without_a_wait(tmp_path: Path, dtype: torch.dtype, layout: str) -> None:
-    late, saving = LateSites(), saver(tmp_path)
-    device = torch.device("cuda", torch.cuda.current_device())
-    assert late.computes_on(device)  # the kernels are compiled and tried here
-    bases = [of_bytes(dtype, (300, 7), seed).to(device) for seed in (1, 2)]
-    original, live = map(LAYOUTS[layout], bases)
-    wanted = digest_tensor(original)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        saving.exchange("key", original, op="op", late=late)
-        bases[0].zero_()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    late.settle(array("Q"))
-    saving.write(12)
-    replaying = reader(tmp_path)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        replaying.exchange("key", live, op="op", late=late)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    late.settle(array("Q"))
-    assert digest_tensor(live) == wanted
-    assert replaying.counts.to_dict()["op"]["differing"] == 1
