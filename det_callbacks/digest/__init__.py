@@ -9,7 +9,7 @@ from det_callbacks.digest.components import (
     require_storage,
     tensor_bits,
 )
-from det_callbacks.digest.device import Bits, Derived, LateBits, LateDigests, device_choice, value_of
+from det_callbacks.digest.device import Bits, LateBits, LateDigests, derived, device_choice, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import (
@@ -25,10 +25,10 @@ from det_callbacks.host_digest import (
 __all__ = [
     "DIGEST_VERSION",
     "Bits",
-    "Derived",
     "LateBits",
     "LateDigests",
     "StateDigest",
+    "derived",
     "device_choice",
     "digest_bytes",
     "digest_file",

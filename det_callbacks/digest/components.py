@@ -45,7 +45,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import Bits, Derived, LateBits, LateDigests, value_of
+from det_callbacks.digest.device import Bits, LateBits, LateDigests, derived, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
@@ -296,7 +296,7 @@ def _combine(components: Sequence[Bits]) -> Bits:
     if len(components) == 1:
         return components[0]
     if any(isinstance(bits, LateBits) for bits in components):
-        return Derived(components, _combined)
+        return derived(components, _combined)
     return _combined([bits for bits in components if isinstance(bits, int)])
 
 

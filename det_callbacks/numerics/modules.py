@@ -61,11 +61,10 @@ def compare_modules(
     iterations show how a difference grows. Names may differ by ``_orig_mod.`` and the like, also inside.
 
     The modules are not trained: copies are (``copy.deepcopy``), so they may be one and the same module. Generators
-    (Python, NumPy, torch on each device) and settings are as before when it returns or raises. What a module writes
-    elsewhere (files, globals) stays written.
+    (Python, NumPy, torch on each device) and settings are as before when it returns or raises.
 
     Time: the iterations of both, and 0.1 microseconds for each element that differs. Memory: a copy of each side, its
-    optimizer state, and what both computed in one iteration, however many there are.
+    optimizer state, and what both computed in one iteration.
 
     Args:
         base: what relative differences are relative to.
@@ -73,16 +72,15 @@ def compare_modules(
         inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; (args, kwargs); a list of
             these, one for each iteration; or a function from the iteration to one of these. Copied for each side.
         iterations: how many.
-        optimizer: makes an optimizer from the parameters that need gradients, ``lambda p: torch.optim.AdamW(p)``; None:
-            gradient descent at rate 0.01, which carries a difference of the gradients on as it is, where Adam would
-            make a full step out of the rounding errors of a gradient that is zero.
+        optimizer: makes an optimizer from the parameters that need gradients; None: gradient descent at rate 0.01,
+            which carries a difference of the gradients on as it is, where Adam would make a full step out of the
+            rounding errors of a gradient that is zero.
         loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
             leaves to random numbers from the seed.
-        base_context: makes a context manager for each iteration of the base: an autocast, an attention backend,
-            ``lambda: enforce_determinism(...)``.
+        base_context: makes a context manager for each iteration of the base: an autocast, an attention backend.
         control_context: the same for the control.
-        control_inputs: inputs of the control, where it takes others (another dtype); None: the same.
-        rtol: relative tolerance of floating-point and complex tensors; given together with ``atol``. None: that of
+        control_inputs: inputs of the control, where it takes others (another dtype).
+        rtol: relative tolerance of floating-point and complex tensors, given together with ``atol``; None: that of
             ``torch.testing.assert_close`` for the dtype, of two dtypes the looser one. Integers have to be equal.
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``. torch's own, 1e-5, is large for
             gradients of that size, and small for sums of thousands.
@@ -174,9 +172,9 @@ def _comparison(
     key: tuple[Phase, str], base: Values, control: Values, iteration: int, given: Tolerances, check_dtype: bool
 ) -> TensorComparison:
     one, other = base.get(key), control.get(key)
-    numbers: TensorNumbers | None = None
-    rtol = atol = 0.0
     kind: Kind = "structure"
+    numbers: TensorNumbers | None = None
+    excess, rtol, atol = math.inf, 0.0, 0.0
     if key not in base or key not in control:
         kind = "missing" if key in base else "extra"
     elif isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -190,11 +188,9 @@ def _comparison(
             numbers = tensor_numbers(TensorNumbers(tensor=key[1]), _widened(one), _widened(other))
             numbers = replace(numbers, ulps=(), max_ulps=None)  # those of float64 say nothing of a narrower dtype
             kind = "content"
+        excess = _excess(one, other, rtol, atol) if kind == "content" else excess
     elif type(one) is type(other):
         kind = "equal" if one == other else "content"
-    excess = 0.0 if kind == "equal" else math.inf
-    if kind == "content" and isinstance(one, Tensor) and isinstance(other, Tensor):
-        excess = _excess(one, other, rtol, atol)
     return TensorComparison(
         iteration=iteration,
         phase=key[0],
@@ -205,7 +201,7 @@ def _comparison(
         numbers=numbers,
         rtol=rtol,
         atol=atol,
-        excess=excess,
+        excess=0.0 if kind == "equal" else excess,
     )
 
 
@@ -252,11 +248,11 @@ def compare_compiled(
     Args:
         module: not compiled itself.
         inputs: as ``compare_modules`` takes them.
-        backend: of ``torch.compile``: "inductor", "aot_eager", "eager", or a function; so are the next two.
-        mode: for Inductor: "reduce-overhead", "max-autotune".
+        backend: of ``torch.compile``, or a function; so are ``mode``, for Inductor, and ``dynamic``.
+        mode: "reduce-overhead", "max-autotune".
         dynamic: whether sizes may vary.
-        fallback_random: Inductor draws random numbers with torch's own generators, as eager code does, and so the same;
-            its own are others from the same seed. What draws them is then not fused.
+        fallback_random: Inductor draws random numbers with torch's own generators, as eager code does; its own are
+            others from the same seed. What draws them is then not fused.
         **options: of ``compare_modules``, whose errors are raised too.
 
     Raises:

@@ -77,10 +77,8 @@ class NumericsReport:
     """By how much a control differs from its base; printed, it is a table.
 
     Attributes:
-        base: the class of the base, and whether it is compiled.
-        control: likewise.
-        num_iterations: how many iterations both ran.
-        comparisons: every tensor of every iteration, in the order of the computation.
+        base: the class of the base, and whether it is compiled; ``control`` likewise.
+        comparisons: every tensor of each of the ``num_iterations`` iterations, in the order of the computation.
         notes: what else a reader has to know: what was not compared, how much was compiled.
     """
 
@@ -102,7 +100,7 @@ class NumericsReport:
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
-        """Everything that differs, outputs of submodules included, in order."""
+        """Everything that differs, outputs of submodules included, in the order of the computation."""
         return tuple(found for found in self.comparisons if not found.equal)
 
     @property

@@ -40,13 +40,9 @@ Values = dict[tuple[Phase, str], Any]
 
 @dataclass(kw_only=True, slots=True)
 class Side:
-    """One of the two modules, with what it does in each iteration; the arguments of ``compare_modules``.
+    """One of the two modules, "base" or "control": a copy, which is trained, with the arguments of ``compare_modules``.
 
-    Attributes:
-        label: "base" or "control".
-        module: a copy of its own, which is trained.
-        patterns: over the names of submodules whose outputs are looked at.
-        optimizer: made before the first step; None where no parameter needs a gradient.
+    Its optimizer is made before the first step; it has none where no parameter needs a gradient.
     """
 
     label: str
@@ -119,20 +115,17 @@ class Side:
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
-        for name, parameter in self.module.named_parameters():
-            found[parameters, plain_name(name)] = _copied(name, parameter)
-        for name, buffer in self.module.named_buffers():
-            found[buffers, plain_name(name)] = _copied(name, buffer)
+        named = ((parameters, self.module.named_parameters()), (buffers, self.module.named_buffers()))
+        for phase, tensors in named:
+            found.update({(phase, plain_name(name)): _copied(name, tensor) for name, tensor in tensors})
 
     def _add_gradients(self, found: Values, call: Call) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
-        for name, parameter in reversed([*self.module.named_parameters()]):
-            if parameter.grad is not None:
-                found["gradient", plain_name(name)] = _copied(name, parameter.grad)
+        leaves = [(plain_name(name), one) for name, one in reversed([*self.module.named_parameters()])]
         for path, leaf in pytree.tree_leaves_with_path(call):
-            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
-                name = "input" + pytree.keystr(path[1:])
-                found["gradient", name] = _copied(name, leaf.grad)
+            if isinstance(leaf, Tensor) and leaf.is_leaf:
+                leaves.append(("input" + pytree.keystr(path[1:]), leaf))
+        found.update({("gradient", name): _copied(name, one.grad) for name, one in leaves if one.grad is not None})
 
     @contextmanager
     def _submodules_into(self, found: Values) -> Iterator[None]:
@@ -171,11 +164,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def copy_of(label: str, module: nn.Module) -> nn.Module:
-    """Return a copy of a module that can be trained, without gradients.
-
-    Raises:
-        ValueError: there is none: ``copy.deepcopy`` fails, or gives something else.
-    """
+    """Return a copy of a module that can be trained, without gradients; raise ValueError where there is none."""
     if any(part._compiled_call_impl is not None for part in module.modules()):
         raise ValueError(
             f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
@@ -228,11 +217,7 @@ def _call_of(inputs: Any, iteration: int) -> Call:
 
 
 def _copied(name: str, value: Any) -> Any:
-    """Return a copy of a tensor as an ordinary strided one, a float as such a tensor, any other value as it is.
-
-    Raises:
-        TypeError: its elements cannot be read.
-    """
+    """Return a copy of a tensor as an ordinary strided one, a float as such a tensor, any other value as it is."""
     if isinstance(value, float | complex):
         return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
     if not isinstance(value, Tensor):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, Derived, digest_bytes, digest_rows
+from det_callbacks.digest import Bits, derived, digest_bytes, digest_rows
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.leaves import is_constant, leaves
@@ -112,10 +112,10 @@ def _record_late(recorder: Recorder, tensor: Tensor, sketch: Sketch) -> Bits | N
     size = tensor.numel() // num_samples * tensor.itemsize
     if size in _WORDS:
         copy = late.fetch(tensor)
-        return Derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
+        return derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
     rows = late.digest_rows(tensor)
     late.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
-    return Derived(rows, lambda digests: _of_digests(digests, size).digest)
+    return derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 
 def samples_of(tensor: Tensor) -> Samples | None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from det_callbacks.digest import (
     Bits,
-    Derived,
     LateBits,
     LateDigests,
+    derived,
     digest_memory,
     output_bits,
     tensor_bits,
@@ -131,7 +131,7 @@ class LateSites:
     def derive(self, position: int, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> int:
         """Return what is computed from other bits; 0 where some of them are late."""
         known = [part for part in parts if isinstance(part, int)]
-        return combine(known) if len(known) == len(parts) else self.later(position, Derived(parts, combine))
+        return combine(known) if len(known) == len(parts) else self.later(position, derived(parts, combine))
 
     def bits_of(self, position: int, digests: "array[int]") -> Bits:
         """Return the digest of a site, late or not."""

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class Held(LateDevice):
         super().__init__()
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
 
-    def launch(self, spans: Sequence[Span], stream: object) -> list[torch.Tensor]:
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
         self.has_begun.set()
         assert self.may_go_on.wait(30)
         return super().launch(spans, stream)

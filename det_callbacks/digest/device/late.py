@@ -1,7 +1,7 @@
 """Digests that are asked for in the order of a device's work, and known when the device is waited for at the end."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -10,52 +10,23 @@ from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_bytes
 
-
-class LateBits:
-    """64 bits that are known once ``LateDigests.finish`` has been called."""
-
-    __slots__ = ()
-
-    def value(self, known: "Known") -> int:
-        """Return them."""
-        raise NotImplementedError
-
-
-Bits = int | LateBits
 Known = dict[torch.device, list[int]]
 """What ``LateDigests.finish`` found, for ``value_of``."""
 
 
-class _Queued(LateBits):
-    """A digest that a device computes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LateBits:
+    """64 bits that are computed from what ``LateDigests.finish`` found."""
 
-    __slots__ = ("_device", "_place")
-
-    def __init__(self, device: torch.device, place: int) -> None:
-        self._device = device
-        self._place = place
-
-    def value(self, known: Known) -> int:
-        return known[self._device][self._place]
+    value: Callable[[Known], int]
 
 
-class Derived(LateBits):
-    """Bits that are computed on the host from others, some of which are late.
+Bits = int | LateBits
 
-    Args:
-        parts: the others.
-        combine: takes them as numbers, in their order.
-    """
 
-    __slots__ = ("_combine", "_parts")
-
-    def __init__(self, parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> None:
-        self._parts = tuple(parts)
-        self._combine = combine
-
-    def value(self, known: Known) -> int:
-        """Return them."""
-        return self._combine([value_of(part, known) for part in self._parts])
+def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> LateBits:
+    """Return bits that are computed on the host from others, some of which are late, in their order."""
+    return LateBits(lambda known: combine([value_of(part, known) for part in parts]))
 
 
 def value_of(bits: Bits, known: Known) -> int:
@@ -100,10 +71,7 @@ class Transfers:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the copies, which may still be under way: torch hands their pinned memory out again after them.
-
-        ``copy_`` with ``non_blocking`` tells the pinned memory's allocator of its stream (torch 2.13).
-        """
+        """Forget the copies, which may be under way: torch hands their pinned memory out again after them (2.13)."""
         self._ends = {}
         self._sources = []
 
@@ -116,7 +84,7 @@ class LateDigests:
     """A queue for each device that computes digests; devices are waited for in ``finish`` alone."""
 
     def __init__(self) -> None:
-        self._queues: dict[torch.device, DigestQueue[Any] | None] = {}
+        self._queues: dict[torch.device, DigestQueue | None] = {}
         self._transfers = Transfers()
 
     def computes_on(self, device: torch.device) -> bool:
@@ -124,39 +92,26 @@ class LateDigests:
         return self._queue_of(device) is not None
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
-        """Ask for the digest of a span of memory as it is now in the order of its device's work.
+        """Ask for the digest of a span of memory of a device as it is now in the order of the device's work.
 
-        Args:
-            storage: of a device that is not the host.
-            offset: of the first byte.
-            num_bytes: how many.
-
-        Returns:
-            None where that device's tensors have to be copied to the host.
-
-        Raises:
-            DetCallbacksError: a launch failed before.
+        None where that device's tensors have to be copied to the host; raises where a launch failed before.
         """
         if not num_bytes:
             return digest_bytes(b"")
         device = storage.device
         queue = self._queue_of(device)
-        return None if queue is None else _Queued(device, queue.add(storage, offset, num_bytes))
+        if queue is None:
+            return None
+        place = queue.add(storage, offset, num_bytes)
+        return LateBits(lambda known: known[device][place])
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor on the host, to be read after ``finish``.
-
-        From CUDA it is made in the order of the device's work, into pinned memory; elsewhere at once.
-        """
+        """Return a contiguous copy of a tensor on the host, to be read after ``finish``; see ``Transfers``."""
         with unobserved(), torch.no_grad():
             return self._transfers.fetch(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
     def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements of a host tensor into one of the same shape and dtype, whatever its strides.
-
-        To CUDA this is done in the order of the device's work, from pinned memory; elsewhere at once. What waits for
-        its digest has to be launched before, see ``before_write``.
-        """
+        """Write the elements of a host tensor into one of the same shape and dtype; say ``before_write`` first."""
         with unobserved(), torch.no_grad():
             self._transfers.send(values, target)
 
@@ -196,10 +151,10 @@ class LateDigests:
         for queue in self._used():
             queue.discard()
 
-    def _used(self) -> list[DigestQueue[Any]]:
+    def _used(self) -> list[DigestQueue]:
         return [queue for queue in self._queues.values() if queue is not None]
 
-    def _queue_of(self, device: torch.device) -> DigestQueue[Any] | None:
+    def _queue_of(self, device: torch.device) -> DigestQueue | None:
         if device in self._queues:
             return self._queues[device]
         with unobserved():  # what is tried there is none of the program's ops

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence, Set
 from threading import RLock
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -13,18 +13,12 @@ MAX_TENSORS = 1024
 MAX_BYTES = 64 * 1024 * 1024
 """Memory that tensors waiting for their digest may hold: what the program would have freed by then."""
 
-_Launched = TypeVar("_Launched")
-
 Span = tuple[torch.UntypedStorage, int, int]
 """Storage, first byte in it, number of bytes."""
 
 
-class DeviceDigest(Protocol[_Launched]):
-    """How the digests of tensors on one device are computed.
-
-    Attributes:
-        name: for people.
-    """
+class DeviceDigest(Protocol):
+    """How the digests of tensors on one device are computed; ``name`` is for people."""
 
     name: str
 
@@ -34,16 +28,13 @@ class DeviceDigest(Protocol[_Launched]):
     def wait_for(self, stream: Hashable) -> None:
         """Have what is enqueued from now on come after what another stream has been given; asked only of streams."""
 
-    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> _Launched:
+    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Any:
         """Enqueue the digests of spans of memory, behind what that stream has been given.
 
-        Args:
-            spans: of storages.
-            stream: as ``stream`` returned it.
-            unheld: addresses of the storages of which the allocator is not to be told that the stream reads them.
+        ``unheld``: addresses of the storages of which the allocator is not to be told that the stream reads them.
         """
 
-    def collect(self, launched: Sequence[_Launched]) -> list[int]:
+    def collect(self, launched: Sequence[Any]) -> list[int]:
         """Return the digests of all launches, one after the other; the one place that waits for the device."""
 
 
@@ -62,7 +53,7 @@ def require_no_capture() -> None:
         )
 
 
-class DigestQueue(Generic[_Launched]):
+class DigestQueue:
     """Spans of a device's memory in the order of their digests, launched together and fetched together.
 
     The storage of a span that waits is held, so the program may drop its tensors (not the tensors: they would keep
@@ -83,9 +74,7 @@ class DigestQueue(Generic[_Launched]):
         max_bytes: that they hold at most; one that is larger by itself is launched at once.
     """
 
-    def __init__(
-        self, method: DeviceDigest[_Launched], *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES
-    ) -> None:
+    def __init__(self, method: DeviceDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
         self._method = method
         self._max_tensors = max_tensors
         self._max_bytes = max_bytes
@@ -93,7 +82,7 @@ class DigestQueue(Generic[_Launched]):
         self._places: set[int] = set()
         self._num_bytes = 0
         self._stream: Hashable = None
-        self._launched: list[_Launched] = []
+        self._launched: list[Any] = []
         self._unheld: set[int] = set()
         # by storage: the streams that may still be reading it
         self._readers: dict[int, tuple[Hashable, ...]] = {}
@@ -102,12 +91,7 @@ class DigestQueue(Generic[_Launched]):
         self._lock = RLock()
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> int:
-        """Take a span; return the place of its digest in what ``finish`` returns.
-
-        Args:
-            storage: on the queue's device, its bytes ready on the device's current stream.
-            offset: of the first byte.
-            num_bytes: how many.
+        """Take a span whose bytes are ready on the device's current stream; return the place of its digest.
 
         Raises:
             DetCallbacksError: if a launch failed before.
@@ -182,8 +166,7 @@ class DigestQueue(Generic[_Launched]):
                     "before it are intact; say before_write of a storage that is about to be freed or resized"
                 )
         with unobserved():
-            options = {"unheld": frozenset(self._unheld)} if self._unheld else {}
-            self._launched.append(self._method.launch(pending, stream, **options))
+            self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
         if stream is not None:
             readers = self._readers
             for storage, _, _ in pending:

@@ -31,13 +31,9 @@ _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """Where the digests of a launch are going to be.
+    """Which lane computes the digests of a launch, where in its slots they begin, and the spans' sizes in bytes.
 
-    Attributes:
-        lane: that computes them.
-        slots: int64 of the device.
-        first: place in it of the first one's digest.
-        sizes: of the spans, in bytes; empty ones have no digest there.
+    Empty spans have no digest there.
     """
 
     lane: Lane
@@ -197,7 +193,7 @@ class Choice:
         reason: why there is no method; "" for devices that no method is for.
     """
 
-    method: DeviceDigest[Any] | None
+    method: DeviceDigest | None
     reason: str = ""
 
     def __str__(self) -> str:
@@ -231,7 +227,7 @@ def device_choice(device: torch.device) -> Choice:
     return Choice(method=None, reason=f"no Triton: {reason}") if reason else Choice(method=method)
 
 
-def disagreement(method: DeviceDigest[Any], device: torch.device) -> str | None:
+def disagreement(method: DeviceDigest, device: torch.device) -> str | None:
     """Return in what a method does not give the host's bits, None where it does.
 
     Raises:
