@@ -121,7 +121,9 @@ class Side:
 
     def _add_gradients(self, found: Values, call: Call) -> None:
         # the last layers have theirs first: what is wrong in the backward pass of a layer is wrong in all before it
-        leaves = [(plain_name(name), one) for name, one in reversed([*self.module.named_parameters()])]
+        leaves: list[tuple[str, Tensor]] = [
+            (plain_name(name), one) for name, one in reversed([*self.module.named_parameters()])
+        ]
         for path, leaf in pytree.tree_leaves_with_path(call):
             if isinstance(leaf, Tensor) and leaf.is_leaf:
                 leaves.append(("input" + pytree.keystr(path[1:]), leaf))
