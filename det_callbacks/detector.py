@@ -143,7 +143,7 @@ class StepDetector:
         if step not in self._known:
             return None
         self._view = self.reference.view(self.rank, self._fit.segment, step)
-        return Expectation.of(self._view.record.digests, self._view.program)
+        return Expectation.of(self._view.record.digests)
 
     def chain(self, step: int) -> int | None:
         """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
@@ -212,7 +212,6 @@ class StepDetector:
         current = trace.view(rank=self.rank, step=record.step, segment=record.segment)
         if not is_whole:
             reference = reached_part(reference, current)
-        # another program may be the same step: which arguments vary shows only after some steps
         return self._counter.count(reference, current)
 
     def _reference_step(self, step: int) -> StepView:
@@ -249,9 +248,10 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     writer.put_program(view.program)
     writer.put_layout(view.layout)
     writer.append(record.step, record.epoch, record.program_id, record.layout_id, record.digests)
+    writer.put_values(record.step, view.read_values())
     if view.unseen_writes:
         writer.put_evidence([Row(record.step, UNSEEN_WRITE, "site", at) for at in sorted(view.unseen_writes)])
-        writer.flush_evidence()
+    writer.flush_evidence()
 
 
 def _find_unrestored(before: StepView, state: Mapping[str, int]) -> tuple[str, ...]:

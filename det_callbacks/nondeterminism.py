@@ -134,7 +134,7 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
     return facts
 
 
-def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], varying: Sequence[str] = ()) -> bool:
+def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
     """Return whether a fact can be about a call; false only where name, phase or arguments exclude it.
 
     Device, dtype and "requires grad" are not looked at: a recording does not hold them.
@@ -143,15 +143,15 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
         fact: what torch says.
         op: ``namespace.op.overload`` of the call.
         phase: in which the op ran.
-        arguments: the call's constant arguments by name; one that is not there has its default.
-        varying: names of arguments whose values are not known.
+        arguments: the call's arguments by name; one that is not there has its default.
+        unknown: names of arguments whose values are not known.
     """
     base = op.rpartition(".")[0]
     if base not in fact.ops:
         return False
     if fact.is_of_backward and not base.endswith("_backward") and phase != "backward":
         return False
-    return _is_dimension_of(fact.name, arguments) and _has_values_of(fact.condition, arguments, varying)
+    return _is_dimension_of(fact.name, arguments) and _has_values_of(fact.condition, arguments, unknown)
 
 
 def _is_dimension_of(name: str, arguments: Mapping[str, Any]) -> bool:
@@ -161,7 +161,7 @@ def _is_dimension_of(name: str, arguments: Mapping[str, Any]) -> bool:
     return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
 
 
-def _has_values_of(condition: str, arguments: Mapping[str, Any], varying: Sequence[str]) -> bool:
+def _has_values_of(condition: str, arguments: Mapping[str, Any], unknown: Sequence[str]) -> bool:
     # "with accumulate=True"; two values of one argument are alternatives: "when reduce='sum' or reduce='mean'"
     documented: dict[str, list[Any]] = {}
     for name, text in _VALUE.findall(condition):
@@ -170,7 +170,7 @@ def _has_values_of(condition: str, arguments: Mapping[str, Any], varying: Sequen
         # torch leaves arguments at their default out of the call; flags are off by default
         given = arguments.get(name, False if isinstance(values[0], bool) else None)
         # another type is another spelling: mode='max' of EmbeddingBag is mode=2 in aten
-        if name not in varying and isinstance(given, type(values[0])) and given not in values:
+        if name not in unknown and isinstance(given, type(values[0])) and given not in values:
             return False
     return True
 

@@ -31,6 +31,7 @@ class StepBuilder:
     entries: list[TensorLayout | None] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     unseen: set[int] = field(default_factory=set)
+    values: dict[int, str] = field(default_factory=dict)
     known_inputs: dict[str, int] = field(default_factory=dict)
     counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class StepBuilder:
         phase: str = "forward",
         arguments: dict[str, Any] | None = None,
         varying: dict[str, Any] | None = None,
+        keeps_text: bool = True,
         outputs: int = 1,
         noise: object = None,
         layout: TensorLayout = FLOAT,
@@ -90,7 +92,9 @@ class StepBuilder:
         if generator is not None:
             places.append(self.row(mix("generator", generator), None, phase="rng", name="torch.cpu", role="generator"))
         if varying:
-            bits, tag = argument_bits(list(varying.values()))
+            bits, tag, text = argument_bits(list(varying.values()))
+            if text is not None and keeps_text:
+                self.values[bits] = text
             self.row(
                 bits,
                 TensorLayout(dtype=tag, shape=()),
@@ -138,7 +142,14 @@ class StepBuilder:
             chain=0,
             segment=segment,
         )
-        return StepView(rank=rank, record=record, program=program, layout=layout, unseen_writes=frozenset(self.unseen))
+        return StepView(
+            rank=rank,
+            record=record,
+            program=program,
+            layout=layout,
+            unseen_writes=frozenset(self.unseen),
+            read_values=lambda: self.values,
+        )
 
 
 def training_step(

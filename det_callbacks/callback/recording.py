@@ -32,7 +32,7 @@ from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.program import Program, StepView
+from det_callbacks.runs.program import StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -42,9 +42,6 @@ from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.verdict import Verdict
-
-LAST_STEPS = 16
-"""Steps whose programs are looked up for a resumed fit: as many as one accumulation is likely to have."""
 
 DISAGREEMENT = ".disagreement"
 """Folder in a run where a resumed attempt puts the step that disagrees with it, for the judge; it is removed."""
@@ -157,11 +154,6 @@ class Recording(Session):
     def run_id(self) -> str:
         return self._running.run_id
 
-    @property
-    @override
-    def earlier_programs(self) -> tuple[Program, ...]:
-        return () if self._earlier is None else self._earlier.last_programs()
-
     @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         writer, earlier = self._running, self._earlier
@@ -201,6 +193,7 @@ class Recording(Session):
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
             writer.put_layout(trace.layout)
+        writer.put_values(step, trace.values)
         if self.keeper is not None:
             self.keeper.write(trace, step)  # first, likewise
         self.chain = writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
@@ -366,12 +359,6 @@ class EarlierAttempts(StepDetector):
         """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
         if not self.has_steps:
             self._fit.is_resumed = False
-
-    def last_programs(self) -> tuple[Program, ...]:
-        """Return the programs of the last steps that an earlier attempt recorded, each once."""
-        run, segment = self.reference, self._fit.segment
-        records = (run.rank(self.rank).read(segment, step) for step in self._fit.known[-LAST_STEPS:])
-        return tuple(run.program(identity) for identity in dict.fromkeys(record.program_id for record in records))
 
     def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
         """Keep the first step that differs in memory: nobody knows yet where to."""

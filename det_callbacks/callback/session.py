@@ -13,7 +13,6 @@ from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, Peers
-from det_callbacks.runs.program import Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.keep import Keeper
@@ -151,11 +150,6 @@ class Session:
     def progress(self) -> Progress:
         """What was done so far, on this process."""
         return Progress()
-
-    @property
-    def earlier_programs(self) -> tuple[Program, ...]:
-        """Programs of the run that a resumed fit goes on with."""
-        return ()
 
     def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""

@@ -81,7 +81,6 @@ class Tracing(StepHooks):
         recorder.nondeterministic_ops = ops
         recorder.exchange = session.op_replay
         recorder.keeper = session.keeper
-        recorder.trie.earlier = session.earlier_programs
         self._observations = Observations(
             recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step
         )

@@ -1,4 +1,4 @@
-"""The arguments of aligned calls: constants stand in the program, those that vary in a row of their own."""
+"""The arguments of aligned calls: numbers stand in a row of their own, all else in the program."""
 
 import json
 import struct
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from det_callbacks.runs.program import StepView, argument_bits, plain_value
+from det_callbacks.runs.program import StepView, plain_value
 
 _UNKNOWN = "a value that was kept as a digest only"
 _ABSENT = "a tensor or nothing"
@@ -31,8 +31,8 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        values: name -> JSON text of its value, for the constant ones and a varying one that is a number.
-        digested: names of the varying ones of which only a common digest was kept.
+        values: name -> JSON text of its value.
+        digested: names of those of which the run keeps a common digest only, and no text.
         bits: that digest.
     """
 
@@ -66,17 +66,21 @@ class ArgumentReader:
         if not site.varying:
             return Arguments(values=constants)
         row = output if site.role == "argument" else output - site.output - 1
-        assert self._view.program.sites[row].role == "argument", "varying arguments have a row before the outputs"
+        assert self._view.program.sites[row].role == "argument", "the row of numbers comes before the outputs"
         bits, entry = int(self._view.record.digests[row]), self._view.layout.entries[row]
-        value = None if entry is None or len(site.varying) > 1 else _decode(bits, entry.dtype)
-        if value is None:
+        value = None if entry is None else _decode(bits, entry.dtype)
+        if value is not None:
+            # two NaNs of other bits would have the same text
+            text = f'"nan {bits:#x}"' if value != value and bits != _NAN else json.dumps(plain_value(value))
+            return Arguments(values={**constants, site.varying[0]: text})
+        known = self._view.read_values().get(bits)
+        if known is None:
             return Arguments(values=constants, digested=site.varying, bits=bits)
-        # two NaNs of other bits would have the same text
-        text = f'"nan {bits:#x}"' if value != value and bits != _NAN else json.dumps(plain_value(value))
-        return Arguments(values={**constants, site.varying[0]: text})
+        numbers = zip(site.varying, map(json.dumps, json.loads(known)), strict=True)
+        return Arguments(values={**constants, **dict(numbers)})
 
     def canonical(self, output: int) -> str:
-        """Return a text that is equal for equal arguments, whichever of them vary."""
+        """Return a text that is equal for equal arguments, whichever were left to their defaults."""
         site = self._view.program.sites[output]
         if site.arguments == "{}" and not site.varying:
             return "{}"
@@ -85,33 +89,15 @@ class ArgumentReader:
 
 
 def differing_arguments(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
-    """Return how two calls differ in their arguments, None where they agree.
-
-    Arguments of which one side kept only a digest are compared by digesting the other side's values.
-    """
-    values: dict[str, tuple[str, str]] = {}
-    is_known = True
-    if reference.digested == current.digested:
-        if reference.bits != current.bits:
-            values = dict.fromkeys(reference.digested, (_UNKNOWN, _UNKNOWN))
-    else:
-        for one, other in ((reference, current), (current, reference)):
-            is_told = all(name in other.values for name in one.digested)
-            is_known &= is_told
-            if is_told and one.digested and one.bits != _bits_of(other, one.digested):
-                pairs = {name: (_UNKNOWN, other.values[name]) for name in one.digested}
-                values |= {name: pair[::-1] if one is current else pair for name, pair in pairs.items()}
+    """Return how two calls differ in their arguments, None where they agree."""
+    is_known = reference.digested == current.digested
     names = dict.fromkeys((*reference.values, *current.values))
     compared = [name for name in names if name not in {*reference.digested, *current.digested}]
     pairs = {name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT)) for name in compared}
-    values = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} | values
+    values = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if is_known and reference.bits != current.bits:
+        values |= dict.fromkeys(reference.digested, (_UNKNOWN, _UNKNOWN))
     return None if is_known and not values else ArgumentDifference(values=values, is_known=is_known or bool(values))
-
-
-def _bits_of(arguments: Arguments, names: tuple[str, ...]) -> int:
-    """Return the digest of values; infinities and NaN are kept as texts, and the trace had numbers."""
-    values = [json.loads(arguments.values[name]) for name in names]
-    return argument_bits([float(value) if value in ("inf", "-inf", "nan") else value for value in values])[0]
 
 
 def _decode(bits: int, tag: str) -> Any:

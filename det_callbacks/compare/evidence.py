@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.compare.step import StepDifference
-from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, Filter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, VALUES, Filter, Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
@@ -125,7 +125,8 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
     def is_wanted(batch: pa.RecordBatch) -> pa.Array:
         texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
-        lasts = np.array([text != "" and point != BATCH for text, point in zip(texts, points, strict=True)], dtype=bool)
+        pairs = zip(texts, points, strict=True)
+        lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
         numbers = batch.column("step").to_numpy()
         return pa.array((numbers <= step) & ((numbers >= (since or 0)) | lasts))
 
@@ -207,7 +208,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     hooks: dict[str, str] = {}
     num_constant = 0
     for row in rows:
-        if row.point == UNSEEN_WRITE:
+        if row.point in (UNSEEN_WRITE, VALUES):
             continue
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text

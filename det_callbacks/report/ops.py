@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.report.console import count, print_line, print_table
@@ -43,7 +44,7 @@ class OpUsage:
 
 
 def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
-    """Return which facts may be about ops of a run; reads every step and program of every rank.
+    """Return which facts may be about ops of a run; reads every step of every rank, and one of each program.
 
     An op that leaves no site is not found: what the selection excludes, views, ``resize_``, compiled regions.
 
@@ -51,7 +52,11 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
         SelectionError: the run holds no ops, so that it cannot say.
         ReferenceFormatError: one of its files is damaged or missing.
     """
-    identities = {record.program_id for rank in run.ranks for record in run.rank(rank).iterate()}
+    places = {
+        record.program_id: (rank, record.segment, record.step)
+        for rank in run.ranks
+        for record in run.rank(rank).iterate()
+    }
     about: dict[str, list[OpFact]] = defaultdict(list)
     for fact in facts:
         for name in fact.ops:
@@ -59,15 +64,18 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
     most: dict[OpFact, Counter[str]] = defaultdict(Counter)
     overloads: dict[OpFact, set[str]] = defaultdict(set)
     ops: set[str] = set()
-    for identity in identities:
+    for place in places.values():
         here: dict[OpFact, Counter[str]] = defaultdict(Counter)
-        for site in run.program(identity).sites:
+        view = run.view(*place)
+        reader = ArgumentReader(view)
+        for position, site in enumerate(view.program.sites):
             if not site.op or site.role not in ("output", "value"):
                 continue
             ops.add(site.op)
             for fact in about[site.op.rpartition(".")[0]]:
-                arguments = json.loads(site.arguments)
-                if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, varying=site.varying):
+                known = reader.read(position)
+                arguments = {name: json.loads(text) for name, text in known.values.items()}
+                if may_apply(fact, op=site.op, phase=site.phase, arguments=arguments, unknown=known.digested):
                     here[fact][site.module] += 1
                     overloads[fact].add(site.op)
         for fact, modules in here.items():
@@ -83,7 +91,7 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
         for fact in facts
         if fact in overloads
     )
-    return OpUsage(uses=uses, num_ops=len(ops), num_programs=len(identities))
+    return OpUsage(uses=uses, num_ops=len(ops), num_programs=len(places))
 
 
 def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run | None = None) -> dict[str, Any]:

@@ -39,6 +39,9 @@ CONSTANTS = "constant initial tensors"
 UNSEEN_WRITE = "unseen write"
 """Point of the rows that a verification adds to a step that it keeps: their values are ``StepView.unseen_writes``."""
 
+VALUES = "arguments"
+"""Point of the rows that hold numbers among an op's arguments: their digest, and their JSON text, once for each."""
+
 STEPS_PER_BATCH = 64
 MAX_ROWS = 10_000
 """Rows after which a record batch is written, however few steps they are of."""
@@ -140,6 +143,18 @@ class EvidenceWriter:
         if stream is not None and file is not None:
             stream.close()
             file.close()
+
+
+def read_values(stream: Path, run_id: str) -> dict[int, str]:
+    """Return the JSON text of arguments by digest, as kept beside a stream; what cannot be read is left out."""
+
+    def are_values(batch: pa.RecordBatch) -> pa.Array:
+        return pa.array([point == VALUES for point in batch.column("point").to_pylist()], type=pa.bool_())
+
+    try:
+        return {row.value: row.text for row in read_evidence(evidence_path(stream), run_id=run_id, keep=are_values)}
+    except ReferenceFormatError:
+        return {}
 
 
 def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:

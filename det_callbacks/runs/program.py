@@ -8,7 +8,7 @@ layout tables. Both are identified by their content, so ranks, attempts and runs
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -38,7 +38,7 @@ Role = Literal[
 
 output: digest of a tensor that an op wrote (returned, or mutated in place).
 value: the bits of a Python scalar that an op returned (``_local_scalar_dense``), as float64, int64 or bool.
-argument: the arguments of the following op that change from step to step (see ``Site.varying``).
+argument: the numbers among the arguments of the following op (see ``Site.varying``).
 input: digest of a tensor that an op read and that no recorded site of this step wrote.
 generator: digest of a random generator's state.
 named: digest of a named tensor (batch, loss, gradient, parameter, buffer, optimizer state, module output).
@@ -90,9 +90,11 @@ class Site:
         role: what the 8 bytes are.
         name: parameter, gradient ("grad of net.weight"), optimizer state ("exp_avg of net.weight"), place in the
             batch ("batch[0]") or generator ("torch.cpu") that the tensor is; None for an ordinary activation.
-        arguments: JSON object of the op's constant arguments by name, tensors left out; "{}" where no op is involved.
-        varying: names of the arguments that change from step to step; their values are the preceding site of role
-            argument: the argument's own 64 bits when it is one number, else the digest of their canonical form.
+        arguments: JSON object of the op's arguments by name, without tensors and ``varying``; "{}" where no op is
+            involved.
+        varying: names of the arguments that belong to the step and not to its program: numbers, and lists of numbers.
+            Their values are the preceding site of role argument: the 64 bits of a single number, else the digest of
+            their canonical form, which stands in the evidence.
         inputs: positions of the sites whose bytes this one read, ascending.
         recomputed: whether it ran again under activation checkpointing.
         source: the user's lines, innermost first ("train.py:41 in forward"); not part of the identity.
@@ -253,6 +255,7 @@ class StepView:
 
     ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see; only a
     verification can know it, and keeps it with the steps that differ. No such site is called an origin.
+    ``read_values`` returns the JSON text of arguments by their digest, as far as the run keeps it.
     """
 
     rank: int
@@ -260,6 +263,7 @@ class StepView:
     program: Program
     layout: Layout
     unseen_writes: frozenset[int] = frozenset()
+    read_values: Callable[[], Mapping[int, str]] = dict
 
 
 # plain values of Python: the arguments of ops, and numbers that ops return
@@ -290,15 +294,18 @@ def plain_value(value: Any) -> Any:
     return kind.__name__
 
 
-def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag]:
-    """Return the 64 bits of the arguments that vary, and how to read them.
+def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
+    """Return the 64 bits of the numbers among a call's arguments, how to read them, and the text that they digest.
 
-    One number is kept as it is (IEEE 754 binary64, two's complement, or 0 and 1); anything else as the digest of its
-    JSON form.
+    One number is kept as it is (IEEE 754 binary64, or two's complement) and has no text; anything else is kept as the
+    digest of its JSON form.
     """
-    if len(values) == 1:
-        return scalar_bits(values[0])
-    return digest_bytes(json.dumps([plain_value(value) for value in values], separators=(",", ":")).encode()), "digest"
+    if len(values) == 1 and not isinstance(values[0], list | tuple):
+        bits, tag = scalar_bits(values[0])
+        if tag != "digest":
+            return bits, tag, None
+    text = json.dumps([plain_value(value) for value in values], separators=(",", ":"))
+    return digest_bytes(text.encode()), "digest", text
 
 
 def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:

@@ -16,7 +16,7 @@ torn tail. The end-of-stream marker is written when a fit ends as it should; wit
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.runs.environment import Environment
-from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes
+from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes, read_values
 from det_callbacks.runs.files import (
     NONDETERMINISTIC_FILE,
     damaged,
@@ -157,6 +157,7 @@ class Run:
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
         self._program = lru_cache(_CACHED)(read_program)
         self._layout = lru_cache(_CACHED)(read_layout)
+        self._values = lru_cache(_CACHED)(read_values)
 
     @classmethod
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
@@ -277,10 +278,18 @@ class Run:
                 f"it has {len(program)} sites, its layout {layout_path(self.path, record.layout_id).name} has "
                 f"{len(layout)}, and step {step} has {len(record.digests)} digests",
             )
+        stream = self.rank(rank).stream_of(segment, step)
         unseen: frozenset[int] = frozenset()
         if self.keeps != "all":
-            unseen = read_unseen_writes(self.rank(rank).stream_of(segment, step), self.run_id, step, len(program))
-        return StepView(rank=rank, record=record, program=program, layout=layout, unseen_writes=unseen)
+            unseen = read_unseen_writes(stream, self.run_id, step, len(program))
+        return StepView(
+            rank=rank,
+            record=record,
+            program=program,
+            layout=layout,
+            unseen_writes=unseen,
+            read_values=partial(self._values, stream, self.run_id),
+        )
 
     def streams(self, rank: int, segment: int) -> list[Path]:
         """Return the files of a process's fit, one an attempt, also those that hold no step."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import EvidenceWriter, NondeterministicOp, Row, evidence_path
+from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
 from det_callbacks.runs.files import (
     LAYOUTS,
     NONDETERMINISTIC_FILE,
@@ -55,6 +55,7 @@ class RunWriter:
         self._chain: int | None = 0 if not attempt else None
         self._file: BinaryIO | None = None
         self._evidence: EvidenceWriter | None = None
+        self._values: dict[int, str] = {}
         self._open_new_stream()
         self._write_manifest()
 
@@ -168,6 +169,13 @@ class RunWriter:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
         self._evidence.append(rows)
 
+    def put_values(self, step: int, values: Mapping[int, str]) -> None:
+        """Keep the JSON text of arguments by digest, as evidence; what this fit has already is left out."""
+        if len(values) > len(self._values):
+            new = {bits: text for bits, text in values.items() if bits not in self._values}
+            self._values.update(new)
+            self.put_evidence([Row(step, VALUES, "", bits, text) for bits, text in new.items()])
+
     def flush_evidence(self) -> None:
         """Write what was put of it: a kill then loses none of that."""
         if self._evidence is not None:
@@ -274,6 +282,7 @@ class RunWriter:
 
     def _end_evidence(self) -> None:
         evidence, self._evidence = self._evidence, None
+        self._values.clear()
         if evidence is not None:
             evidence.close()
 

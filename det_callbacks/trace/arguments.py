@@ -1,4 +1,9 @@
-"""The arguments of an op that are no tensors: how they are compared and written down."""
+"""The arguments of an op that are no tensors: numbers are values of the step, all else belongs to the program.
+
+A learning rate or a shape may be another in each step. So each number, and each list of numbers, is left out of the
+program, and the step has one digest of all those of a call; dtypes, flags and words are part of the program. What a
+step's program is follows from the step alone, whatever this process has recorded before.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,28 +15,11 @@ from det_callbacks.runs.program import plain_value
 from det_callbacks.trace.overloads import OpPlan
 
 
-class _Varying:
-    """Stands for an argument that changes from step to step: equal to everything."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]  # equal to everything, so no hash can be right
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
-class _NotANumber:
-    """Stands for NaN among the arguments of a call: equal to every NaN."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]  # NaNs of one process have different hashes
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, float | complex) and other != other)
-
-
-VARYING = _Varying()
-NAN = _NotANumber()
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a value of the step: a number, or a list of numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_number, value))
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
 def names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
@@ -46,12 +34,7 @@ def names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, An
             yield name
 
 
-def exact_form(consts: Sequence[Any], varying: Sequence[int]) -> str:
-    """Return the text form of the constant arguments but those that vary."""
-    return repr([const for index, const in enumerate(consts) if index not in varying])
-
-
-def needs_exact(value: Any, *, is_number: bool) -> bool:
+def is_ambiguous(value: Any, *, is_number: bool) -> bool:
     """Return whether an argument may equal another that is not the same: 0.0 == -0.0, 1 == 1.0 == True.
 
     Args:
@@ -59,7 +42,7 @@ def needs_exact(value: Any, *, is_number: bool) -> bool:
         is_number: whether any kind of number is taken, so that 1, 1.0 and True are not the same.
     """
     if isinstance(value, list | tuple):
-        return any(needs_exact(item, is_number=is_number) for item in value)
+        return any(is_ambiguous(item, is_number=is_number) for item in value)
     if isinstance(value, float) and value == 0.0:
         return True
     if not is_number or not isinstance(value, int | float | complex):
@@ -67,16 +50,8 @@ def needs_exact(value: Any, *, is_number: bool) -> bool:
     return isinstance(value, complex) or (value == value and abs(value) < 2**63 and value == int(value))
 
 
-def comparable(value: Any) -> Any:
-    """Return an argument in a form that equals itself: NaN does not."""
-    if isinstance(value, list | tuple):
-        return [comparable(item) for item in value] if any(item != item for item in value) else value
-    return NAN if isinstance(value, float | complex) and value != value else value
-
-
-def arguments_json(names: Sequence[str], consts: Sequence[Any]) -> str:
-    """Return the JSON object of constant arguments; varying ones are left out."""
-    pairs = zip(names, consts, strict=True)
+def arguments_json(names: Sequence[str], values: Sequence[Any]) -> str:
+    """Return the JSON object of arguments."""
     return json.dumps(
-        {name: plain_value(const) for name, const in pairs if const is not VARYING}, separators=(",", ":")
+        {name: plain_value(value) for name, value in zip(names, values, strict=True)}, separators=(",", ":")
     )

@@ -62,7 +62,7 @@ class HashMode:
         >>> from det_callbacks import HashMode
         >>> with HashMode() as mode:
         ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
-        >>> [site.op for site in mode.trace.program.sites if site.op]
+        >>> [site.op for site in mode.trace.program.sites if site.role == "output"]
         ['aten.ones.default', 'aten.ones.default', 'aten.mm.default']
     """
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from det_callbacks.runs.program import Program, Site
-from det_callbacks.trace.arguments import exact_form
+from det_callbacks.runs.program import ArgumentTag, Program, Site, argument_bits
+from det_callbacks.trace.arguments import is_ambiguous, is_number
 from det_callbacks.trace.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
+MAX_VALUES = 10_000
+"""Values of arguments that a recorder keeps as text; of those that come later, a step has the digest only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,13 @@ class CallNode:
 
     Attributes:
         func: the op's overload, or what stands for another kind of call.
-        consts: the arguments that are no tensors, in order; ``keywords`` are the names of those passed by name.
+        consts: the arguments that are no tensors, in order, as they were in the last such call; ``keywords`` are the
+            names of those passed by name.
         reads: positions that the call reads; ``names`` are those of the input sites made for it.
         exact: text form of ``consts`` where equality would be too weak (1 == 1.0 == True, 0.0 == -0.0).
-        varying: indices of the arguments that change from step to step.
+        numbers: indices of the arguments that belong to the step and not to the program.
+        any_number: indices of those that take any kind of number, so that 1, 1.0 and True are not the same.
+        bits: of the numbers, to be read as ``tag`` says.
         rows: the sites of the call.
         depth: number of calls before it in its step.
         op_base, is_in_place, functions, scopes: what tells whether an autograd node is of this call (backward.py).
@@ -61,7 +66,10 @@ class CallNode:
     num_outputs: int
     keywords: tuple[str, ...] = ()
     exact: str | None = None
-    varying: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    any_number: frozenset[int] = frozenset()
+    bits: int = 0
+    tag: ArgumentTag = "digest"
     rows: tuple[Site, ...] = ()
     source: tuple[str, ...] = ()
     op_base: str = ""
@@ -82,18 +90,17 @@ class CallNode:
         """Qualified name of the module it belongs to."""
         return self.scope.module
 
-    def fits(
+    def is_call(
         self,
         func: object,
         phase: str,
         scope: OpScope,
-        consts: list[Any],
         reads: list[Any],
         names: list[Any],
         num_outputs: int,
         keywords: tuple[str, ...] = (),
     ) -> bool:
-        """Return whether a call is this one again."""
+        """Return whether a call is this one again, but for its arguments that are no tensors."""
         return (
             self.func is func
             and (self.scope is scope or self.scope == scope)
@@ -101,14 +108,8 @@ class CallNode:
             and self.reads == reads
             and self.num_outputs == num_outputs
             and self.names == names
-            and self.consts == consts
             and self.keywords == keywords
-            and (self.exact is None or self.is_exactly(consts))
         )
-
-    def is_exactly(self, consts: list[Any]) -> bool:
-        """Return whether constant arguments that are equal are also the same."""
-        return self.exact == exact_form(consts, self.varying)
 
 
 NOWHERE = OpScope(module="")
@@ -119,25 +120,20 @@ class ProgramTrie:
 
     Attributes:
         at: the last call of the step under way.
-        expected: the program that the step has in the reference, if there is one.
-        earlier: programs of the run that a resumed fit goes on with.
+        values: digest of the numbers among the arguments of a call -> their JSON text, bounded in number.
     """
 
     def __init__(self) -> None:
-        self.expected: tuple[Program, ...] = ()
-        self.earlier: tuple[Program, ...] = ()
+        self.values: dict[int, str] = {}
         self.num_nodes = 0
         self._root = self.at = CallNode(None, None, "", NOWHERE, [], [], [], 0)
-        self._arguments: dict[tuple[object, ...], tuple[list[Any], tuple[int, ...]]] = {}
 
-    def begin(self, expected: tuple[Program, ...]) -> None:
+    def begin(self) -> None:
         """Start a step; forget everything once it is too much."""
         if self.num_nodes > MAX_NODES:
             self._root = CallNode(None, None, "", NOWHERE, [], [], [], 0)
             self.num_nodes = 0
-            self._arguments.clear()
         self.at = self._root
-        self.expected = expected
 
     def step_to(self, call: tuple[Any, ...], build: Callable[[CallNode], None]) -> CallNode:
         """Go to a call: the likely one, a sibling, or a new one.
@@ -148,9 +144,11 @@ class ProgramTrie:
         """
         parent = self.at
         node = parent.likely
-        if node is None or not node.fits(*call):
+        func, phase, scope, consts, *rest = call
+        if node is None or not (node.is_call(func, phase, scope, *rest) and self.takes(node, consts)):
             siblings = parent.children[: -_MAX_SIBLINGS - 1 : -1]
-            node = next((child for child in siblings if child.fits(*call)), None)
+            alike = (child for child in siblings if child.is_call(func, phase, scope, *rest))
+            node = next((child for child in alike if self.takes(child, consts)), None)
             if node is None:
                 node = CallNode(parent, *call)
                 build(node)
@@ -160,37 +158,31 @@ class ProgramTrie:
         self.at = node
         return node
 
-    def varying(self, node: CallNode, op: str, names: Sequence[str], position: int) -> tuple[int, ...]:
-        """Return which arguments of a new node were others when the same call was made in an earlier step.
+    def takes(self, node: CallNode, consts: list[Any]) -> bool:
+        """Return whether a call with these arguments is of a node; the node then has their numbers."""
+        if node.consts == consts and (node.exact is None or node.exact == repr(consts)):
+            return True
+        if not node.numbers or len(node.consts) != len(consts):
+            return False
+        for index, (known, value) in enumerate(zip(node.consts, consts, strict=True)):
+            if (
+                not is_number(value)
+                if index in node.numbers
+                else known.__class__ is not value.__class__ or known != value
+            ):
+                return False
+        self.set_numbers(node, consts)
+        return True
 
-        Calls are the same when op, keywords, phase, module and depth agree: the argument sites that this very result
-        adds to a program shift positions, but not depths. The first steps after a resume have no steps before them, so
-        that what a program says of the same position counts too: they get the program of an uninterrupted run.
-
-        Args:
-            node: the new one.
-            op: ``namespace.op.overload``.
-            names: of ``node.consts``.
-            position: of the site that would tell its varying arguments.
-        """
-        recorded: set[str] = set()
-        for program in (*self.expected, *self.earlier):
-            site = program.sites[position] if position < len(program) else None
-            is_told = site is not None and site.role == "argument"
-            if site is not None and is_told and (site.op, site.phase, site.module) == (op, node.phase, node.module):
-                recorded.update(site.varying)
-        key = (node.func, node.keywords, node.phase, node.scope, node.depth)
-        known = self._arguments.get(key)
-        varying: tuple[int, ...] = ()
-        if known is not None and len(known[0]) == len(node.consts):
-            pairs = zip(known[0], node.consts, strict=True)
-            varying = tuple(
-                index for index, (old, new) in enumerate(pairs) if index in known[1] or repr(old) != repr(new)
-            )
-        if recorded:
-            varying = tuple(index for index, name in enumerate(names) if index in varying or name in recorded)
-        self._arguments[key] = (node.consts, varying)
-        return varying
+    def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
+        """Take the numbers of a call for those of its node."""
+        node.consts = consts
+        is_weak = any(is_ambiguous(value, is_number=index in node.any_number) for index, value in enumerate(consts))
+        node.exact = repr(consts) if is_weak else None
+        if node.numbers:
+            node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
+            if text is not None and len(self.values) < MAX_VALUES:
+                self.values[node.bits] = text
 
     def rows(self) -> list[Site]:
         """Return the sites of the step up to here."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest import digest_memory
-from det_callbacks.runs.program import Program, argument_bits, scalar_bits
+from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.backward import ENGINE, BackwardMap
@@ -127,7 +127,7 @@ class Recorder:
         self.digests = array("Q")
         self.layout_indices = []
         self._expected = expected
-        self.trie.begin(() if expected is None else expected.programs)
+        self.trie.begin()
         self.undigested.begin()
         self.graphs.begin()
         self.compiled.begin()
@@ -279,13 +279,15 @@ class Recorder:
             node is None
             or node.func is not func
             or node.reads != reads
-            or node.consts != consts
             or node.scope is not scope
             or node.phase is not phase
             or node.names != names
             or node.num_outputs != len(outputs)
-            or (node.exact is not None and not node.is_exactly(consts))
             or (kwargs and node.keywords != tuple(kwargs))
+            or (
+                (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))
+                and not self.trie.takes(node, consts)
+            )
         ):
             if outputs and not any(holds_data(output) for output in outputs):
                 self.reads.roll_back(mark)
@@ -301,10 +303,9 @@ class Recorder:
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             self.backward.register(node)
         indices = self.layout_indices
-        if node.varying:
-            bits, tag = argument_bits([consts[index] for index in node.varying])
-            digests.append(bits)
-            indices.append(self.layouts.tags[tag].index)
+        if node.numbers:
+            digests.append(node.bits)
+            indices.append(self.layouts.tags[node.tag].index)
         first = len(digests)
         slots = self.layouts.slots
         for output in outputs:
@@ -441,6 +442,7 @@ class Recorder:
             digests=digests,
             layout_id=self.layouts.layout_id(indices),
             unseen_writes=unseen_writes,
+            values=self.trie.values,
             _make_layout=partial(self.layouts.layout, indices),
         )
 
@@ -463,7 +465,6 @@ class Recorder:
             kwargs,
             trie=self.trie,
             inputs=tuple(self.reads.sites(node)),
-            position=len(self.digests),
             by_output=self.reads.by_output(plan, args, kwargs, len(outputs)),
             outputs=outputs,
             output_names=output_names,

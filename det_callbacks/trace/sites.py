@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from det_callbacks.runs.program import Role, Site
-from det_callbacks.trace.arguments import (
-    VARYING,
-    arguments_json,
-    comparable,
-    exact_form,
-    names_of_arguments,
-    needs_exact,
-)
+from det_callbacks.trace.arguments import arguments_json, is_number, names_of_arguments
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie
 from det_callbacks.trace.source import capture_source, is_of_torch
@@ -72,7 +65,6 @@ def build_op(
     *,
     trie: ProgramTrie,
     inputs: Sequence[Site],
-    position: int,
     by_output: Sequence[Sequence[int]] | None,
     outputs: Sequence[Any],
     output_names: Sequence[str | None],
@@ -84,9 +76,8 @@ def build_op(
         plan: of its overload.
         args: of the call.
         kwargs: of the call.
-        trie: knows which arguments change from step to step.
+        trie: of the node.
         inputs: the sites of its inputs.
-        position: of the next site of the step.
         by_output: positions read by each output, where they are not the same for all.
         outputs: tensors and numbers that the call wrote.
         output_names: their names, where they have one.
@@ -96,18 +87,20 @@ def build_op(
         output_names = [name or f"grad of {scope.name}" for name in output_names]
     names = list(names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
-    node.varying = trie.varying(node, plan.name, names, position)
-    varying = tuple(names[index] for index in node.varying)
-    consts = [VARYING if index in node.varying else const for index, const in enumerate(node.consts)]
-    if any(
-        needs_exact(const, is_number=name.partition("[")[0] in plan.number_arguments)
-        for name, const in zip(names, consts, strict=True)
-    ):
-        node.exact = exact_form(consts, node.varying)
-    node.consts = [comparable(const) for const in consts]
+    node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
+    node.any_number = frozenset(
+        index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
+    )
+    trie.set_numbers(node, node.consts)
+    varying = tuple(names[index] for index in node.numbers)
+    constants = {
+        name: value
+        for index, (name, value) in enumerate(zip(names, node.consts, strict=True))
+        if index not in node.numbers
+    }
     given = {*plan.argument_names[: len(args)], *kwargs}
-    left_out = {name: value for name, value in plan.defaults.items() if name not in given}
-    arguments = arguments_json([*names, *left_out], [*consts, *left_out.values()])
+    constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
+    arguments = arguments_json(list(constants), list(constants.values()))
     every = tuple(sorted(set(node.reads)))
 
     def site(role: Role, output: int = 0, name: str | None = None, edges: tuple[int, ...] = ()) -> Site:

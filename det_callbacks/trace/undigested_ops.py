@@ -164,13 +164,8 @@ class UndigestedOps:
     def _touch(self, func: Any, plan: OpPlan) -> None:
         """Note an op that is not digested: the autograd node it may own leads back to its module."""
         recorder = self._recorder
-        trie = recorder.trie
-        node = trie.at.likely
-        call: tuple[Any, ...] = (func, *recorder.place(), [], [], [], 0)
-        if node is not None and node.fits(*call):
-            trie.at = node
-        else:
-            node = trie.step_to(call, partial(self._build, plan))
+        phase, scope = recorder.place()
+        node = recorder.trie.step_to((func, phase, scope, [], [], [], 0), partial(self._build, plan))
         recorder.backward.register(node)
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:

@@ -9,6 +9,7 @@ from op_calls import CALLS, INDEX, Call, reduced, vector
 from tiers import rest_slow
 from tracing import traced
 
+from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.errors import OpFactsError
 from det_callbacks.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
 
@@ -195,12 +196,18 @@ def applying(call: Call) -> set[tuple[str, str]]:
         if output.requires_grad:
             output.sum().backward()
 
-    return {
-        (found.name, found.condition)
-        for found in DOCUMENTED
-        for site in traced(body).program.sites
-        if may_apply(found, op=site.op, phase=site.phase, arguments=json.loads(site.arguments), varying=site.varying)
-    }
+    view = traced(body).view()
+    reader = ArgumentReader(view)
+    calls = [
+        {
+            "op": site.op,
+            "phase": site.phase,
+            "arguments": {name: json.loads(text) for name, text in reader.read(position).values.items()},
+        }
+        for position, site in enumerate(view.program.sites)
+        if site.op and site.role in ("output", "value")
+    ]
+    return {(found.name, found.condition) for found in DOCUMENTED for call in calls if may_apply(found, **call)}
 
 
 def test_there_is_a_call_for_every_documented_op() -> None:
@@ -246,7 +253,7 @@ def test_an_argument_of_unknown_value_excludes_nothing() -> None:
     put = {words: fact("torch.Tensor.index_put", words) for words in ("accumulate=False", "accumulate=True")}
     call = {"op": "aten.index_put_.default", "phase": "forward"}
     for words, found in put.items():
-        assert may_apply(found, **call, arguments={}, varying=("accumulate",))
+        assert may_apply(found, **call, arguments={}, unknown=("accumulate",))
         assert may_apply(found, **call, arguments={"accumulate": True}) == (words == "accumulate=True")
         assert may_apply(found, **call, arguments={}) == (words == "accumulate=False")
     assert may_apply(fact("torch.nn.Conv1d"), op="aten.convolution.default", phase="forward", arguments={})

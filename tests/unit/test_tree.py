@@ -1,18 +1,28 @@
+"""The program of a step follows from the step alone; what the recorder keeps from step to step only saves work."""
+
 import json
 import math
+import random
 import struct
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from tracing import assert_same, site_of, step_of, traced, with_role
+from tracing import assert_same, site_of, step_of, traced
 
-from det_callbacks.runs.program import plain_value, scalar_bits
-from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.arguments import comparable
+from det_callbacks.compare.step import compare_steps
+from det_callbacks.runs.evidence import evidence_path
+from det_callbacks.runs.program import argument_bits, plain_value, scalar_bits
+from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.trace.hash_mode import HashMode
+
+X = torch.ones(3)
 
 
 def steps_of(body, values, **selection):
@@ -21,139 +31,130 @@ def steps_of(body, values, **selection):
     return [step_of(mode, lambda value=value: body(value)) for value in values]
 
 
-def argument_digests(trace: StepTrace) -> list[int]:
-    sites = zip(trace.program.sites, trace.digests, strict=True)
-    return [int(digest) for site, digest in sites if site.role == "argument"]
+def numbers_of(trace: StepTrace, op: str, number: int = 0) -> dict[str, Any]:
+    """Return the numbers among the arguments of the number-th call of an op ("mm.default"), by name."""
+    sites = enumerate(trace.program.sites)
+    position, site = [found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}"][number]
+    bits = int(trace.digests[position])
+    if bits in trace.values:
+        return dict(zip(site.varying, json.loads(trace.values[bits]), strict=True))
+    (name,) = site.varying
+    return {name: bits}
+
+
+def addmm(beta: float, alpha: float) -> Tensor:
+    return torch.addmm(X, torch.ones(3, 3), torch.ones(3, 3), beta=beta, alpha=alpha)
 
 
 def bits(value: float) -> int:
     return struct.unpack("<Q", struct.pack("<d", value))[0]
 
 
-X = torch.ones(3)
-
-
-def test_constant_arguments_stand_in_the_site():
-    trace = traced(lambda: torch.addmm(torch.ones(2), torch.ones(2, 2), torch.ones(2, 2), beta=0.5, alpha=2))
-    assert json.loads(site_of(trace, "addmm.default").arguments) == {"beta": 0.5, "alpha": 2}
+def test_numbers_belong_to_the_step_and_all_else_to_the_program():
     trace = traced(lambda: torch.ones(2, 3, dtype=torch.float64, device="cpu").sum(dim=(0, 1), keepdim=True))
     assert json.loads(site_of(trace, "ones.default").arguments) == {
-        "size": [2, 3],
         "dtype": "torch.float64",
         "device": "cpu",
         "pin_memory": False,
         "layout": None,  # a default, which the call left out
     }
-    assert json.loads(site_of(trace, "sum.dim_IntList").arguments) == {"dim": [0, 1], "keepdim": True, "dtype": None}
-
-
-def test_no_device_index_in_the_arguments():
-    assert plain_value(torch.device("cuda", 3)) == "cuda"
-    assert plain_value(torch.device("cpu", 0)) == "cpu"
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 1e308, 2**62, True])
-def test_any_number_stands_in_the_site(value):
-    trace = traced(lambda: torch.mul(X, value))
-    arguments = json.loads(site_of(trace, "mul.Tensor").arguments)
-    known = arguments["other"]
-    if isinstance(value, float) and not math.isfinite(value):
-        assert known == repr(value)
-    else:
-        assert (type(known), repr(known)) == (type(value), repr(value))
-
-
-def test_a_changing_number_becomes_a_site_with_its_own_bits():
-    values = [0.1, 0.2, 0.3, 0.4]
-    traces = steps_of(lambda value: torch.mul(X, value), values)
-    assert [len(with_role(trace, "argument")) for trace in traces] == [0, 1, 1, 1]
-    assert [argument_digests(trace) for trace in traces[1:]] == [[bits(value)] for value in values[1:]]
-    assert len({trace.program.id for trace in traces}) == 2
-    row = with_role(traces[3], "argument")[0]
-    assert (row.op, row.varying) == ("aten.mul.Tensor", ("other",))
-    assert site_of(traces[3], "mul.Tensor").varying == ("other",)
-    assert json.loads(site_of(traces[3], "mul.Tensor").arguments) == {}
-
-
-def test_arguments_settle_after_two_more_programs():
-    def step(number: int) -> None:
-        torch.mul(X, number)
-        torch.arange(number + 2)
-        torch.add(X, X, alpha=1 / (number + 1))
-        torch.full((2,), number % 2)
-
-    traces = steps_of(step, range(10))
-    assert len({trace.program.id for trace in traces}) <= 3
-    assert len({trace.program.id for trace in traces[3:]}) == 1
-
-
-def test_several_changing_arguments_make_one_digest():
-    def step(values: tuple[float, float]) -> None:
-        torch.addmm(X, torch.ones(3, 3), torch.ones(3, 3), beta=values[0], alpha=values[1])
-
-    traces = steps_of(step, [(3, 1.5), (5, 2.5), (5, 3.5)])
-    assert [len(with_role(trace, "argument")) for trace in traces] == [0, 1, 1]
-    assert with_role(traces[2], "argument")[0].varying == ("beta", "alpha")
-    assert len({argument_digests(trace)[0] for trace in traces[1:]}) == 2
+    assert json.loads(site_of(trace, "sum.dim_IntList").arguments) == {"keepdim": True, "dtype": None}
+    assert numbers_of(trace, "ones.default") == {"size": [2, 3]}
+    assert numbers_of(trace, "sum.dim_IntList") == {"dim": [0, 1]}
+    # one number has its own 64 bits, and several have one digest
+    assert numbers_of(traced(lambda: torch.mul(X, 0.1)), "mul.Tensor") == {"other": bits(0.1)}
+    assert numbers_of(traced(lambda: addmm(0.5, 2)), "addmm.default") == {"beta": 0.5, "alpha": 2}
+    assert json.loads(site_of(traced(lambda: torch.add(X, X)), "add.Tensor").arguments) == {"alpha": 1}
+    assert plain_value(torch.device("cuda", 3)) == "cuda", "ranks share programs"
 
 
 @pytest.mark.parametrize(
-    "values",
-    [(1, 1.0, True, 1 + 0j), (0.0, -0.0), (0, False, 0.0), (math.nan, math.inf), (2, 2.0)],
-    ids=str,
+    "values", [(1, 1.0, True, 1 + 0j), (0.0, -0.0), (0, False, 0.0), (math.nan, math.inf), (2, 2.0)], ids=str
 )
 def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
-    forms = {site_of(traced(lambda value=value: torch.mul(X, value)), "mul.Tensor").arguments for value in values}
-    assert len(forms) == len(values)
-    traces = steps_of(lambda value: torch.mul(X, value), values)
-    assert argument_digests(traces[1]), "the second value was taken for the first"
-    lists = steps_of(lambda value: torch._foreach_mul([X, X], [0.5, value]), values)
-    seen = [(site_of(trace, "_foreach_mul.ScalarList").arguments, *argument_digests(trace)) for trace in lists]
-    assert seen[0] != seen[1]
+    for op, body in (
+        ("mul.Tensor", lambda value: torch.mul(X, value)),
+        ("_foreach_mul.ScalarList", lambda value: torch._foreach_mul([X, X], [0.5, value])),
+    ):
+        found = []
+        for trace in steps_of(body, values):
+            rows = zip(trace.program.sites, trace.digests.tolist(), trace.layout.entries, strict=True)
+            numbers = [(digest, entry) for site, digest, entry in rows if site.role == "argument"]
+            found.append((site_of(trace, op).arguments, numbers))
+        assert all(one != other for one, other in pairwise(found))
 
 
 def test_a_signed_zero_is_told_apart_where_only_floats_are_taken():
     traces = steps_of(lambda value: torch.nan_to_num(X, nan=value), [0.0, -0.0])
-    assert argument_digests(traces[1]) == [bits(-0.0)]
+    assert numbers_of(traces[1], "nan_to_num.default") == {"nan": bits(-0.0)}
 
 
-def test_a_changed_argument_beside_one_that_varies_is_seen():
-    def step(values: tuple[float, float]) -> None:
-        torch.addmm(X, torch.ones(3, 3), torch.ones(3, 3), beta=values[0], alpha=values[1])
+def test_other_numbers_and_lengths_are_the_same_program():
+    def step(number: int) -> None:
+        torch.mul(X, number)
+        torch.arange(number + 2)
+        torch.full((2, number), float(number)).softmax(number % 2)
+        addmm(number, 2)
 
-    traces = steps_of(step, [(0.1, 2), (0.2, 2), (0.3, 2), (0.4, 2.0)])
-    assert with_role(traces[2], "argument")[0].varying == ("beta",)
-    assert with_role(traces[3], "argument")[0].varying == ("beta", "alpha")
+    traces = steps_of(step, range(2, 9))  # torch leaves out what is the default
+    assert len({trace.program.id for trace in traces}) == 1
+    assert [numbers_of(trace, "addmm.default") for trace in traces[:2]] == [
+        {"beta": 2, "alpha": 2},
+        {"beta": 3, "alpha": 2},
+    ]
 
 
-@pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [math.inf] * 20, [-0.0] * 20])
-def test_constant_odd_numbers_do_not_grow_the_tree(arguments):
+@pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(20)]])
+def test_numbers_do_not_grow_what_is_kept(arguments, monkeypatch):
+    monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_VALUES", 7)
+
     def step(value: float | list[float]) -> None:
         if isinstance(value, list):
             torch._foreach_add([X, X], [float(str(item)) for item in value])
         else:
             torch.add(X, float(str(value)))
+            torch.full((2,), value)
 
     mode = HashMode()
-    traces = []
-    for value in arguments:
-        traces.append(step_of(mode, lambda value=value: step(value)))
-        if len(traces) == 1:
-            num_events = mode.recorder.trie.num_nodes
-    assert mode.recorder.trie.num_nodes == num_events
-    assert_same(traces[0], traces[-1])
+    first = step_of(mode, lambda: step(arguments[0]))
+    num_nodes = mode.recorder.trie.num_nodes
+    traces = [step_of(mode, lambda value=value: step(value)) for value in arguments]
+    assert mode.recorder.trie.num_nodes == num_nodes
+    assert len(mode.recorder.trie.values) <= 7
+    assert_same(first, traces[0])
 
 
 def test_arguments_by_another_name_are_another_call():
     values = torch.tensor([0.5, 1.0])
-    mode = HashMode()
-    first = step_of(mode, lambda: torch.searchsorted(values, values, right=True))
-    second = step_of(mode, lambda: torch.searchsorted(values, values, out_int32=True))
-    op = "searchsorted.Tensor"
-    assert json.loads(site_of(first, op).arguments)["right"] is True
-    assert "out_int32" in site_of(second, op).arguments + str(site_of(second, op).varying)
-    third = step_of(mode, lambda: torch.searchsorted(values, values, right=True))
-    assert third.program.id == first.program.id
+    first, second, third = steps_of(
+        lambda name: torch.searchsorted(values, values, **{name: True}), ["right", "out_int32", "right"]
+    )
+    shown = [json.loads(site_of(trace, "searchsorted.Tensor").arguments) for trace in (first, second)]
+    assert [(found["right"], found["out_int32"]) for found in shown] == [(True, False), (False, True)]
+    assert third.program is first.program
+
+
+def test_a_run_keeps_the_numbers_of_a_call_and_the_comparison_shows_them(tmp_path):
+    paths = []
+    for beta in (0.5, 0.25):
+        paths.append(tmp_path / str(beta))
+        writer = RunWriter.create(paths[-1], manifest={"selection": {}, "environment": {}})
+        for step, trace in enumerate(steps_of(lambda value: addmm(value, 2), [3, beta, 3])):
+            writer.put_program(trace.program)
+            if not writer.has_layout(trace.layout_id):
+                writer.put_layout(trace.layout)
+            writer.put_values(step, trace.values)
+            writer.append(step, 0, trace.program.id, trace.layout_id, trace.digests)
+        writer.close(complete=True)
+    views = [Run.open(path).view(0, 0, 1) for path in paths]
+    difference = compare_steps(*views)
+    assert [item.kind for item in difference.divergences] == ["argument"]
+    assert difference.findings[0].arguments.values == {"beta": ("0.5", "0.25")}
+    assert compare_steps(views[0], views[0]).num_differing == 0
+    evidence_path(paths[0] / "rank-00000" / "attempt-000.arrows").write_bytes(b"")  # a kill may leave it so
+    (shown,) = compare_steps(Run.open(paths[0]).view(0, 0, 1), views[1]).findings
+    assert shown.divergence.kind == "content"
+    assert shown.divergence.is_origin is None, "nobody can tell what the op was called with"
 
 
 def test_alternating_steps_find_their_programs_again():
@@ -164,48 +165,15 @@ def test_alternating_steps_find_their_programs_again():
         torch.cos(X)
 
     mode = HashMode()
-    traces = [step_of(mode, lambda number=number: step(number)) for number in range(8)]
-    num_events = mode.recorder.trie.num_nodes
+    traces = [step_of(mode, lambda number=number: step(number)) for number in range(4)]
+    num_nodes = mode.recorder.trie.num_nodes
     assert len({trace.program.id for trace in traces}) == 2
-    for number in range(8):
-        again = step_of(mode, lambda number=number: step(number))
-        assert again.program is traces[number].program
-    assert mode.recorder.trie.num_nodes == num_events
+    for number in range(4):
+        assert step_of(mode, lambda number=number: step(number)).program is traces[number].program
+    assert mode.recorder.trie.num_nodes == num_nodes
 
 
-class Reader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 8)
-        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(8, 20)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-        places = torch.arange(tokens.shape[1], dtype=torch.float32) / tokens.shape[1]
-        return self.head(self.attention(self.table(tokens) + places[:, None], src_mask=causal))
-
-
-def test_random_lengths_keep_few_programs():
-    model = Reader()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    mode = HashMode(model)
-    lengths = torch.randint(2, 12, (16,)).tolist()
-
-    def step(length: int) -> None:
-        tokens = torch.arange(2 * length).reshape(2, length) % 20
-        loss = model(tokens).flatten(0, 1).logsumexp(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    traces = [step_of(mode, lambda length=length: step(length)) for length in lengths]
-    assert len({trace.program.id for trace in traces}) <= 5
-    assert len({trace.program.id for trace in traces[4:]}) == 1
-    assert len({trace.layout_id for trace in traces[4:]}) == len(set(lengths[4:]))
-
-
-def test_the_tree_is_bounded(monkeypatch):
+def test_the_trie_is_bounded(monkeypatch):
     monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
     mode = HashMode()
 
@@ -231,12 +199,83 @@ def test_every_number_has_a_form(value):
     elif tag == "int":
         assert word == value % 2**64
     json.dumps(plain_value(value), allow_nan=False)
-    equal = comparable(value)
-    assert equal == value or value != value
-    assert equal == comparable(value)
+    assert argument_bits([value])[:2] == (word, tag)
 
 
 def test_occurrences_are_counted_per_place():
     trace = traced(lambda: [torch.exp(X), torch.sin(X), torch.exp(X), torch.exp(X)])
     assert [site_of(trace, "exp.default", number).occurrence for number in range(3)] == [0, 1, 2]
     assert site_of(trace, "sin.default").occurrence == 0
+
+
+# A step has the same program in a process that is new, after other steps, while it verifies, and after a resume
+
+
+class Random(nn.Module):
+    """A model drawn by a seed, whose inputs have another length in each step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.table = nn.Embedding(20, 8)
+        kinds = [
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(draw.random())),
+            lambda: nn.LayerNorm(8),
+            lambda: nn.Dropout(draw.choice([0.1, 0.5])),
+            lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True),
+            lambda: nn.Softmax(draw.choice([1, 2])),
+        ]
+        self.layers = nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(1, 4))))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], dtype=torch.float32) / tokens.shape[1]
+        return self.head(self.layers(self.table(tokens) + places[:, None]))
+
+
+def step_of_random(model: nn.Module, optimizer: torch.optim.Optimizer, length: int) -> None:
+    torch.manual_seed(length)
+    optimizer.param_groups[0]["lr"] = 0.1 / length
+    optimizer.zero_grad()
+    model(torch.arange(2 * length).reshape(2, length) % 20).flatten(0, 1).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    history=st.lists(st.integers(2, 9), max_size=3),
+    optimizer=st.sampled_from([torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
+)
+def test_a_program_is_a_function_of_the_step_alone(seed, history, optimizer):
+    torch.manual_seed(seed)
+    model = Random(seed)
+    update = optimizer(model.parameters(), lr=0.1)
+    step_of_random(model, update, 3)  # the optimizer makes its state
+    tensors = [*model.parameters(), *(value for state in update.state.values() for value in state.values())]
+    saved = [tensor.detach().clone() for tensor in tensors]
+
+    def trace_after(lengths: list[int], expected: Expectation | None = None) -> StepTrace:
+        mode = HashMode(model)
+        mode.optimizers = [update]
+        for length in lengths:
+            step_of(mode, lambda length=length: step_of_random(model, update, length))
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+        torch.manual_seed(5)
+        mode.begin(expected=expected)
+        step_of_random(model, update, 5)
+        found = mode.finish()
+        assert found is not None
+        return found
+
+    fresh = trace_after([])
+    other = Expectation.of(traced(lambda: X.exp()).digests)
+    for found in (
+        trace_after(history),
+        trace_after([], Expectation.of(fresh.digests)),
+        trace_after(history, other),
+    ):
+        assert found.program.id == fresh.program.id
+        assert_same(fresh, found)
