@@ -69,7 +69,6 @@ class Recorder:
         nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
         exchange: called with an op's outputs before they are digested.
         keeper: keeps the tensors of chosen ops.
-        names: the named tensors.
         parameter_names: ``id`` of a parameter -> qualified name.
         selects_all: whether ops are digested wherever they run.
         lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
@@ -157,8 +156,8 @@ class Recorder:
     def trace_so_far(self) -> StepTrace:
         """Return a copy of what the step under way did up to here, without counts; waits for devices that digest."""
         self.late.settle(self.digests)
-        program, digests = Program(with_occurrences(self.trie.rows())), np.array(self.digests, dtype=np.uint64)
-        return self._trace(program, digests, [*self.layout_indices], frozenset())
+        program = Program(with_occurrences(self.trie.rows()))
+        return self._trace(program, np.array(self.digests, dtype=np.uint64), [*self.layout_indices], frozenset())
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
