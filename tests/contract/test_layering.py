@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "equivalence", "compare", "doctor", "export", "check"),
     ("report", "checkpoint", "ranks", "numerics", "observers", "judge", "detector", "verification"),
     ("callback", "hydra", "cli"),
-    ("launch",),
+    ("launch", "pytest_runs"),
+    ("pytest_plugin",),
     ("startup",),
     ("__init__", "__main__"),
 )
@@ -67,6 +68,8 @@ INNER_IMPORTS: Mapping[tuple[str, str], str] = {
     ): "loads Lightning; a look at a variable does not",
     ("det_callbacks.launch", "det_callbacks.errors"): "likewise loaded where settings are asked for",
     ("det_callbacks.launch", "det_callbacks.settings"): "likewise",
+    ("det_callbacks.pytest_plugin", "det_callbacks.errors"): "likewise, where a test asks for a training",
+    ("det_callbacks.pytest_plugin", "det_callbacks.pytest_runs"): "loads torch and Lightning, likewise",
     ("det_callbacks.nondeterminism", "torch"): "read for the command ops; the facts themselves are plain data",
 }
 

@@ -1,0 +1,210 @@
+"""pytest plugin: a training whose bits are part of a test, by the fixture ``training_snapshot``.
+
+Nothing heavy is imported before a test asks for the fixture. What each test did travels with its report, so that the
+summary is the same with pytest-xdist.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from det_callbacks.errors import DetCallbacksError
+    from det_callbacks.pytest_runs import TrainingRuns
+
+FOLDER = "__determinism__"
+LARGE_BYTES = 1_000_000
+
+_RUNS: "pytest.StashKey[TrainingRuns]" = pytest.StashKey()
+_PROPERTY = "determinism"
+_RECORD = "--determinism-record"
+_OUTCOMES = ("fail", "skip", "xfail")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
+    # flags whose names hold "=": an option with an optional value would take a path after it for that value
+    for value, text in (
+        ("all", "record trainings whose reference is missing, and again those that differ"),
+        ("missing", "record trainings whose reference is missing, and verify the others"),
+        ("force", "as without a value, also under CI=true"),
+    ):
+        name = _RECORD if value == "all" else f"{_RECORD}={value}"
+        group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
+    unused = "what references mean that no collected test used"
+    group.addoption("--determinism-unused", choices=("list", "fail"), default="list", help=unused)
+    text = "what a training means that differs on another machine or with other versions: fail, skip or xfail"
+    parser.addini("determinism_not_comparable", text, default="fail")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options, and collect what tests did."""
+    is_ci = os.environ.get("CI", "").lower() in ("true", "1")
+    if is_ci and config.getoption("determinism_record") in ("all", "missing"):
+        raise pytest.UsageError(
+            f"{_RECORD} is refused under CI=true: a reference that is recorded there compares nothing. Record on your "
+            f"machine and commit it, or ask for it with {_RECORD}=force."
+        )
+    if (value := config.getini("determinism_not_comparable")) not in _OUTCOMES:
+        raise pytest.UsageError(f"determinism_not_comparable must be one of {', '.join(_OUTCOMES)}; got {value!r}.")
+    config.pluginmanager.register(Summary(config), "determinism-summary")
+
+
+@pytest.fixture(name="training_snapshot")
+def training_reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> "Iterator[TrainingRuns]":
+    """Return a function that makes a DeterminismCallback; its run is compared with the one that was recorded.
+
+    It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where a test trains
+    several times. Call it before the model is built. All generators are seeded with 0, and put back after the test.
+    """
+    from det_callbacks.pytest_runs import TrainingRuns
+
+    record = request.config.getoption("determinism_record")
+    item = request.node
+    runs = TrainingRuns(
+        folder=item.path.parent / FOLDER / item.path.stem / folder_name(item.nodeid),
+        record="all" if record == "force" else record,
+        new_folder=lambda: tmp_path_factory.mktemp("determinism"),
+        command=f"pytest {_RECORD} {shlex.quote(item.nodeid)}",
+    )
+    item.stash[_RUNS] = runs
+    yield runs
+    del item.stash[_RUNS]
+    runs.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Make the comparison part of the test, and show its verdict instead of a traceback of ours."""
+    runs = item.stash.get(_RUNS, None)
+    if runs is None:
+        return (yield)
+    from det_callbacks.errors import DetCallbacksError
+
+    try:
+        result = yield
+        done = runs.finish()
+    except DetCallbacksError as error:
+        _end(error, item.config)
+    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that was run before
+    item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
+    return result
+
+
+def _end(error: "DetCallbacksError", config: pytest.Config) -> NoReturn:
+    verdict = getattr(error, "verdict", None)
+    outcome = config.getini("determinism_not_comparable")
+    if verdict is not None and verdict.verdict == "not_comparable" and outcome != "fail":
+        differing = [f"{it.name}: {it.reference} -> {it.current}" for it in verdict.environment if it.is_machine]
+        reason = f"the training is not comparable: {verdict.explanation} ({'; '.join(differing)})"
+        (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
+    text = str(error) if verdict is not None else f"{type(error).__name__}: {error}"
+    report = None if verdict is None else Path(verdict.current, "report.html")
+    if report is not None and report.exists():
+        text += f"\nreport: {report}"
+    pytest.fail(text, pytrace=False)
+
+
+def folder_name(nodeid: str) -> str:
+    """Return the name of a test's folder: its class, its name and its parameters, as far as a file system takes them.
+
+    Example:
+        >>> folder_name("tests/test_net.py::TestNet::test_training[bf16]")
+        'TestNet.test_training[bf16]'
+    """
+    test = nodeid.partition("::")[2].replace("::", ".")
+    name = re.sub(r"[^\w.\[\]=,+-]", "_", test)[:100]
+    return name if name == test else f"{name}-{hashlib.sha256(test.encode()).hexdigest()[:8]}"
+
+
+class Summary:
+    """Gathers what the tests of a session did with their references, in all processes; owned by pytest's config."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._done: dict[Path, str] = {}
+        self._passed: dict[tuple[Path, str], bool] = {}
+        self._deselected: set[str] = set()
+        self._is_partial = False
+        self._unused: list[Path] = []
+
+    def _test(self, nodeid: str) -> tuple[Path, str]:
+        file = os.path.normpath(self._config.rootpath / nodeid.partition("::")[0])
+        return Path(file), folder_name(nodeid)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Remember tests that are not run."""
+        self._deselected.update(item.nodeid for item in items)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take what a test did from its report."""
+        test = self._test(report.nodeid)
+        self._passed.setdefault(test, False)
+        if report.when == "call" and report.passed:
+            self._passed[test] = True
+            done = json.loads(str(dict(report.user_properties).get(_PROPERTY, "{}")))
+            self._done |= {Path(path): word for path, word in done.items()}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take what a process of pytest-xdist did not run."""
+        self._deselected.update(getattr(node, "workeroutput", {}).get(_PROPERTY, ()))
+        self._is_partial |= error is not None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Look for references that no test used, and fail the session for them where that was asked for."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[_PROPERTY] = sorted(self._deselected)
+            return
+        is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        is_stopped = bool(session.shouldstop or session.shouldfail) or any("::" in word for word in self._config.args)
+        if is_whole and not is_stopped and not self._is_partial:
+            self._unused = sorted(self._find_unused())
+        if self._unused and self._config.getoption("determinism_unused") == "fail" and not exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _find_unused(self) -> Iterator[Path]:
+        files = {file for file, _ in self._passed}
+        unknown = {self._test(nodeid) for nodeid in self._deselected}
+        unknown |= {test for test, has_passed in self._passed.items() if not has_passed}
+        for home in {file.parent / FOLDER for file in files}:
+            for run in home.glob("*/*/**/run.json"):
+                module, name, *_ = run.relative_to(home).parts
+                file = home.parent / f"{module}.py"
+                is_collected = file in files or not file.exists()
+                if is_collected and (file, name) not in unknown and run.parent not in self._done:
+                    yield run.parent
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say how many references were compared and recorded, which are large, and which no test used."""
+        if not self._done and not self._unused:
+            return
+        terminalreporter.section("determinism")
+        words = list(self._done.values())
+        counts = [f"{words.count(word)} {word}" for word in ("matched", "recorded", "re-recorded", "unchanged")]
+        line = ", ".join(text for text in counts if not text.startswith("0 ")) or "none compared"
+        terminalreporter.write_line(f"references of trainings: {line}")
+        for path in sorted(self._done):
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            if size > LARGE_BYTES:
+                terminalreporter.write_line(
+                    f"{self._shown(path)} has {size / 1e6:.1f} MB: train fewer steps, or record level='state'"
+                )
+        if self._unused:
+            terminalreporter.write_line("no test uses these references; remove them, or see why their test is gone:")
+        for path in self._unused:
+            terminalreporter.write_line(f"  {self._shown(path)}")
+
+    def _shown(self, path: Path) -> Path:
+        return path.relative_to(self._config.rootpath) if path.is_relative_to(self._config.rootpath) else path

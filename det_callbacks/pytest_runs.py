@@ -1,0 +1,172 @@
+"""The trainings of one test: recorded into the test's folder, or verified against what is there."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from det_callbacks.callback import DeterminismCallback, take_unfinished
+from det_callbacks.compare.record import VERDICT_FILE
+from det_callbacks.errors import (
+    DetCallbacksError,
+    DivergenceError,
+    NotComparableError,
+    NothingComparedError,
+    ReferenceNotFoundError,
+    SelectionError,
+)
+from det_callbacks.judge import compare_runs
+from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.runs.store import Run
+from det_callbacks.settings import DeterminismSettings, enforce_determinism
+from det_callbacks.verdict import Verdict
+
+_OURS = ("reference", "mode", "current")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """One callback of a test: its reference, the folder it writes to meanwhile, and whether it records."""
+
+    reference: Path
+    folder: Path
+    is_recording: bool
+
+
+class TrainingRuns:
+    """What the fixture ``training_snapshot`` gives a test, which calls it for each training.
+
+    All generators are seeded with 0 now, and everything that settings change is put back by ``close``.
+
+    Args:
+        folder: of the test's references.
+        record: None verifies; "missing" records what is not there, "all" compares what is there and replaces it where
+            it differs.
+        new_folder: returns a folder that survives the test.
+        command: that records the references of the test.
+    """
+
+    def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
+        self._folder = folder
+        self._record = record
+        self._new_folder = new_folder
+        self._command = command
+        self._trainings: dict[str | None, _Training] = {}
+        self._undo = ExitStack()
+        self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
+
+    def __call__(
+        self,
+        *,
+        name: str | None = None,
+        settings: DeterminismSettings | Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> DeterminismCallback:
+        """Return a DeterminismCallback that records or verifies the fits that it is given to.
+
+        Args:
+            name: tells several trainings of a test apart; each has one then.
+            settings: of the callback; they are in force from now on, so call this before the model is built.
+            arguments: others of ``DeterminismCallback``, but for the reference, the mode and the current folder.
+
+        Raises:
+            ReferenceNotFoundError: there is no reference, and none is to be recorded.
+            SelectionError: the name was given before, or an argument is ours.
+        """
+        if ours := [argument for argument in _OURS if argument in arguments]:
+            raise SelectionError(f"training_snapshot chooses {ours[0]} by itself; leave it out.")
+        if name is not None and (not name or Path(name).name != name or name.startswith(".")):
+            raise SelectionError(f"name={name!r} cannot be the name of a folder; give it a word.")
+        if name in self._trainings or (self._trainings and None in (name, *self._trainings)):
+            raise SelectionError("This test asks for several trainings: give each a name of its own, name=...")
+        reference = self._folder if name is None else self._folder / name
+        if name is None and any(self._folder.glob("*/run.json")):
+            raise SelectionError(f"{self._folder} holds references by name. Give a name, or remove them.")
+        if settings is not None:
+            self._undo.enter_context(enforce_determinism(settings))
+        is_there = (reference / "run.json").exists()
+        is_recording = self._record == "all" or (self._record is not None and not is_there)
+        if not is_recording and not is_there:
+            raise ReferenceNotFoundError(
+                f"There is no reference in {reference}, so nothing can be compared. Record it and commit it:\n"
+                f"    {self._command}",
+                str(reference),
+            )
+        folder = self._new_folder() / "run"
+        self._trainings[name] = _Training(reference=reference, folder=folder, is_recording=is_recording)
+        if is_recording:
+            return DeterminismCallback(folder, mode="record", settings=settings, **arguments)
+        return DeterminismCallback(reference, current=folder, settings=settings, **arguments)
+
+    def finish(self) -> dict[str, str]:
+        """Compare, or keep, the trainings of a test that passed; return what was done with each reference.
+
+        Returns:
+            Path of the reference -> "matched", "recorded", "re-recorded", or "unchanged": recorded again, and equal.
+
+        Raises:
+            DivergenceError, NotComparableError: one is not its reference.
+            NothingComparedError: one never ran, or not to its end.
+        """
+        unfinished = take_unfinished()
+        if unfinished is not None:
+            raise unfinished
+        for training in self._trainings.values():
+            (_check_recording if training.is_recording else _check_verdict)(training)
+        return {str(it.reference): _keep(it) if it.is_recording else "matched" for it in self._trainings.values()}
+
+    def close(self) -> None:
+        """Put generators and settings back."""
+        take_unfinished()  # of a test that failed by itself
+        self._undo.close()
+
+
+def _check_recording(training: _Training) -> None:
+    try:
+        run = Run.open(training.folder)
+    except ReferenceNotFoundError as error:
+        raise NothingComparedError(_nothing("recorded", training)) from error
+    if not run.is_complete:
+        raise NothingComparedError(f"The recording is incomplete, so it is not kept: {run.incomplete_reason}")
+
+
+def _check_verdict(training: _Training) -> None:
+    """Read the verdict from its file, since attributes of a callback do not come back from ``ddp_spawn``."""
+    try:
+        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise NothingComparedError(_nothing("compared", training)) from error
+    if verdict.verdict != "match":
+        kind = NotComparableError if verdict.verdict == "not_comparable" else DivergenceError
+        raise kind(verdict_lines(verdict), verdict)
+
+
+def _nothing(done: str, training: _Training) -> str:
+    return (
+        f"Nothing was {done}: no fit came to its end with the callback of {training.reference}. Give it to the "
+        "Trainer, callbacks=[callback], and call trainer.fit."
+    )
+
+
+def _keep(training: _Training) -> str:
+    """Put a recording in its place, and return what that was; a reference that it equals stays as it is."""
+    target = training.reference
+    is_there = (target / "run.json").exists()
+    if is_there:
+        try:
+            if compare_runs(target, training.folder).verdict == "match":
+                return "unchanged"
+        except DetCallbacksError:  # another selection, or damaged: replacing it is what was asked for
+            pass
+    new, old = (target.with_name(f".{target.name}-{word}-{os.getpid()}") for word in ("new", "old"))
+    new.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(training.folder, new)
+    if is_there:
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    return "re-recorded" if is_there else "recorded"

@@ -1,0 +1,295 @@
+"""The pytest plugin, in sessions of projects that use it; each session is a fork of this process."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from forks import fork_process
+
+from det_callbacks.pytest_plugin import folder_name
+from det_callbacks.pytest_runs import TrainingRuns  # before the forks, which would each load it
+
+__all__ = ["TrainingRuns"]
+
+TESTS = """
+    import os
+
+    import lightning.pytorch as pl
+    import pytest
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    START = torch.initial_seed()
+    PLANTED = os.environ.get("PLANTED", "")
+
+
+    class Model(pl.LightningModule):
+        def __init__(self, lr):
+            super().__init__()
+            self.lr = lr
+            self.net = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).square().mean() * (2 if PLANTED and batch_idx == 1 else 1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+    def train(callback, lr=0.1):
+        torch.set_num_threads(2 if PLANTED == "elsewhere" else 1)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = pl.Trainer(callbacks=[callback], max_steps=2, accelerator="cpu", **quiet)
+        trainer.fit(Model(lr), DataLoader(TensorDataset(torch.rand(8, 4)), batch_size=2))
+
+
+    def test_plain(training_snapshot):
+        train(training_snapshot(level="state"))
+
+
+    class TestNet:
+        @pytest.mark.parametrize("lr", [0.1, 0.2])
+        def test_two(self, training_snapshot, lr):
+            for name in ("first", "second"):
+                train(training_snapshot(name=name, level="state", settings={"seed": 3}), lr)
+
+
+    def test_without():
+        assert torch.initial_seed() == START
+        assert not torch.are_deterministic_algorithms_enabled()
+"""
+NUM_REFERENCES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a session of pytest ended."""
+
+    status: int
+    text: str
+
+    def counts(self, **outcomes: int) -> bool:
+        """Whether so many tests passed, failed and so on."""
+        last = self.text.rstrip().splitlines()[-1]
+        return {
+            word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last.partition(" in ")[0])
+        } == outcomes
+
+
+Run = Callable[..., Ended]
+RUNNER = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
+
+
+def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
+    """Run pytest on the project in a folder, in a fork of this process."""
+    (folder / "runner.py").write_text(RUNNER)
+    kept = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
+    left_out = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:timeout")
+    words = [sys.executable, "runner.py", *left_out, "--basetemp", "temporary", *arguments]
+    with (folder / "printed").open("w+b") as printed:
+        status = fork_process(words, variables={**kept, **variables}, folder=folder, output=printed.fileno())
+    return Ended(status=status, text=(folder / "printed").read_text())
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose tests have their references."""
+    folder = tmp_path_factory.mktemp("recorded") / "project"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "tests" / "test_net.py").write_text(textwrap.dedent(TESTS))
+    (folder / "pytest.ini").write_text("[pytest]\n")
+
+    done = run_in(folder)
+    assert done.status == 1
+    assert done.counts(failed=3, passed=1), done.text
+    assert "pytest --determinism-record 'tests/test_net.py::TestNet::test_two[0.1]'" in done.text
+    assert "det_callbacks/" not in done.text, "no frame of ours"
+    assert not (folder / "tests" / "__determinism__").exists()
+
+    done = run_in(folder, "--determinism-record", "tests")
+    assert done.status == 0, done.text
+    assert "references of trainings: 5 recorded\n" in done.text
+    return folder
+
+
+@pytest.fixture
+def project(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "project"))
+
+
+def references(project: Path) -> dict[Path, tuple[int, bytes]]:
+    home = project / "tests" / "__determinism__"
+    files = (file for file in home.rglob("*") if file.is_file())
+    return {file.relative_to(home): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+def test_references_have_the_names_of_their_tests(recorded: Path) -> None:
+    runs = {file.parent.as_posix() for file in references(recorded) if file.name == "run.json"}
+    of_class = {f"test_net/TestNet.test_two[{lr}]/{name}" for lr in ("0.1", "0.2") for name in ("first", "second")}
+    assert runs == {"test_net/test_plain", *of_class}
+    odd = [folder_name(f"test_a.py::test[{text}]") for text in ("a/b", "a:b", "a?b", "x" * 300, "x" * 301)]
+    assert len(set(odd)) == 5
+    assert all(re.fullmatch(r"test\[[\w]+\]?-[0-9a-f]{8}", name) for name in odd)
+
+
+def test_what_is_equal_passes_and_is_not_recorded_again(project: Path) -> None:
+    before = references(project)
+    for arguments, variables, word in (
+        ((), {}, "matched"),
+        (("--determinism-record=missing",), {}, "matched"),
+        (("--determinism-record=force",), {"CI": "true"}, "unchanged"),
+    ):
+        done = run_in(project, *arguments, **variables)
+        assert done.counts(passed=4), done.text
+        assert f"references of trainings: {NUM_REFERENCES} {word}\n" in done.text
+    assert references(project) == before
+    done = run_in(project, "--determinism-record", CI="true")
+    assert done.status == 4
+    assert "or ask for it with --determinism-record=force" in done.text
+
+
+def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(project: Path) -> None:
+    before = references(project)
+    for arguments in ((), ("--determinism-record=missing",)):
+        done = run_in(project, "-k", "plain", *arguments, PLANTED="yes")
+        assert done.counts(failed=1, deselected=3), done.text
+        assert "DIVERGED\nStep 1, " in done.text
+        assert ("Traceback" in done.text, "det_callbacks/" in done.text) == (False, False)
+        report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
+        assert report is not None, done.text
+        assert Path(report[1]).is_file()
+    assert references(project) == before
+    done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
+    assert done.counts(passed=1, deselected=3), done.text
+    assert "references of trainings: 1 re-recorded\n" in done.text
+    assert run_in(project, "-k", "plain", PLANTED="yes").status == 0
+    assert run_in(project, "-k", "plain").status == 1
+    assert [name for name in os.listdir(project / "tests" / "__determinism__" / "test_net") if name[0] == "."] == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [("fail", "failed"), ("skip", "skipped"), pytest.param("xfail", "xfailed", marks=pytest.mark.slow)],
+)
+def test_another_machine_is_what_the_project_says(outcome: str, word: str, project: Path) -> None:
+    (project / "pytest.ini").write_text(f"[pytest]\ndeterminism_not_comparable = {outcome}\n")
+    done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
+    assert done.counts(**{word: 1, "deselected": 3}), done.text
+    assert "torch.num_threads" in done.text
+
+
+BAD = """
+    import pytest
+    from test_net import train
+
+
+    def test_never_trains(training_snapshot):
+        training_snapshot()
+
+
+    def test_fails_by_itself(training_snapshot):
+        train(training_snapshot(level="state"))
+        assert False, "the test's own"
+
+
+    def test_stops(training_snapshot):
+        train(training_snapshot(level="state"))
+        raise KeyboardInterrupt
+
+
+    def test_two_without_names(training_snapshot):
+        training_snapshot()
+        training_snapshot(name="other")
+
+
+    def test_arguments(training_snapshot):
+        training_snapshot(mode="verify")
+"""
+
+
+def test_only_a_test_that_passes_keeps_what_it_recorded(project: Path) -> None:
+    (project / "tests" / "test_bad.py").write_text(textwrap.dedent(BAD))
+    before = references(project)
+    done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
+    assert done.counts(failed=4, deselected=1), done.text
+    for text in (
+        "Nothing was recorded: no fit came to its end",
+        "AssertionError: the test's own",
+        "give each a name of its own",
+        "training_snapshot chooses mode by itself",
+    ):
+        assert text in done.text
+    assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
+    assert references(project) == before
+
+
+def test_references_that_no_test_uses_are_listed_where_all_tests_ran(project: Path) -> None:
+    home = project / "tests" / "__determinism__"
+    shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
+    shutil.copytree(home / "test_net" / "test_plain", home / "test_removed" / "test_plain")
+    done = run_in(project)
+    assert done.status == 0
+    listed = done.text.partition("no test uses these references")[2].splitlines()[1:3]
+    found = [f"  tests/__determinism__/{name}" for name in ("test_net/test_gone", "test_removed/test_plain")]
+    assert listed == found, done.text
+    assert run_in(project, "--determinism-unused=fail").status == 1
+    done = run_in(project, "--determinism-unused=fail", "tests/test_net.py::test_plain")
+    assert "no test uses" not in done.text
+    done = run_in(project, "-x", PLANTED="yes")
+    assert "no test uses" not in done.text
+    done = run_in(project, "-k", "plain")
+    assert done.text.count("  tests/__determinism__/") == 2, "those of tests that did not run are not known"
+    done = run_in(project, PLANTED="yes")
+    assert done.text.count("  tests/__determinism__/") == 2, "nor those of tests that failed"
+
+
+TWICE = """
+    import pytest
+    from _pytest.runner import runtestprotocol
+
+
+    def pytest_runtest_protocol(item, nextitem):  # as pytest-rerunfailures runs a test again
+        for report in runtestprotocol(item, nextitem=nextitem, log=False)[:2]:
+            report.outcome = "rerun"
+            item.ihook.pytest_runtest_logreport(report=report)
+        item._initrequest()
+        runtestprotocol(item, nextitem=nextitem)
+        return True
+"""
+
+
+def test_a_test_that_runs_twice_counts_once(project: Path) -> None:
+    (project / "conftest.py").write_text(textwrap.dedent(TWICE))
+    done = run_in(project)
+    assert done.counts(passed=4, rerun=4), done.text
+    assert f"references of trainings: {NUM_REFERENCES} matched\n" in done.text
+
+
+def test_nothing_heavy_is_loaded_before_a_test_asks(tmp_path: Path) -> None:
+    (tmp_path / "test_light.py").write_text(
+        "import sys\ndef test_light():\n    assert 'det_callbacks.pytest_plugin' in sys.modules\n"
+        "    assert not {'torch', 'lightning', 'numpy', 'det_callbacks.errors'} & set(sys.modules)\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "determinism" not in done.stdout
+
+
+@pytest.mark.slow
+def test_processes_of_xdist_report_together(project: Path) -> None:
+    home = project / "tests" / "__determinism__"
+    shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
+    shutil.rmtree(home / "test_net" / "TestNet.test_two[0.1]")
+    words = [sys.executable, "-m", "pytest", "-n2", "-k", "not without", "--determinism-record=missing"]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout
+    assert "references of trainings: 3 matched, 2 recorded\n" in done.stdout
+    assert done.stdout.count("  tests/__determinism__/") == 1
