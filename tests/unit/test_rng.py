@@ -1,7 +1,6 @@
 """Random generators: what is read is what is put back, whichever it is; those of devices are stood in for."""
 
 import functools
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from det_callbacks.equivalence.copies import GeneratorStates as OpStates
 from device_stand_ins import StandInDevices, StandInGenerator
 from torch import nn
 
@@ -45,17 +43,16 @@ def stored(states: GeneratorStates) -> GeneratorStates:
 # which there are, and their names
 
 
-def test_the_current_device_has_no_index_and_unused_ones_no_name(cuda: StandInDevices) -> None:
+def test_the_current_device_has_no_index_and_unused_ones_no_name(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert names() == ["torch.cuda", "torch.cuda:3"]
     cuda.current = 3
     assert names() == ["torch.cuda:1", "torch.cuda"]
     cuda.contexts.clear()
     assert names() == ["torch.cuda"]
-
-
-def test_without_a_word_on_contexts_all_are_taken(cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext")
-    assert names() == ["torch.cuda:0", "torch.cuda", "torch.cuda:2", "torch.cuda:3"]
+    assert names() == ["torch.cuda:0", "torch.cuda:1", "torch.cuda:2", "torch.cuda"], "without a word on contexts"
 
 
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices) -> None:
@@ -68,7 +65,7 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
     assert not [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
     assert not [name for name in GeneratorStates.capture().states if "cuda" in name]
-    OpStates((), {}, with_python=False).rewind()
+    RewindPoint(with_python=False).put_back()
     assert cuda.queued == []
 
 
@@ -151,18 +148,6 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(
     ]
 
 
-def test_states_are_told_apart_by_seed_and_by_position(cuda: StandInDevices) -> None:
-    seen = []
-    for change in (lambda: None, cuda.generators[3].draw, lambda: cuda.generators[1].manual_seed(7)):
-        change()
-        with HashMode() as mode:
-            pass
-        result = mode.trace
-        seen.append({str(s.name): int(bits) for s, bits in zip(result.program.sites, result.digests, strict=True)})
-    changed = [{name for name in before if before[name] != after[name]} for before, after in itertools.pairwise(seen)]
-    assert changed == [{"torch.cuda:3"}, {"torch.cuda"}]
-
-
 def test_a_step_begins_with_the_device_that_is_current_then(
     cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,33 +177,27 @@ def test_in_a_capture_nothing_is_read(cuda: StandInDevices) -> None:
 # checkpoints
 
 
-def test_the_current_device_goes_on_though_it_has_another_index(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_devices", "current", "missing", "offsets"),
+    [
+        (1, 0, ["torch.cuda:3"], [8]),  # the current device goes on though it has another index
+        (4, 1, [], [0, 8, 0, 12]),
+        (4, 3, ["torch.cuda:3"], [0, 0, 0, 8]),  # one device does not get two states
+    ],
+)
+def test_a_device_that_is_not_there_is_named_and_the_others_go_on(
+    cuda: StandInDevices,
+    monkeypatch: pytest.MonkeyPatch,
+    num_devices: int,
+    current: int,
+    missing: list[str],
+    offsets: list[int],
 ) -> None:
-    cuda.contexts = {1}
-    cuda.generators[1].offset = 8
-    states = stored(GeneratorStates.capture())
-    other = StandInDevices(1).install(monkeypatch)
-    assert states.restore() == []
-    assert positions(other) == [8]
-
-
-def test_devices_that_are_not_there_are_named_and_the_others_go_on(
-    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda.generators[1].offset = 8
-    states = stored(GeneratorStates.capture())
-    fewer = StandInDevices(2, current=0).install(monkeypatch)
-    assert states.restore() == ["torch.cuda:3"]
-    assert positions(fewer) == [8, 0]
-
-
-def test_one_device_does_not_get_two_states(cuda: StandInDevices) -> None:
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
     states = stored(GeneratorStates.capture())
-    cuda.current = 3
-    assert states.restore() == ["torch.cuda:3"]
-    assert positions(cuda) == [0, 8, 0, 8]
+    other = StandInDevices(num_devices, current=current).install(monkeypatch)
+    assert states.restore() == missing
+    assert positions(other) == offsets
 
 
 def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
@@ -230,20 +209,25 @@ def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
         (bytes(cuda.generators[1].get_state()), "cuda"),
         (bytes(cuda.generators[3].get_state()), 3),
     ]
+    cuda.queued.clear()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(11)
+        RewindPoint().put_back(restarts_new=True)
+    assert cuda.queued == [("seed", 11)]
 
 
 # what is run again
 
 
 def test_an_op_is_run_again_from_where_it_began_on_any_device(cuda: StandInDevices) -> None:
-    states = OpStates((), {}, with_python=False)
+    before = RewindPoint(with_python=False)
     cuda.generators[1].draw()
     cuda.generators[2].draw()  # without a context: the op is the first there
-    after = positions(cuda)
-    states.rewind()
+    after, ended = positions(cuda), RewindPoint(with_python=False)
+    before.put_back()
     assert positions(cuda) == [0, 0, 0, 0]
     cuda.generators[0].draw()
-    states.forward()
+    ended.put_back()
     assert positions(cuda) == after == [0, 4, 4, 0]
 
 
@@ -265,28 +249,7 @@ def test_settings_and_points_leave_the_generators_as_they_were(cuda: StandInDevi
         cuda.current = 1
 
 
-def test_a_point_of_a_process_that_has_not_used_cuda_waits_for_it(cuda: StandInDevices) -> None:
-    cuda.is_initialized = False
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(11)
-        RewindPoint().put_back(restarts_new=True)
-    assert cuda.queued == [("seed", 11)]
-
-
 # of the process and of objects
-
-
-def draw_all() -> list[Any]:
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
-
-
-def test_global_generators_go_on_from_where_they_were_read() -> None:
-    draw_all()  # leaves a second normal number held back in Python's and NumPy's generators
-    states = GeneratorStates(json.loads(json.dumps(GeneratorStates.capture().states)))
-    first = draw_all()
-    assert draw_all() != first
-    assert states.restore() == []
-    assert draw_all() == first
 
 
 HELD: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -300,30 +263,6 @@ HELD: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "draw"), HELD)
-def test_held_generators_go_on_from_where_they_were_read(make, draw) -> None:
-    generator = make()
-    draw(generator)
-    states = GeneratorStates(json.loads(json.dumps(GeneratorStates.capture({"data.rng": generator}).states)))
-    first = draw(generator)
-    other = make()
-    assert draw(other) != first
-    assert states.restore({"data.rng": other}) == []
-    assert draw(other) == first
-
-
-def test_a_generator_that_is_gone_is_named() -> None:
-    states = GeneratorStates.capture({"data.rng": random.Random(1)})
-    assert states.restore({}) == ["data.rng"]
-
-
-def test_states_that_differ_are_named() -> None:
-    before = GeneratorStates.capture()
-    torch.rand(())
-    assert GeneratorStates.capture().differing(before) == ["torch.cpu"]
-    assert before.differing(before) == []
-
-
 @pytest.mark.parametrize(("make", "draw"), [*HELD, (lambda: random, lambda _: random.gauss(0, 1))])
 def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], draw: Callable[[Any], Any]) -> None:
     generator, before = make(), random.getstate()
@@ -335,6 +274,25 @@ def test_the_digest_of_a_generator_follows_its_state(make: Callable[[], Any], dr
     if make() is not random:
         assert digest_generator(make()) == digest_generator(make()) in found
     random.setstate(before)
+
+
+def test_every_generator_goes_on_from_where_it_was_read() -> None:
+    own = [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(()).item()]
+    held = {f"held[{index}]": make() for index, (make, _) in enumerate(HELD)}
+
+    def draw_all(held: dict[str, Any]) -> list[Any]:
+        return [*(draw() for draw in own), *(draw(held[f"held[{index}]"]) for index, (_, draw) in enumerate(HELD))]
+
+    draw_all(held)  # leaves a second normal number held back in Python's and NumPy's generators
+    before = GeneratorStates.capture(held)
+    states = stored(before)
+    first = draw_all(held)
+    assert draw_all(held) != first
+    assert GeneratorStates.capture(held).differing(before) == sorted(["numpy", "python", "torch.cpu", *held])
+    others = {name: make() for name, (make, _) in zip(held, HELD, strict=True)}
+    assert states.restore(others) == []
+    assert draw_all(others) == first
+    assert states.restore({}) == [*held]
 
 
 class Slotted:
@@ -375,8 +333,7 @@ def test_generators_are_found_wherever_an_object_keeps_them() -> None:
     assert found["root.closure.generators[1]"] is generators[1]
     assert all(one is not torch.default_generator for one in found.values())
     assert not any("system" in path for path in found)
-
-
-def test_data_is_not_searched() -> None:
     root = SimpleNamespace(samples=[random.Random(0)] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))
-    assert find_generators({"root": root}, left=(dict,)) == {"root.trainer.rng": root.trainer.rng}
+    assert find_generators({"root": root}, left=(dict,)) == {"root.trainer.rng": root.trainer.rng}, (
+        "data is not searched"
+    )
