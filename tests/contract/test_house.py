@@ -60,23 +60,12 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
-# words
-
-
 def banned_words(source: str) -> list[str]:
     """Return the identifiers of a source that hold a banned word."""
     if not _ANY_BANNED.search(source):  # a tokenizer in Python takes a hundred times as long
         return []
     names = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == 1]
     return [name for name in names if BANNED_WORDS & {word.lower() for word in _WORD.findall(name)}]
-
-
-def test_one_idea_has_one_word() -> None:
-    found = {shown(path): banned_words(path.read_text()) for path in python_files("det_callbacks", "recipes", "tests")}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-# broad excepts
 
 
 def _is_broad(kind: ast.expr | None) -> bool:
@@ -95,33 +84,20 @@ def _goes_on(body: list[ast.stmt]) -> bool:
 def silent_handlers(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield function and line of each handler of every exception that does not end in raise."""
 
-    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, int]]:
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, function = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
         if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and _goes_on(node.body):
             yield function, node.lineno
         if isinstance(node, ast.With | ast.AsyncWith):
-            for item in node.items:
-                call = item.context_expr
+            for call in (item.context_expr for item in node.items):
                 is_suppress = isinstance(call, ast.Call) and ast.unparse(call.func).endswith("suppress")
                 if is_suppress and any(_is_broad(argument) for argument in call.args):
                     yield function, node.lineno
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    yield from visit(tree, "")
-
-
-def test_nothing_catches_everything_and_goes_on() -> None:
-    found = {
-        (shown(path), function): line
-        for path in python_files("det_callbacks", "recipes")
-        for function, line in silent_handlers(ast.parse(path.read_text()))
-    }
-    assert set(found) == set(BROAD_HANDLERS), found
-
-
-# what is left to do, and whom recipes know
+        if not isinstance(node, ast.expr):  # none holds a statement
+            waiting += [(child, function) for child in ast.iter_child_nodes(node)]
 
 
 _UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|[-=#*]{4}")
@@ -132,13 +108,7 @@ def unfinished(source: str) -> list[str]:
     if not _UNFINISHED.search(source):
         return []
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return [text for text in comments if _UNFINISHED.search(text)]
-
-
-def test_nothing_is_put_off_and_nothing_shouts() -> None:
-    found = {shown(path): unfinished(path.read_text()) for path in python_files("det_callbacks", "recipes", "tests")}
-    assert {path: comments for path, comments in found.items() if comments} == {}
+    return [token.string for token in tokens if token.type == tokenize.COMMENT and _UNFINISHED.search(token.string)]
 
 
 def private_imports(tree: ast.Module) -> list[str]:
@@ -148,11 +118,18 @@ def private_imports(tree: ast.Module) -> list[str]:
     return [name for name in names if name.startswith("det_callbacks.")]
 
 
-def test_recipes_use_public_names() -> None:
-    found = {
-        (shown(path), name) for path in python_files("recipes") for name in private_imports(ast.parse(path.read_text()))
-    }
-    assert found == set(PRIVATE_IN_RECIPES)
+def test_one_idea_has_one_word_and_nothing_is_put_off() -> None:
+    sources = {shown(path): path.read_text() for path in python_files("det_callbacks", "recipes", "tests")}
+    assert {path: names for path, text in sources.items() if (names := banned_words(text))} == {}
+    assert {path: comments for path, text in sources.items() if (comments := unfinished(text))} == {}
+
+
+def test_nothing_catches_everything_and_goes_on_and_recipes_use_public_names() -> None:
+    trees = {shown(path): ast.parse(path.read_text()) for path in python_files("det_callbacks", "recipes")}
+    found = {(path, function): line for path, tree in trees.items() for function, line in silent_handlers(tree)}
+    assert set(found) == set(BROAD_HANDLERS), found
+    private = {(path, name) for path, tree in trees.items() if "recipes" in path for name in private_imports(tree)}
+    assert private == set(PRIVATE_IN_RECIPES)
 
 
 TRY = "try:\n    f()\n"

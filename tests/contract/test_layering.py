@@ -26,30 +26,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__", "__main__"),
 )
 
+_OF_TORCH = (
+    "callback checkpoint digest doctor environment equivalence nondeterminism numerics observers ranks rng settings"
+)
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, tuple[str, ...]] = {
-    "torch": (
-        "callback",
-        "checkpoint",
-        "digest",
-        "doctor",
-        "environment",
-        "equivalence",
-        "nondeterminism",
-        "numerics",
-        "observers",
-        "ranks",
-        "tensors",
-        "rng",
-        "settings",
-        "trace",
-    ),
+    "torch": (*_OF_TORCH.split(), "settings", "tensors", "trace"),
     "lightning": ("callback", "checkpoint"),
     "pytorch_lightning": (),
     "hydra": ("hydra",),
     "rich": ("report", "cli"),
 }
-
 
 # (module, imported module) -> why it is not imported at the top.
 INNER_IMPORTS: Mapping[tuple[str, str], str] = {
@@ -78,25 +65,13 @@ INNER_IMPORTS: Mapping[tuple[str, str], str] = {
 class Import:
     """One import statement's target, absolute, and where it stands."""
 
-    importer: str
     target: str
     line: int
     is_inner: bool
     is_for_types: bool
 
 
-def modules(folder: Path) -> dict[str, ast.Module]:
-    """Return the modules of a package folder by dotted name; a package goes by its own name."""
-    found = {}
-    for path in sorted(folder.rglob("*.py")):
-        parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
-        if parts[-1] == "__init__" and len(parts) > 2:
-            parts.pop()
-        found[".".join(parts)] = ast.parse(path.read_text(), filename=str(path))
-    return found
-
-
-def imports(name: str, tree: ast.Module) -> Iterator[Import]:
+def imports(tree: ast.Module) -> Iterator[Import]:
     """Yield what a module imports, wherever in it."""
     waiting: list[tuple[ast.AST, bool, bool]] = [(tree, False, False)]
     while waiting:
@@ -105,14 +80,24 @@ def imports(name: str, tree: ast.Module) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            targets = [node.module or ""] if not node.level else [f"{'.' * node.level}{node.module or ''}"]
+            targets = ["." * node.level + (node.module or "")]
         for target in targets:
-            yield Import(importer=name, target=target, line=node.lineno, is_inner=is_inner, is_for_types=is_for_types)
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield Import(target=target, line=node.lineno, is_inner=is_inner, is_for_types=is_for_types)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         guarded = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
         if not isinstance(node, ast.expr):  # none holds a statement
             children = ast.iter_child_nodes(node)
             waiting += [(one, is_inner or is_function, is_for_types or one in guarded) for one in children]
+
+
+def package_imports() -> dict[str, list[Import]]:
+    """Return the imports of each module by dotted name; a package goes by its own name."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+        found[name] = list(imports(ast.parse(path.read_text())))
+    return found
 
 
 def unit(module: str) -> str:
@@ -120,23 +105,21 @@ def unit(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def violations(trees: Mapping[str, ast.Module]) -> list[str]:
+def violations(modules: Mapping[str, Sequence[Import]]) -> list[str]:
     """Return a line for each import that the layers forbid, and for each cycle."""
     level = {name: index for index, layer in enumerate(LAYERS) for name in layer}
-    found = [f"{name}: {unit(name)} is in no layer" for name in trees if unit(name) not in level]
-    edges: dict[str, set[str]] = {name: set() for name in trees}
-    for name, tree in trees.items():
-        for item in imports(name, tree):
-            where = f"{name}:{item.line} imports {item.target}"
-            top = item.target.split(".")[0]
-            if item.target.startswith("."):
-                found.append(f"{where}: relative")
-            elif top in ONLY_IN and unit(name) not in ONLY_IN[top]:
-                found.append(f"{where}: only {', '.join(ONLY_IN[top]) or 'nobody'} may")
-            if item.is_inner and (name, item.target) not in INNER_IMPORTS:
-                found.append(f"{where}: inside a function")
-            if top != PACKAGE or item.is_for_types:
-                continue
+    found = [f"{name}: {unit(name)} is in no layer" for name in modules if unit(name) not in level]
+    edges: dict[str, set[str]] = {name: set() for name in modules}
+    for name, item in ((name, item) for name, items in modules.items() for item in items):
+        where = f"{name}:{item.line} imports {item.target}"
+        top = item.target.split(".")[0]
+        if item.target.startswith("."):
+            found.append(f"{where}: relative")
+        elif top in ONLY_IN and unit(name) not in ONLY_IN[top]:
+            found.append(f"{where}: only {', '.join(ONLY_IN[top]) or 'nobody'} may")
+        if item.is_inner and (name, item.target) not in INNER_IMPORTS:
+            found.append(f"{where}: inside a function")
+        if top == PACKAGE and not item.is_for_types:
             if level.get(unit(item.target), -1) > level.get(unit(name), -1):
                 found.append(f"{where}: upwards")
             edges[name].add(item.target)
@@ -150,24 +133,20 @@ def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
     def visit(name: str, path: list[str]) -> Iterator[list[str]]:
         if name in path:
             yield [*path[path.index(name) :], name]
-            return
-        if name in done:
-            return
-        for target in sorted(edges.get(name, ())):
-            yield from visit(target, [*path, name])
-        done.add(name)
+        elif name not in done:
+            for target in sorted(edges.get(name, ())):
+                yield from visit(target, [*path, name])
+            done.add(name)
 
     for name in sorted(edges):
         yield from visit(name, [])
 
 
 def test_imports_go_downwards_only() -> None:
-    trees = modules(ROOT / PACKAGE)
-    assert len(trees) > 20
-    assert violations(trees) == []
-    inner = {
-        (item.importer, item.target) for name, tree in trees.items() for item in imports(name, tree) if item.is_inner
-    }
+    modules = package_imports()
+    assert len(modules) > 20
+    assert violations(modules) == []
+    inner = {(name, item.target) for name, items in modules.items() for item in items if item.is_inner}
     assert set(INNER_IMPORTS) <= inner, "excused, and not there"
 
 
@@ -189,7 +168,7 @@ def test_imports_go_downwards_only() -> None:
     ],
 )
 def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:
-    found = violations({f"{PACKAGE}.{module}": ast.parse(source)})
+    found = violations({f"{PACKAGE}.{module}": list(imports(ast.parse(source)))})
     assert bool(found) is bool(complaint)
     assert all(complaint in line for line in found)
 
