@@ -40,58 +40,45 @@ TWICE = partial(Deep, middle=TwiceByProduct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """What must be said of the first divergence."""
+    """What must be said of the first divergence; ``model`` is the reference's, and ``is_found_twice`` sees ``find``."""
 
-    step: int
-    phase: str
-    module: str
-    op: str
-    kind: str
+    step: int = 0
+    phase: str = "forward"
+    module: str = ""
+    op: str = ""
+    name: str | None = None
+    kind: str = "content"
     cause: str
     is_origin: bool = True
-    name: str | None = None
     says: tuple[str, ...] = ()
     num_origins: int | None = 1
     model: Any = Deep
-    """Of the reference."""
+    is_found_twice: bool = False
 
 
-gave_other_bits = partial(Culprit, kind="content")
-optimizer_argument = partial(
-    Culprit, step=0, phase="optimizer", module="", kind="argument", cause="settings", num_origins=None
-)
-forward_argument = partial(Culprit, step=0, phase="forward", kind="argument", cause="forward", num_origins=None)
-no_op = partial(Culprit, op="", kind="content", is_origin=False, num_origins=0)
-other_batch = partial(no_op, phase="data", module="", name="batch[0]")
-other_start = partial(no_op, step=0, phase="state", cause="initial_weights")
+argument = partial(Culprit, kind="argument", num_origins=None)
+no_op = partial(Culprit, is_origin=False, num_origins=0)
+other_batch = partial(no_op, phase="data", name="batch[0]")
 
 FAULTS: dict[str, tuple[Training, Culprit]] = {
     "one ULP in the gradient that starts the backward pass": (
         Training(around=below(op="aten.ones_like", step=1)),
-        gave_other_bits(step=1, phase="other", module="", op="aten.ones_like.default", cause="backward"),
+        Culprit(step=1, phase="other", op="aten.ones_like.default", cause="backward"),
     ),
     "one ULP in the forward pass": (
         Training(around=below(op="aten.addmm", step=2, module="net.5.up")),
-        gave_other_bits(
+        Culprit(
             step=2,
-            phase="forward",
             module="net.5.up",
             op="aten.addmm.default",
             cause="forward",
-            says=(
-                "Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py",
-                "gave other bits",
-                "inputs agree",
-            ),
+            says=("Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py", "inputs agree"),
+            is_found_twice=True,
         ),
-    ),
-    "a gross error in the forward pass": (
-        Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True)),
-        gave_other_bits(step=2, phase="forward", module="net.5.up", op="aten.addmm.default", cause="forward"),
     ),
     "one ULP in the backward pass": (
         Training(around=below(op="aten.native_layer_norm_backward", step=1, call=3)),
-        gave_other_bits(
+        Culprit(
             step=1,
             phase="backward",
             module="net.6.norm",
@@ -102,144 +89,103 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
     ),
     "one ULP in the backward of a custom Function": (
         Training(around=lambda model: wrong_kernel(call=2)),
-        gave_other_bits(
-            step=2,
-            phase="backward",
-            module="custom",
-            op="planted_faults.double.default",
-            cause="backward",
-            says=("Step 2, backward: planted_faults.double.default in custom",),
+        Culprit(
+            step=2, phase="backward", module="custom", op="planted_faults.double.default", cause="backward", says=()
         ),
     ),
     "two rows of a batch exchanged": (
         Training(data=swap_rows),
-        other_batch(
-            step=1,
-            cause="data_order",
-            says=("batch[0], batch[1]", "same samples in another order", "no op is to blame"),
-        ),
+        other_batch(step=1, cause="data_order", says=("batch[0], batch[1]", "same samples in another order")),
     ),
     "other content in a batch": (
         Training(data=other_content),
-        other_batch(step=2, cause="data_content", says=("batch[0] differs", "no op is to blame")),
+        other_batch(step=2, cause="data_content", says=("batch[0] differs", "no op is to blame"), is_found_twice=True),
     ),
     "learning rate of SGD": (
         Training(model=partial(Deep, lr=0.02)),
-        optimizer_argument(
+        argument(
+            phase="optimizer",
             op="aten.add_.Tensor",
             name="net.0.norm.weight",
+            cause="settings",
             says=("called with other arguments (alpha: -0.01 -> -0.02)",),
-        ),
-    ),
-    "learning rate of AdamW": (
-        Training(model=partial(ADAMW, lr=0.02)),
-        optimizer_argument(
-            op="aten.mul_.Tensor",
-            name="net.0.norm.weight",
-            says=("called with other arguments (other: 0.9999 -> 0.9998)",),
-            model=ADAMW,
         ),
     ),
     "betas of AdamW": (
         Training(model=partial(ADAMW, betas=(0.8, 0.999))),
-        optimizer_argument(
+        argument(
+            phase="optimizer",
             op="aten.lerp_.Scalar",
+            cause="settings",
             says=("called with other arguments (weight: 0.09999999999999998 -> 0.19999999999999996)",),
-            model=ADAMW,
-        ),
-    ),
-    "weight decay of AdamW": (
-        Training(model=partial(ADAMW, weight_decay=0.05)),
-        optimizer_argument(
-            op="aten.mul_.Tensor",
-            name="net.0.norm.weight",
-            says=("called with other arguments (other: 0.9999 -> 0.9995)",),
             model=ADAMW,
         ),
     ),
     "eps of a layer norm": (
         Training(model=partial(Deep, eps=1e-4)),
-        forward_argument(
+        argument(
             module="net.4.norm",
             op="aten.native_layer_norm.default",
+            cause="forward",
             says=("called with other arguments (eps: 1e-05 -> 0.0001)",),
         ),
     ),
     "eps of a batch norm in inference mode": (
         Training(model=partial(Deep, middle=partial(Frozen, torch.nn.BatchNorm1d, eps=2e-5))),
-        forward_argument(
+        argument(
             module="middle.norm",
             op="aten.native_batch_norm.default",
+            cause="forward",
             says=("called with other arguments (eps: 1e-05 -> 2e-05)",),
             model=FROZEN,
         ),
     ),
-    "p of a dropout": (
-        Training(model=partial(Deep, dropout=0.2)),
-        forward_argument(
-            module="net.4.drop", op="aten.bernoulli_.float", says=("called with other arguments (p: 0.9 -> 0.8)",)
-        ),
-    ),
     "one weight initialised differently": (
         Training(change=lambda model: add_ulp(model.net[3].up.weight)),
-        other_start(
+        no_op(
+            phase="state",
             module="net.3.up",
             name="net.3.up.weight",
+            cause="initial_weights",
             says=("the initial state net.3.up.weight differs", "no op is to blame"),
-        ),
-    ),
-    "another seed": (
-        Training(seed=12),
-        other_start(
-            module="net.0.up",
-            name="net.0.up.weight",
-            says=("net.0.up.weight, net.0.up.bias", "19 more", "the state of the generator differs too", "seed: 11"),
         ),
     ),
     "a generator consumed before the step": (
         Training(change=draw_before_step),
         no_op(
-            step=2,
-            phase="rng",
-            module="",
-            cause="rng",
-            name="torch.cpu",
-            says=("the state of the generator torch.cpu differs",),
+            step=2, phase="rng", name="torch.cpu", cause="rng", says=("the state of the generator torch.cpu differs",)
         ),
     ),
     "another precision": (
         Training(options={"precision": "bf16-mixed"}),
         Culprit(
-            step=0,
-            phase="forward",
             module="net.0.up",
             op="aten._to_copy.default",
             kind="extra",
             cause="settings",
             says=("trainer.precision: 32-true in the reference, bf16-mixed now, and that is what differs first",),
             num_origins=None,
+            is_found_twice=True,
         ),
     ),
     "another dtype of an op": (
         Training(model=partial(Deep, middle=partial(Cast, torch.bfloat16))),
-        forward_argument(
+        argument(
             module="middle",
             op="aten._to_copy.default",
+            cause="forward",
             says=("(dtype:", "float16", "bfloat16", "gave float16 [8, 16] in the reference, bfloat16 [8, 16] now"),
             model=HALF,
         ),
     ),
     "another dtype of a layer": (
         Training(change=make_head_double),
-        Culprit(
-            step=0,
+        no_op(
             phase="state",
             module="head",
-            op="",
+            name="head.weight",
             kind="structure",
             cause="initial_weights",
-            is_origin=False,
-            name="head.weight",
             says=(
                 "head.weight, head.bias has another structure: float32 [3, 16] in the reference, float64 [3, 16] now",
             ),
@@ -249,8 +195,6 @@ FAULTS: dict[str, tuple[Training, Culprit]] = {
     "an op replaced by an equivalent one": (
         Training(model=partial(Deep, middle=TwiceBySum)),
         Culprit(
-            step=0,
-            phase="forward",
             module="middle",
             op="aten.mul.Tensor",
             kind="missing",
@@ -268,12 +212,15 @@ def test_the_culprit_is_named(
     fault: str, tmp_path: Path, references: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     training, culprit = FAULTS[fault]
-    verdict = find(references(culprit.model), training, tmp_path, capsys)
+    reference = references(culprit.model)
+    if culprit.is_found_twice:
+        verdict = find(reference, training, tmp_path, capsys)
+    else:
+        verdict = verify(reference, training, tmp_path / "current")
     first = first_of(verdict)
     place = (first.step, first.phase, first.module, first.op, first.name)
     assert place == (culprit.step, culprit.phase, culprit.module, culprit.op, culprit.name)
     assert (first.kind, first.is_origin, verdict.cause) == (culprit.kind, culprit.is_origin, culprit.cause)
-    assert verdict.verdict == "diverged"
     for text in culprit.says:
         assert text in verdict.explanation
     if culprit.num_origins is not None:
@@ -331,27 +278,25 @@ LONGER = {
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        ("of no effect", "extra"),
         ("of no effect", "missing"),
         ("that changes values", "extra"),
-        ("that changes values", "missing"),
         ("that changes values, in front", "extra"),
         ("that changes values, at the end", "missing"),
     ],
 )
 def test_one_op_among_twenty_like_it_is_one_difference(
-    case: str, kind: str, tmp_path: Path, references: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    case: str, kind: str, tmp_path: Path, references: Callable[..., Path]
 ) -> None:
     longer, place, has_no_effect = LONGER[case]
     before, after = (Deep, longer) if kind == "extra" else (longer, Deep)
     reference = references(before)
-    verdict = find(reference, Training(model=after), tmp_path, capsys)
+    verdict = verify(reference, Training(model=after), tmp_path / "current")
     first = first_of(verdict)
     assert (first.step, first.phase, first.module, first.op) == (0, "forward", "ladder", "aten.mul.Tensor")
     assert (first.kind, first.occurrence, first.is_origin) == (kind, place, True)
     assert verdict.cause == ("structure" if has_no_effect else "forward")
     assert f"is only in the {'current run' if kind == 'extra' else 'reference'}" in verdict.explanation
-    found = differences_in_forward(reference, tmp_path / "second")
+    found = differences_in_forward(reference, tmp_path / "current")
     assert found.pop(kind) == [("ladder", "aten.mul.Tensor", place)]
     assert set(found) == (set() if has_no_effect else {"content"})
     assert not any(origin.phase == "forward" for origin in verdict.origins[1:])
