@@ -25,7 +25,7 @@ from det_callbacks import DeterminismCallback
 WIDTH = 16
 BLOCKS = 10
 CLASSES = 3
-STEPS = 3
+STEPS = 4
 BATCH = 8
 FACTORS = tuple(1 + index / 1024 for index in range(1, 21))
 
@@ -293,7 +293,7 @@ class Training:
         model: makes the model, after the seed was set.
         around: opened around the fit.
         change: changes the model before the fit.
-        data: inputs and labels, three batches of eight in order.
+        data: inputs and labels, four batches of eight in order.
         callbacks: before ours.
         options: of the Trainer.
         seed: of the initial weights and of dropout.

@@ -14,7 +14,6 @@ from finding import first_of, verify
 from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import compare_runs
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -101,8 +100,6 @@ def test_an_unseen_writer_makes_no_origin(tmp_path: Path, references: Callable[.
     assert verdict.origins == ()
     assert "something that the trace did not see wrote what it reads" in verdict.explanation
     assert "cannot be proven" in verdict.explanation
-    kept = compare_runs(reference, tmp_path / "current")
-    assert (kept.first_divergence, kept.origins) == (first, ())
 
 
 class WritesBeforeUpdate(pl.Callback):
@@ -115,7 +112,6 @@ class WritesBeforeUpdate(pl.Callback):
 
 
 UPDATES: dict[str, tuple[Any, str]] = {
-    "SGD": (Deep, "aten.add_.Tensor"),
     "AdamW, foreach": (partial(Deep, optimizer=torch.optim.AdamW, foreach=True), "aten._foreach_mul_.Scalar"),
     "AdamW, fused": (partial(Deep, optimizer=torch.optim.AdamW, fused=True), "aten._fused_adamw_.default"),
 }
@@ -132,8 +128,6 @@ def test_a_weight_written_unseen_before_its_update_makes_no_origin(
     assert (first.step, first.phase, first.op, first.name) == (1, "optimizer", op, "net.3.up.weight")
     assert (first.kind, first.is_origin, verdict.origins) == ("content", None, ())
     assert "something that the trace did not see wrote what it reads" in verdict.explanation
-    kept = compare_runs(reference, tmp_path / "current")
-    assert (kept.first_divergence, kept.origins) == (first, ())
 
 
 def test_an_unselected_module_in_between_makes_no_origin(tmp_path: Path, references: Callable[..., Path]) -> None:

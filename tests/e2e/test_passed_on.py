@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from finding import find, first_of
+from finding import first_of, verify
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
@@ -114,22 +114,21 @@ OTHER_BATCHES = {
 
 
 @pytest.mark.parametrize("case", OTHER_BATCHES)
-def test_what_follows_from_a_batch_is_no_origin(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_follows_from_a_batch_is_no_origin(case: str, tmp_path: Path) -> None:
     model, usual, other = OTHER_BATCHES[case]
     reference = Training(model=model, batches=[usual, usual]).record(tmp_path / "reference")
-    verdict = find(reference, Training(model=model, batches=[usual, other]), tmp_path, capsys)
+    verdict = verify(reference, Training(model=model, batches=[usual, other]), tmp_path / "current")
     first = first_of(verdict)
     assert (first.step, first.phase, first.is_origin, verdict.cause) == (1, "data", False, "data_content")
     assert verdict.origins == ()
     assert "no op is to blame." in verdict.explanation
 
 
-def test_another_argument_among_batches_of_other_lengths_is_an_origin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_argument_among_batches_of_other_lengths_is_an_origin(tmp_path: Path) -> None:
     batches = [tokens(6), tokens(7)]
     reference = Training(model=Characters, batches=batches).record(tmp_path / "reference")
-    verdict = find(reference, Training(model=partial(Characters, dropout=0.2), batches=batches), tmp_path, capsys)
+    other = Training(model=partial(Characters, dropout=0.2), batches=batches)
+    verdict = verify(reference, other, tmp_path / "current")
     first = first_of(verdict)
     assert (first.step, first.module, first.kind, first.is_origin) == (0, "drop", "argument", True)
     assert {(origin.module, origin.kind) for origin in verdict.origins} == {("drop", "argument")}

@@ -191,12 +191,12 @@ def test_unrelated_steps_of_one_module_are_aligned_within_bounds():
     for _ in range(2):
         step = StepBuilder()
         value = step.named("batch[0]", 5, phase="data", module=str(len(steps)))
-        for _ in range(6_000):
+        for _ in range(1_500):
             value = step.op(f"aten.op{rng.randrange(20)}.default", value)
         steps.append(step)
     alignment = align(steps[0].view(), steps[1].view())
     paired = (alignment.reference >= 0) & (alignment.current >= 0)
-    assert np.count_nonzero(paired) > 1000
+    assert np.count_nonzero(paired) > 300
     assert np.all(np.diff(alignment.reference[paired]) > 0)
     assert np.all(np.diff(alignment.current[paired]) > 0)
 

@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import training_step
-from stored_runs import SELECTION, OneOf, digests_of
+from stored_runs import SELECTION, OneOf, create, digests_of, record
+from stored_runs import append as append_steps
 
 from det_callbacks import judge
+from det_callbacks.compare.ranks import first_difference, walk_outcomes
+from det_callbacks.compare.record import FitRecord, ranges_of
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.judge import CHAINS_NOTE, compare_runs
@@ -232,7 +236,7 @@ def test_a_program_that_is_gone_is_no_match(tmp_path):
 
 
 def test_origins_of_many_ranks_are_the_earliest(tmp_path):
-    num_ranks = 230
+    num_ranks = 120
     changed = [(rank, (rank * 7) % 3) for rank in range(num_ranks)]
     reference = many(tmp_path / "a", num_ranks=num_ranks, num_steps=3)
     verdict = compare_runs(reference, many(tmp_path / "b", num_ranks=num_ranks, num_steps=3, changed=changed))
@@ -251,3 +255,57 @@ def test_what_is_only_counted_is_counted_alike(changes):
     for _ in range(2):  # the second time, the alignment is known
         assert counter.count(*views) == (described.num_compared, described.num_differing)
     assert bool(described.num_differing) == bool(changes)
+
+
+# what became of each step
+
+
+def outcomes(reference: Path, current: Path, compared: Any = None) -> list[tuple[int, str]]:
+    ours, theirs = Run.open(reference), Run.open(current)
+    return [(one.step, one.outcome) for one in walk_outcomes(ours, theirs, 0, 0, compared or {})]
+
+
+def test_steps_of_two_recordings(tmp_path: Path) -> None:
+    reference = record(tmp_path / "reference", range(4))
+    writer = create(tmp_path / "current")
+    append_steps(writer, range(2))
+    append_steps(writer, [2], seed=1)
+    append_steps(writer, [4])
+    writer.close(complete=True)
+    expected = [(0, "equal"), (1, "equal"), (2, "differs"), (3, "missing"), (4, "extra")]
+    assert outcomes(reference, tmp_path / "current") == expected
+    runs = Run.open(reference), Run.open(tmp_path / "current")
+    assert first_difference(*runs, 0, 0, {}) == 2
+    assert first_difference(runs[0], runs[0], 0, 0, {}) is None
+
+
+def verified(path: Path) -> RunWriter:
+    writer = create(path, purpose="verify", keeps="diverging")
+    append_steps(writer, [2], seed=1)
+    writer.close(complete=True)
+    return writer
+
+
+def test_steps_that_a_verification_did_not_keep(tmp_path: Path) -> None:
+    reference, current = record(tmp_path / "reference", range(7)), tmp_path / "current"
+    verified(current)
+    unknown = [(step, "differs" if step == 2 else "unknown") for step in range(7)]
+    assert outcomes(reference, current) == unknown
+    compared = {0: FitRecord(segment=0, compared=((1, 5),), differing=((2, 2), (4, 4)))}
+    assert outcomes(reference, current, compared) == [
+        (0, "unknown"),
+        (1, "equal"),
+        (2, "differs"),
+        (3, "equal"),
+        (4, "unkept"),
+        (5, "equal"),
+        (6, "unknown"),
+    ]
+    assert first_difference(Run.open(reference), Run.open(current), 0, 0, compared) == 2
+
+
+def test_ranges_are_of_what_the_reference_has() -> None:
+    known = [0, 10, 20, 40, 50]
+    assert ranges_of([10, 20, 40], known) == ((10, 40),)
+    assert ranges_of([50, 0, 20, 10, 99], known) == ((0, 20), (50, 50))
+    assert ranges_of([], known) == ()

@@ -64,7 +64,9 @@ def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     verdict = compare_runs(reference, current)
     assert (verdict.verdict, verdict.cause) == ("diverged", "structure")
     assert (verdict.first_divergence.kind, verdict.first_divergence.step) == (kind, 6)
-    assert verdict.counts.steps_compared == 6
+    assert (verdict.counts.steps_compared, verdict.counts.sites_differing) == (6, 4)
+    side = "reference" if kind == "missing" else "current run"
+    assert f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 steps that both have agree" in verdict.explanation
     common = compare_runs(reference, current, steps="common")
     assert (common.verdict, common.coverage.steps) == ("match", (0, 5))
     assert "Only steps that both runs have" in common.explanation

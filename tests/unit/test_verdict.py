@@ -1,13 +1,15 @@
-"""A verdict's JSON form, there and back."""
+"""A verdict's JSON form, there and back; and what it says to record next."""
 
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from verdicts import DIVERGED, MATCH, NOT_COMPARABLE
+from verdicts import DIVERGED, DIVERGENCE, MATCH, NOT_COMPARABLE
 
-from det_callbacks.verdict import Verdict
+from det_callbacks.compare.numbers import with_next_recording
+from det_callbacks.runs.selection import Selection
+from det_callbacks.verdict import Divergence, Verdict
 
 FULL = replace(
     NOT_COMPARABLE,
@@ -48,3 +50,46 @@ def test_another_structure_is_refused(change: dict[str, Any]) -> None:
     for damaged in (None, [], "match", {}):
         with pytest.raises(ValueError, match="no verdict of schema 1"):
             Verdict.from_dict(damaged)
+
+
+STATE = replace(DIVERGENCE, step=40, op="", module="", phase="state", name="net.weight", is_origin=None)
+
+
+def diverged(first: Divergence, *origins: Divergence) -> Verdict:
+    return replace(DIVERGED, first_divergence=first, origins=origins)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ({}, {"level": "op", "only_steps": [40]}),
+        ({"every_n_steps": 5}, {"level": "op", "only_steps": [36, 37, 38, 39, 40]}),
+        ({"every_n_steps": 20}, {"level": "state"}),
+        ({"only_steps": (3, 37, 40)}, {"level": "op", "only_steps": [38, 39, 40]}),
+        ({"only_steps": (40, 41)}, {"level": "state"}),
+    ],
+)
+def test_the_steps_since_the_last_that_agrees(selection: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = with_next_recording(diverged(STATE), Selection(level="state", **selection))
+    assert found.record_next == expected
+    assert Verdict.from_dict(found.to_dict()) == found
+
+
+def test_an_origin_needs_no_step_before_it() -> None:
+    found = with_next_recording(DIVERGED, Selection(every_n_steps=20))
+    keep = "forward/net.head:aten.addmm.default"
+    assert found.record_next == {"level": "op", "only_steps": [3], "keep_tensors": [keep]}
+
+
+def test_the_inside_of_a_compiled_region() -> None:
+    region = replace(DIVERGENCE, op="compiled.forward.0")
+    found = with_next_recording(diverged(region, region), Selection())
+    assert found.record_next == {"level": "op", "only_steps": [3], "compiled": "eager"}
+
+
+def test_nothing_where_the_runs_hold_all_there_is() -> None:
+    whole = replace(STATE, kind="missing", shape=None, dtype=None, name=None, phase="other")
+    assert with_next_recording(MATCH, Selection()).record_next is None
+    assert with_next_recording(diverged(whole), Selection(level="state")).record_next is None
+    assert with_next_recording(diverged(STATE), Selection()).record_next is None
+    assert with_next_recording(diverged(STATE), Selection(modules=("net*",))).record_next is not None
