@@ -18,7 +18,6 @@ from det_callbacks.runs.files import MANIFEST, PROGRAMS, replace_atomically
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers, count_processes
-from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -34,9 +33,8 @@ def open_reference(
     *,
     steps: str,
     peers: Peers = ALONE,
-    alternative: str = ', or compare only what is there with steps="common"',
-) -> tuple[Run, Selection]:
-    """Open the reference of a verification; return it with the selection to record with, which is its own.
+) -> Run:
+    """Open the reference of a verification, whose selection is recorded with.
 
     Args:
         path: folder of the reference.
@@ -44,7 +42,6 @@ def open_reference(
             taken over from the reference.
         steps: "all" or "common"; "all" demands a complete reference.
         peers: the processes that verify together; of the reference, only what this one compares with is opened.
-        alternative: what else the message about an incomplete one advises.
 
     Raises:
         ReferenceNotFoundError: there is none.
@@ -63,7 +60,8 @@ def open_reference(
         raise _other_world_size(run, peers.world_size)
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
-            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again{alternative}.",
+            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again; a DeterminismCallback can "
+            'compare only what is there, with steps="common".',
             str(path),
         )
     manifest = run.manifest
@@ -76,7 +74,7 @@ def open_reference(
         )
     for segment in run.segments if not peers.rank else ():
         read_metrics(run, segment)  # so that damage is told before anything is trained
-    return run, run.selection
+    return run
 
 
 class Verification(StepDetector):

@@ -61,7 +61,7 @@ class Verifying(Session):
         if self._verification is not None:
             return self.stage.selection
         try:
-            return self._open()[1]
+            return self._open().selection
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = self.arguments.current or free_folder(root())
@@ -69,7 +69,7 @@ class Verifying(Session):
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
 
-    def _open(self) -> tuple[Run, Selection]:
+    def _open(self) -> Run:
         arguments = self.arguments
         opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
         return self.peers.do(opens, task=f"opening the reference {self.path}")
@@ -80,7 +80,7 @@ class Verifying(Session):
         go_on(self)
         self.verdict = None
         if self._verification is None:
-            self._verification = self._begin_verification(self._open()[0], stage)
+            self._verification = self._begin_verification(self._open(), stage)
         verification = self._verification
         if stage.call is not None:
             verification.withdraw_verdict()

@@ -32,16 +32,7 @@ drawn: the sampler drew other indices, or the samples are those of another step.
 other: nothing is known of it.
 """
 
-_DATA_CAUSES: Mapping[DataChange, Cause] = {
-    "transformed": "data_content",
-    "reordered": "data_order",
-    "other data set": "data_content",
-    "other step": "data_order",
-    "listed otherwise": "data_order",
-    "made otherwise": "data_content",
-    "drawn": "data_order",
-    "other": "data_content",
-}
+_OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
 _PHASE_CAUSES: Mapping[str, Cause] = {
     "forward": "forward",
     "backward": "backward",
@@ -315,7 +306,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="batch",
         applies=lambda facts: facts.has_other_data,
-        cause=lambda facts: _DATA_CAUSES[facts.data_change],
+        cause=lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
     ),
     Rule(name="generator", applies=_is_drawn, cause="rng"),
     Rule(name="input from outside", applies=lambda facts: bool(facts.sources), cause=_cause_of_input),

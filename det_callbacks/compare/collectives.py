@@ -5,14 +5,13 @@ together can: the k-th call of a collective in a group is the same call on all o
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from det_callbacks.compare.differences import SiteDifferences
-from det_callbacks.runs.program import IN_FLIGHT, Site, StepView, itemsize
+from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]
@@ -30,7 +29,6 @@ class CollectiveCall:
         number: how many calls of the same op in the same group came before it in the step.
         input_differs: what this rank put in is not what it put in in the reference, or it was called otherwise.
         output_differs: what came out here differs.
-        num_bytes: that this rank put in, or got where it put in nothing.
         source: lines of the user's code, innermost first.
     """
 
@@ -39,7 +37,6 @@ class CollectiveCall:
     number: int
     input_differs: bool
     output_differs: bool
-    num_bytes: int = 0
     source: tuple[str, ...] = ()
 
     @property
@@ -242,7 +239,6 @@ def _differing_calls(found: SiteDifferences) -> tuple[CollectiveCall, ...]:
             number=number,
             input_differs=position in inputs,
             output_differs=position in outputs,
-            num_bytes=_num_bytes(current, position),
             source=site.source,
         )
         for position, site, group, number in _calls_in(current)
@@ -293,24 +289,3 @@ def _delivered(known: RankDifference) -> Iterator[CollectiveCall]:
 
 def _group_of(site: Site) -> str:
     return str(json.loads(site.arguments).get("group", ""))
-
-
-def _num_bytes(view: StepView, position: int) -> int:
-    """Return how many bytes a call put in, or what was read of what it delivered where it put in nothing."""
-    sites, entries = view.program.sites, view.layout.entries
-    places = [position]
-    while places[-1] + 1 < len(sites) and _is_next_of(sites[places[-1] + 1], sites[places[-1]]):
-        places.append(places[-1] + 1)
-    if entries[position] is None:
-        places = [at for at, site in enumerate(sites) if site.role == "delivered" and position in site.inputs]
-    total = 0
-    for place in places:
-        entry = entries[place]
-        size = None if entry is None else itemsize(entry.dtype)
-        if entry is not None and size is not None:
-            total += math.prod(entry.shape) * size
-    return total
-
-
-def _is_next_of(site: Site, before: Site) -> bool:
-    return site.role == "sent" and site.op == before.op and site.output == before.output + 1

@@ -182,7 +182,7 @@ class ObserverContext:
             saving = StepWriter(writer.stream, REPLAY, run_id=writer.run_id)
             self._replay = Replay(saving, TensorBudget(self.tensor_budget_mib))
             return
-        run, _ = open_reference(self.reference, steps="all", alternative="")
+        run = open_reference(self.reference, steps="all")
         if run.manifest.recorded_by != _RECORDED_BY:
             raise ReferenceFormatError(
                 f"{self.reference} was recorded by a Trainer's DeterminismCallback, which records other things. Verify "

@@ -254,7 +254,7 @@ def explain_ranks(ranks: Classification) -> str:
 
 
 def _call(call: CollectiveCall) -> str:
-    where = f"in the group of ranks {call.group} ({call.num_bytes} bytes){_source(call.source)}"
+    where = f"in the group of ranks {call.group}{_source(call.source)}"
     return f"{call.op}{_number(call.number)} {where}"
 
 

@@ -6,7 +6,6 @@ layout tables. Both are identified by their content, so ranks, attempts and runs
 """
 
 import json
-import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -317,11 +316,3 @@ def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return value & 0xFFFF_FFFF_FFFF_FFFF, "int"
     return digest_bytes(json.dumps([plain_value(value)], separators=(",", ":")).encode()), "digest"
-
-
-def itemsize(dtype: str) -> int | None:
-    """Return the bytes of an element of a dtype by torch's name ("bfloat16"); None for what is no tensor's dtype."""
-    if dtype == "bool":
-        return 1
-    bits = re.search(r"\d+", dtype)
-    return None if bits is None else max(1, int(bits[0]) // 8)

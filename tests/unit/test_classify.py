@@ -22,7 +22,6 @@ def call(*, put: bool, got: bool, op: str = REDUCE, group: str = "0-2", number: 
         number=number,
         input_differs=put,
         output_differs=got,
-        num_bytes=128,
         source=("train.py:9 in step",),
     )
 
@@ -44,7 +43,7 @@ def test_one_rank_started_it_and_the_others_received_it(tmp_path: Path) -> None:
     assert (found.origins, found.receivers, found.collective, found.through) == ((1,), (0, 2), None, got)
     assert explain_ranks(found) == (
         "it started on rank 1; ranks 0, 2 put in what the reference did and received the difference through "
-        "c10d.allreduce_.default in the group of ranks 0-2 (128 bytes) at train.py:9 in step; 3 of 3 ranks differ "
+        "c10d.allreduce_.default in the group of ranks 0-2 at train.py:9 in step; 3 of 3 ranks differ "
         "(ranks 0, 1, 2 from step 3 on)"
     )
 
@@ -55,7 +54,7 @@ def test_the_collective_itself(tmp_path: Path) -> None:
     assert found.sides == ("receiver", "receiver", "equal")
     assert found.collective == got
     assert explain_ranks(found) == (
-        "what went into c10d.allreduce_.default (number 5 there) in the group of ranks 0-2 (128 bytes) at train.py:9 "
+        "what went into c10d.allreduce_.default (number 5 there) in the group of ranks 0-2 at train.py:9 "
         "in step agrees on all ranks and what came out differs, so the collective itself is the origin; "
         "2 of 3 ranks differ (ranks 0, 1 from step 3 on)"
     )
