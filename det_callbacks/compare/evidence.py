@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import zip_longest
+from itertools import dropwhile, zip_longest
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,19 @@ class Window:
     settings: Mapping[str, str]
     hooks: Mapping[str, str]
     num_constant: int = 0
+
+    def batch(self, step: int) -> dict[str, Row]:
+        """Return what is known of the batch of a step, by name."""
+        return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
+
+    def states(self, name: str, step: int) -> list[Row]:
+        """Return the states of a generator up to the end of a step."""
+        return [row for row in self.rows if row.name == name and row.point != BATCH and row.step <= step]
+
+    def seed(self, name: str, place: tuple[int, str]) -> int | None:
+        """Return the seed of a generator as it was noted at (step, point), or next after it."""
+        start = next((index for index, row in enumerate(self.rows) if row[:2] == place), len(self.rows))
+        return next((row.value for row in self.rows[start:] if row.name == SEED + name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +267,7 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
 def other_samples(reference: Window, current: Window, step: int) -> list[int]:
     """Return the samples of the batch of a step that are looked for in the reference: that it has not in that step."""
     ours, theirs = (
-        [row.value for name, row in _batch_rows(window, step).items() if name.startswith("sample ")]
+        [row.value for name, row in window.batch(step).items() if name.startswith("sample ")]
         for window in (reference, current)
     )
     return [value for value in theirs if value not in ours][:SKETCHED]
@@ -261,11 +275,7 @@ def other_samples(reference: Window, current: Window, step: int) -> list[int]:
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield the rows since a step has begun, but those of its batch."""
-    has_begun = False
-    for row in rows:
-        has_begun |= row.point == "batch start"
-        if has_begun and row.point != BATCH:
-            yield row
+    return (row for row in dropwhile(lambda row: row.point != "batch start", rows) if row.point != BATCH)
 
 
 def _is_generator(row: Row) -> bool:
@@ -274,72 +284,59 @@ def _is_generator(row: Row) -> bool:
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
     """Return how a generator came to differ by the end of the step; None where it did not."""
-    ours, theirs = (_states(window, step, name) for window in (reference, current))
-    if not ours or not theirs:
-        return None
-    matcher = SequenceMatcher(None, [point for _, point, _ in ours], [point for _, point, _ in theirs], autojunk=False)
-    pairs = [
-        (block.a + offset, block.b + offset) for block in matcher.get_matching_blocks() for offset in range(block.size)
-    ]
-    first = next((index for index, (a, b) in enumerate(pairs) if ours[a][2] != theirs[b][2]), None)
+    ours, theirs = reference.states(name, step), current.states(name, step)
+    points = [row.point for row in ours], [row.point for row in theirs]
+    blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
+    first = next((index for index, (a, b) in enumerate(pairs) if ours[a].value != theirs[b].value), None)
     if first is None:
         return None
     a, b = pairs[first]
-    from_a, from_b = pairs[first - 1] if first else (a, b)
-    middle = (ours[from_a + 1 : a], theirs[from_b + 1 : b])
-    only = [[point for _, point, _ in rows] for rows in middle]
-    points = [theirs[from_b][1], *only[1], *(point for point in only[0] if point not in only[1])] if first else []
-    return GeneratorChange(
+    place = theirs[b].step, theirs[b].point
+    seeds = reference.seed(name, place), current.seed(name, place)
+    change = GeneratorChange(
         name=name,
-        equal_at=theirs[from_b][:2] if first else None,
-        differs_at=theirs[b][:2],
-        points=tuple(points),
-        only_reference=tuple(point for point in only[0] if point not in only[1]),
-        only_current=tuple(point for point in only[1] if point not in only[0]),
-        seeds=_seeds(reference, current, theirs[b][:2], SEED + name),
+        equal_at=None,
+        differs_at=place,
+        seeds=None if seeds[0] is None or seeds[1] is None else (seeds[0], seeds[1]),
+    )
+    if not first:
+        return change
+    from_a, from_b = pairs[first - 1]
+    between = points[0][from_a + 1 : a], points[1][from_b + 1 : b]
+    only_reference = tuple(point for point in between[0] if point not in between[1])
+    return replace(
+        change,
+        equal_at=(theirs[from_b].step, theirs[from_b].point),
+        points=(theirs[from_b].point, *between[1], *only_reference),
+        only_reference=only_reference,
+        only_current=tuple(point for point in between[1] if point not in between[0]),
     )
 
 
-def _states(window: Window, step: int, name: str) -> list[tuple[int, str, int]]:
-    """Return (step, point, state) of a generator up to the end of a step."""
-    return [
-        (row.step, row.point, row.value)
-        for row in window.rows
-        if row.name == name and row.point != BATCH and row.step <= step
-    ]
-
-
-def _seeds(reference: Window, current: Window, place: tuple[int, str], name: str) -> tuple[int, int] | None:
-    known = []
-    for window in (reference, current):
-        is_reached, seed = False, None
-        for row in window.rows:
-            is_reached |= (row.step, row.point) == place
-            if is_reached and row.name == name:
-                seed = row.value
-                break
-        known.append(seed)
-    return None if known[0] is None or known[1] is None else (known[0], known[1])
-
-
 def _batch_change(reference: Window, current: Window, step: int, found_at: int | None) -> BatchChange:
-    ours, theirs = (_batch_rows(window, step) for window in (reference, current))
+    ours, theirs = reference.batch(step), current.batch(step)
+
+    def is_alike(names: Iterable[str]) -> bool:
+        return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
+
     names = [name for name in theirs if name.startswith("indices of ") and name in ours]
-    indices = None
-    if names:
-        is_sorted_alike = all(
-            _value(ours, f"sorted {name}") == _value(theirs, f"sorted {name}") is not None for name in names
-        )
-        is_alike = all(ours[name].value == theirs[name].value for name in names)
-        is_cut = all(_is_cut(ours[name], theirs[name]) for name in names)
-        indices = "same" if is_alike else "reordered" if is_sorted_alike else "cut" if is_cut else "other"
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
+    drawn = [[json.loads(rows[name].text) for rows in (ours, theirs)] for name in names]
+    indices = None
+    if names and is_alike(names):
+        indices = "same"
+    elif names and is_alike(f"sorted {name}" for name in names):
+        indices = "reordered"
+    elif names:
+        indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
+    firsts = (_first_index(name.removeprefix("indices of "), *pair) for name, pair in zip(names, drawn, strict=True))
     return BatchChange(
         indices=indices,
-        is_loaded_alike=all(ours[name].value == theirs[name].value for name in loaded) if loaded else None,
+        is_loaded_alike=is_alike(loaded) if loaded else None,
         found_at=found_at,
         was_searched=bool(other_samples(reference, current, step)),
-        first_index=next((found for name in names if (found := _first_index(ours[name], theirs[name]))), None),
+        first_index=next(filter(None, firsts), None),
         settings={
             name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
             for name in {**reference.settings, **current.settings}
@@ -348,23 +345,13 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
     )
 
 
-def _batch_rows(window: Window, step: int) -> dict[str, Row]:
-    return {row.name: row for row in window.rows if row.step == step and row.point == BATCH}
-
-
-def _value(rows: Mapping[str, Row], name: str) -> int | None:
-    return rows[name].value if name in rows else None
-
-
-def _first_index(ours: Row, theirs: Row) -> tuple[str, int, str, str] | None:
+def _first_index(loader: str, ours: list[Any], theirs: list[Any]) -> tuple[str, int, str, str] | None:
     """Return the first index that two samplers drew otherwise: loader, position and both, as far as they are kept."""
-    pairs = enumerate(zip_longest(json.loads(ours.text), json.loads(theirs.text), fillvalue="none"))
-    loader = ours.name.removeprefix("indices of ")
+    pairs = enumerate(zip_longest(ours, theirs, fillvalue="none"))
     return next(((loader, position, str(one), str(other)) for position, (one, other) in pairs if one != other), None)
 
 
-def _is_cut(ours: Row, theirs: Row) -> bool:
+def _is_cut(ours: list[Any], theirs: list[Any]) -> bool:
     """Return whether one list of indices is the beginning of the other, as far as they are kept."""
-    one, other = json.loads(ours.text), json.loads(theirs.text)
-    length = min(len(one), len(other))
-    return length > 0 and len(one) != len(other) and one[:length] == other[:length]
+    length = min(len(ours), len(theirs))
+    return length > 0 and len(ours) != len(theirs) and ours[:length] == theirs[:length]

@@ -132,7 +132,7 @@ def test_the_verdict_on_all_ranks_names_the_collective(tmp_path: Path) -> None:
     ]
     assert verdict.first_divergence.is_origin is True
     assert "agrees on all ranks" in verdict.explanation
-    assert "(128 bytes) at train.py:9 in step" in verdict.explanation
+    assert "in the group of ranks 0-1 at train.py:9 in step" in verdict.explanation
 
 
 def test_one_rank_alone_cannot_tell(tmp_path: Path) -> None:
