@@ -280,7 +280,7 @@ def test_steps_of_two_recordings(tmp_path: Path) -> None:
 
 
 def verified(path: Path) -> RunWriter:
-    writer = create(path, purpose="verify", keeps="diverging")
+    writer = create(path, purpose="verify")
     append_steps(writer, [2], seed=1)
     writer.close(complete=True)
     return writer
