@@ -105,36 +105,6 @@ def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset: s
         assert config.hydra.callbacks.determinism._target_ == "det_callbacks.hydra.DeterminismJobCallback"
 
 
-@pytest.mark.parametrize("preset", ["record", "verify"])
-def test_options_arrive_at_the_callback(preset: str, user_conf: Path) -> None:
-    options: dict[str, Any] = {
-        "reference": "refs/run1",
-        "current": "here",
-        "level": "module",
-        "modules": ["net.*"],
-        "phases": None,
-        "every_n_steps": 5,
-        "only_steps": None,
-        "compiled": None,
-        "steps": "common",
-        "on_divergence": "collect",
-        "replay": ["backward/net.*:aten.index_add_.*"],
-        "keep_tensors": ["backward/*:aten.mm.default"],
-        "tensor_budget_mib": 64,
-        "audit_replicas_every_n_steps": 50,
-        "overwrite": True,
-        "resume": "exact",
-        "log_metrics": True,
-    }
-    given = [f"determinism.{name}={'null' if value is None else value}" for name, value in options.items()]
-    config = compose_with(user_conf, f"+determinism={preset}", *given, "determinism.settings.seed=0")
-    callback = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
-    assert isinstance(callback, dict)
-    assert callback.pop("settings")["seed"] == 0
-    target = {"_target_": "det_callbacks.hydra.determinism_callback", "_convert_": "all", "mode": preset}
-    assert callback == {**options, **target}
-
-
 def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
     config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
     node = OmegaConf.to_container(config.callbacks.determinism, resolve=True)

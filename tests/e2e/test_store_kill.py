@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, next_step, write
+from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, write
 
 from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.runs.store import Run
@@ -103,23 +103,6 @@ def test_whole_steps_survive_every_kill(tmp_path: Path, kill_a_writer: Callable[
             counts.append(check(path))
     assert sum(counts) > 10 * KILLS, "the writers were killed before they wrote"
     assert len(set(counts)) > KILLS / 3, "the moments were not random"
-
-
-def test_a_fit_killed_before_its_first_step_is_gone_on_with(tmp_path: Path) -> None:
-    path, told = tmp_path / "run", tmp_path / "run.told"
-    killed = RunWriter.create(path, manifest=MANIFEST)
-    write(killed, 0, 0)
-    told.write_text("0 0\n")
-    assert next_step(path, told) == (0, 1)
-    killed.start_segment()
-    assert next_step(path, told) == (1, 0)
-    resumed = RunWriter.resume(path, manifest=MANIFEST)
-    write(resumed, 1, 0)
-    resumed.close(complete=True)
-    killed.close(complete=False)
-    run = Run.open(path)
-    assert run.is_complete
-    assert [(record.segment, record.step) for record in run.rank(0).iterate()] == [(0, 0), (1, 0)]
 
 
 def test_what_the_storm_checks_can_fail(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from stored_runs import (
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.runs import store
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import write_layout, write_program
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
@@ -202,16 +203,14 @@ def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
 
 
 def test_few_programs_and_layouts_are_kept_in_memory(tmp_path, monkeypatch):
-    path = tmp_path / "run"
-    create(path).close(complete=True)
-    many = [small_program(op=f"aten.op{index}.default") for index in range(70)]
-    layouts = [small_layout(index) for index in range(70)]
-    for program, layout in zip(many, layouts, strict=True):
-        write_program(path, program)
-        write_layout(path, layout)
-    run = Run.open(path)
-    for program, layout in zip(many, layouts, strict=True):
-        assert run.program(program.id) == program
-        assert run.layout(layout.id) == layout
-    assert run.program(many[-1].id) is run.program(many[-1].id)
-    assert run._program.cache_info().currsize == run._layout.cache_info().currsize == 64
+    monkeypatch.setattr(store, "_CACHED", 4)
+    create(tmp_path).close(complete=True)
+    many = [(small_program(op=f"aten.op{index}.default"), small_layout(index)) for index in range(6)]
+    for program, layout in many:
+        write_program(tmp_path, program)
+        write_layout(tmp_path, layout)
+    run = Run.open(tmp_path)
+    for program, layout in many:
+        assert (run.program(program.id), run.layout(layout.id)) == (program, layout)
+    assert run.program(many[-1][0].id) is run.program(many[-1][0].id)
+    assert run._program.cache_info().currsize == run._layout.cache_info().currsize == 4

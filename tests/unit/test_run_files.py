@@ -22,7 +22,6 @@ from det_callbacks.runs.files import (
     read_layout,
     read_program,
     replace_atomically,
-    stream_path,
     write_layout,
     write_program,
     write_source_text,
@@ -317,13 +316,6 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 
 # names and writing
-
-
-def test_names_are_made_of_numbers_alone(tmp_path):
-    assert program_path(tmp_path, 255) == tmp_path / "programs" / "00000000000000ff.parquet"
-    assert layout_path(tmp_path, 2**64 - 1) == tmp_path / "layouts" / "ffffffffffffffff.parquet"
-    assert stream_path(tmp_path, 3, 12, 0) == tmp_path / "rank-00003" / "attempt-012.arrows"
-    assert stream_path(tmp_path, 0, 0, 2) == tmp_path / "rank-00000" / "attempt-000.segment-002.arrows"
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
