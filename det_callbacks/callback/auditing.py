@@ -1,17 +1,16 @@
 """A fit in which the ops of some steps are run again: ``mode="audit"``."""
 
 import json
-from collections.abc import Callable
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.audit import AuditFinding, AuditReport, OpMismatch, replay_list
 from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.loops import mark_training_step
 from det_callbacks.callback.session import Session, Stage, StepHooks
 from det_callbacks.equivalence import BitwiseEquivalenceMode
 from det_callbacks.errors import AuditError, DivergenceWarning, NothingComparedError
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import audit_line, audit_lines
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.verification import free_folder
@@ -87,13 +86,13 @@ class AuditHooks(StepHooks):
         self._step = -1
         self._steps: list[int] = []
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
-        self._undo: Callable[[], object] = lambda: None
+        self._replaced = ReplacedInLightning()
 
     @override
     def attach(self, trainer: pl.Trainer) -> None:
         self.close()
         self._mode = self._mode or BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
-        self._undo = mark_training_step(trainer, self._mode.marks_forward)
+        self._replaced.put(trainer.strategy, "training_step", self._mode.marks_forward)
 
     @override
     def begin_step(self, step: int, batch: object) -> None:
@@ -123,8 +122,7 @@ class AuditHooks(StepHooks):
     def close(self) -> None:
         if self._mode is not None:
             self._mode.abandon()
-        self._undo()
-        self._undo = lambda: None
+        self._replaced.restore()
 
     def report(self) -> AuditReport:
         """Return what was found so far."""

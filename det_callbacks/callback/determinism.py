@@ -1,5 +1,6 @@
 """DeterminismCallback: a training run recorded, or verified against a recorded one."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,7 @@ from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.loops import after_loading, root_folder
-from det_callbacks.callback.manifest import manifest_of
+from det_callbacks.callback.manifest import manifest_of, root_folder
 from det_callbacks.callback.progress import ProgressReporter, say_beside
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas
@@ -26,6 +26,7 @@ from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DivergenceError, NothingComparedError
 from det_callbacks.ranks import ReplicaReport
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
 from det_callbacks.tensors.copies import require_room
@@ -120,6 +121,7 @@ class DeterminismCallback(CallbackArguments):
         self._replicas = Replicas(self.audit_replicas_every_n_steps, on_divergence=self.on_divergence)
         self._checkpoints: CheckpointWatch | None = None
         self._enforced: EnforcedDeterminism | None = None
+        self._replaced = ReplacedInLightning()
         self._is_open = False
         self._call: str | None = None
 
@@ -172,8 +174,21 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._session is not None:
-            after_loading(trainer, partial(self._begin_fit, trainer, pl_module, self._session))
+        if self._session is None:
+            return
+        begin = partial(self._begin_fit, trainer, pl_module, self._session)
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            begin()
+            return
+
+        # those that shard load now, and until then Lightning does not say whether there is a checkpoint
+        def restore_and_begin(restore: Callable[..., None], *args: Any) -> None:
+            self._replaced.restore()
+            restore(*args)
+            begin()
+
+        connector: Any = trainer._checkpoint_connector
+        self._replaced.put(connector, "_restore_modules_and_callbacks", lambda one: partial(restore_and_begin, one))
 
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
@@ -385,6 +400,7 @@ class DeterminismCallback(CallbackArguments):
         if self._is_open:
             note_ended()
         self._is_open = False
+        self._replaced.restore()
         hooks, self._hooks = self._hooks, StepHooks()
         hooks.close()
         if self._checkpoints is not None:

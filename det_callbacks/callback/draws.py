@@ -6,6 +6,7 @@ Nothing here changes what is drawn.
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.checkpoint.draws import follow
 from det_callbacks.errors import SettingsError
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.variables import NUM_WORKERS
 
@@ -49,7 +51,8 @@ class DrawWatch:
         self._waiting: deque[Drawn] = deque(maxlen=MAX_WAITING)
         self._loaders: dict[str, Any] = {}
         self._indices: dict[str, deque[Any]] = {}
-        self._undo: list[Callable[[], object]] = []
+        self._replaced = ReplacedInLightning()
+        self._let_go: Callable[[], object] = lambda: None
 
     def attach(self, loader: CombinedLoader) -> None:
         """Follow a loader; the one before it is let go."""
@@ -57,7 +60,7 @@ class DrawWatch:
         inner = loader.flattened
         name = "train_dataloader"
         self._loaders = {name: inner[0]} if len(inner) == 1 else {f"{name} {at}": one for at, one in enumerate(inner)}
-        self._undo.append(follow(loader, self))
+        self._let_go = follow(loader, self)
         for name, one in self._loaders.items():
             # a draw of "sequential" is of one of the loaders, and nobody says of which
             if _draws_in_order(one) and (loader._mode != "sequential" or len(inner) == 1):
@@ -65,9 +68,9 @@ class DrawWatch:
 
     def detach(self) -> None:
         """Leave the loader as it was."""
-        for undo in reversed(self._undo):
-            undo()
-        for known in (self._undo, self._waiting, self._loaders, self._indices):
+        self._replaced.restore()
+        self._let_go()
+        for known in (self._waiting, self._loaders, self._indices):
             known.clear()
 
     def current(self, num_fetched: int) -> Drawn | None:
@@ -101,20 +104,19 @@ class DrawWatch:
     def _follow_sampler(self, name: str, loader: Any) -> None:
         """Keep what the sampler of a loader draws: workers are sent it ahead, and return the batches in that order."""
         sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        base, indices = type(sampler), deque[Any]()
+        indices = deque[Any]()
 
-        class Watched(base):  # type: ignore[valid-type, misc]  # Python looks __iter__ up in the class
-            def __iter__(self) -> Any:
+        def watched(base: Any) -> Any:
+            def iterate(self: Any) -> Any:
                 indices.clear()
-                return _noted(super().__iter__(), indices)  # called now: a sampler may draw before its first index
+                return _noted(base.__iter__(self), indices)  # called now: a sampler may draw before its first index
 
-        Watched.__name__, Watched.__qualname__, Watched.__module__ = base.__name__, base.__qualname__, base.__module__
-        try:
-            sampler.__class__ = Watched
-        except TypeError:
-            return  # a list of indices, say: built-in objects keep their class
-        self._indices[name] = indices
-        self._undo.append(lambda: setattr(sampler, "__class__", base))
+            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
+            return type(base.__name__, (base,), names)
+
+        with suppress(TypeError):  # a list of indices, say: built-in objects keep their class
+            self._replaced.put(sampler, "__class__", watched)
+            self._indices[name] = indices
 
 
 def _noted(drawn: Iterator[Any], indices: deque[Any]) -> Iterator[Any]:

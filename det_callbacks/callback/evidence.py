@@ -1,7 +1,8 @@
 """What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from det_callbacks.checkpoint.fit import NOT_LOOKED_INTO
 from det_callbacks.checkpoint.held import find_generators
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.runs.evidence import CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
@@ -65,6 +67,7 @@ class Evidence:
         self._ledger = Ledger()
         self._draws = DrawWatch(self._ledger)
         self._trainer = trainer
+        self._replaced = ReplacedInLightning()
         self._num_workers = asked_workers()
         self._has_workers = False
         self._ledger.mark(_FIT_START, with_seeds=True)
@@ -85,13 +88,12 @@ class Evidence:
     def attach(self) -> None:
         """Follow the loaders once they are there."""
         loop: Any = self._trainer.fit_loop
-        original = loop._load_combined_loader_states  # called just before the loader is first iterated over
 
-        def load_and_follow() -> None:
+        def load_and_follow(original: Callable[[], None]) -> None:
             original()
             self._follow(loop._combined_loader)
 
-        loop._load_combined_loader_states = load_and_follow
+        self._replaced.put(loop, "_load_combined_loader_states", lambda original: partial(load_and_follow, original))
 
     def _follow(self, loader: CombinedLoader) -> None:
         inner = loader.flattened
@@ -104,7 +106,7 @@ class Evidence:
     def detach(self) -> None:
         """Leave loops and loaders as they were; may be called more than once."""
         self._draws.detach()
-        vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)
+        self._replaced.restore()
 
     def check_loaders(self) -> None:
         """Raise ``SettingsError`` where the loaders of the fit that starts have not the workers that were asked for."""

@@ -1,6 +1,7 @@
 """What run.json says of a fit, and what was chosen for it, as the Trainer, the module and the optimizers say it."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,3 +78,8 @@ def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices
+
+
+def root_folder(trainer: pl.Trainer) -> Path:
+    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from det_callbacks.callback.session import Progress
 from det_callbacks.digest import format_digest
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line, progress_word
 from det_callbacks.rng import RewindPoint
 from det_callbacks.verdict import Verdict
@@ -30,7 +31,7 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
-        self._undo: Callable[[], object] | None = None
+        self._replaced = ReplacedInLightning()
         self._progress: Progress | None = None
         self._is_recording = False
         self._step = 0
@@ -48,7 +49,7 @@ class ProgressReporter:
         self._is_recording = is_recording
         if trainer.is_global_zero:
             self._trainer = trainer
-            self._undo = _show_in_bar(trainer, self._word)
+            _show_in_bar(trainer, self._word, self._replaced)
 
     def after_step(self, progress: Progress) -> None:
         """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
@@ -82,9 +83,8 @@ class ProgressReporter:
 
     def close(self) -> None:
         """Leave the bar as it was; may be called more than once."""
-        undo, self._undo, self._trainer = self._undo, None, None
-        if undo is not None:
-            undo()
+        self._trainer = None
+        self._replaced.restore()
 
     def _log(self, trainer: pl.Trainer, progress: Progress) -> None:
         self._is_logged = True
@@ -130,20 +130,17 @@ def say_beside(trainer: pl.Trainer, text: str) -> None:
         print_closing_line(text)
 
 
-def _show_in_bar(trainer: pl.Trainer, word: Callable[[], str]) -> Callable[[], object]:
-    """Let the bar show a word beside the metrics, ``determinism=41 steps match``; return what takes it out.
+def _show_in_bar(trainer: pl.Trainer, word: Callable[[], str], replaced: ReplacedInLightning) -> None:
+    """Let the bar show a word beside the metrics, ``determinism=41 steps match``.
 
     It stands beside what ``get_metrics`` returns, whoever wrote that; ``trainer.progress_bar_metrics`` holds numbers
     only and is left alone. Nothing is done where the bar is another one than Lightning's, which need not take text.
     """
     bar: Any = trainer.progress_bar_callback
-    if not isinstance(bar, TQDMProgressBar | RichProgressBar):
-        return lambda: None
-    get_metrics = bar.get_metrics
 
-    def with_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def with_ours(get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         metrics = get_metrics(*args, **kwargs)
         return metrics if KEY in metrics else {**metrics, KEY: word()}
 
-    vars(bar)["get_metrics"] = with_ours
-    return partial(vars(bar).pop, "get_metrics", None)
+    if isinstance(bar, TQDMProgressBar | RichProgressBar):
+        replaced.put(bar, "get_metrics", lambda get_metrics: partial(with_ours, get_metrics))

@@ -1,8 +1,7 @@
 """The proof that a resumed training is the training that was interrupted."""
 
-import inspect
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.loops import root_folder
+from det_callbacks.callback.manifest import root_folder
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.judge import compare_runs
@@ -27,7 +26,7 @@ CHECKPOINT = "interrupted.ckpt"
 
 
 def prove_resume(
-    make_trainer: Callable[..., pl.Trainer],
+    make_trainer: Callable[[], pl.Trainer],
     make_model: Callable[[], pl.LightningModule],
     make_data: Callable[[], Any],
     *,
@@ -80,20 +79,17 @@ def prove_resume(
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
-    place = _Place(None if folder is None else Path(folder))
 
-    def train(callback: DeterminismCallback, *others: pl.Callback, ckpt_path: str | None = None) -> None:
+    def train(callback: _InFolder, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
-        trainer = _make(make_trainer)
+        trainer = make_trainer()
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
             raise SelectionError(
                 "The processes of this Trainer are started for each training and give nothing back, so nothing could "
                 'be compared. Use strategy="ddp", or torchrun: then each process runs the whole program.'
             )
-        place.callback = callback
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
-        callbacks[:0] = [place, callback]
-        callbacks.extend(others)
+        callbacks[:] = [callback, *callbacks, end]
         model, data = make_model(), make_data()
         training, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         try:
@@ -101,25 +97,26 @@ def prove_resume(
         finally:
             generators.put_back(restarts_new=True)  # also those of devices that it was the first to use
 
-    stop = _End(steps)
-    train(DeterminismCallback("reference", mode="record", level=level, resume=resume), stop)
-    if stop.num_done < steps:
+    whole, end = _InFolder("reference", mode="record", level=level, resume=resume), _End(steps)
+    whole.folder = None if folder is None else Path(folder)
+    train(whole, end)
+    if end.num_done < steps:
         raise SelectionError(
-            f"The training ended after {stop.num_done} of {count(steps, 'step')}. Give its Trainer more "
+            f"The training ended after {end.num_done} of {count(steps, 'step')}. Give its Trainer more "
             "(max_epochs, max_steps), or ask for fewer steps."
         )
-    reference, interrupted = place.folder / "reference", place.folder / "interrupted"
+    place = whole.path.parent
+    interrupted = _InFolder(place / "interrupted", mode="record", level=level, resume=resume)
     with suppress(TrainingInterruptedError):
-        place.interrupt = _End(stop_at, saves=True)
-        train(DeterminismCallback("interrupted", mode="record", level=level, resume=resume), place.interrupt)
-    place.interrupt = None
-    _meet()  # all have written what is compared
-    before = compare_runs(reference, interrupted, steps="common")
+        train(interrupted, _End(stop_at, place / CHECKPOINT))
+    with closing(RankGroup().open()) as group:  # all have written what is compared
+        group.agree(lambda: None, task="proving a resume")
+    before = compare_runs(whole.path, interrupted.path, steps="common")
     if before.verdict != "match":
         return before
-    resumed = DeterminismCallback("reference", current="resumed", resume=resume)
+    resumed = _InFolder(whole.path, current=place / "resumed", resume=resume)
     try:
-        train(resumed, _End(steps), ckpt_path=str(place.folder / CHECKPOINT))
+        train(resumed, _End(steps), place / CHECKPOINT)
     except DivergenceError as error:
         if error.verdict is None:
             raise
@@ -134,65 +131,22 @@ def prove_resume(
     return resumed.verdict
 
 
-def _make(make_trainer: Callable[..., pl.Trainer]) -> pl.Trainer:
-    """Call it without arguments, or with ``callbacks=[]`` where it demands them."""
-    try:
-        parameters = inspect.signature(make_trainer).parameters.values()
-    except ValueError:
-        return make_trainer()
-    demanded = {one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD}
-    return make_trainer(callbacks=[]) if demanded == {"callbacks"} else make_trainer()
+class _InFolder(DeterminismCallback):
+    """Writes below one folder; where it has none, all processes take one that rank 0 finds free."""
 
-
-def _meet() -> None:
-    """Wait until all processes are here; one that ended ends the others."""
-    group = RankGroup().open()
-    try:
-        group.gather(lambda: b"", task="proving a resume")
-    finally:
-        group.close()
-
-
-class _Place(pl.Callback):
-    """Tells the callbacks where to write once the processes are there: all of them to one folder.
-
-    It stands before all other callbacks, so that an interruption comes before anything of the next step.
-
-    Attributes:
-        folder: for the runs and the checkpoint; chosen by rank 0 in the first training where it is not given.
-        callback: of the training under way.
-        interrupt: ends the training under way, where something does.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._given = folder
-        self.callback: DeterminismCallback | None = None
-        self.interrupt: _End | None = None
+    folder: Path | None = None
 
     @property
-    def folder(self) -> Path:
-        assert self._given is not None, "the first training chose it"
-        return self._given
+    def path(self) -> Path:
+        assert self.reference is not None
+        return self.reference
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        root = root_folder(trainer)
-        if self._given is None:
-            self._given = Path(trainer.strategy.broadcast(str(free_folder(root, kind="resume"))))
-        callback = self.callback
-        assert callback is not None
-        assert callback.reference is not None
-        callback.reference = self._given / callback.reference
-        if callback.current is not None:
-            callback.current = self._given / callback.current
-        if self.interrupt is not None:
-            self.interrupt.path = self._given / CHECKPOINT
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self.interrupt is not None and self.interrupt.is_saved:
-            trainer.strategy.barrier()
-            raise TrainingInterruptedError
+        if not self.path.is_absolute():
+            free = self.folder or trainer.strategy.broadcast(str(free_folder(root_folder(trainer), kind="resume")))
+            self.reference = Path(free).absolute() / self.path
+        super().setup(trainer, pl_module, stage)
 
 
 class TrainingInterruptedError(Exception):
@@ -200,38 +154,39 @@ class TrainingInterruptedError(Exception):
 
 
 class _End(pl.Callback):
-    """Ends a training after so many batches, or saves a checkpoint then, after which it is interrupted.
+    """Ends a training after so many batches, or saves a checkpoint then and interrupts it at the next batch.
 
     It stands behind all other callbacks, so that what they did at that moment is in the checkpoint.
     """
 
-    def __init__(self, num_steps: int, *, saves: bool = False) -> None:
-        self._num_steps = num_steps
-        self._saves = saves
+    def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
+        self._num_steps, self._checkpoint = num_steps, checkpoint
         self.num_done = 0
-        self.is_saved = False
-        self.path = Path(CHECKPOINT)
+        self._is_saved = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._saves:
+        if self._checkpoint is None:
             trainer.fit_loop.min_epochs = 0  # no minimum that the Trainer would go on to
             trainer.fit_loop.epoch_loop.min_steps = None
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self._is_saved:
+            trainer.strategy.barrier()
+            raise TrainingInterruptedError
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         epoch_loop = trainer.fit_loop.epoch_loop
         self.num_done = epoch_loop.total_batch_idx + 1
-        if not self._saves:
+        if self._checkpoint is None:
             trainer.should_stop |= self.num_done >= self._num_steps
         elif not epoch_loop._num_ready_batches_reached():
-            self._save(trainer)
+            self.on_train_epoch_end(trainer, trainer.lightning_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        if self._saves and self.num_done == self._num_steps and not self.is_saved:
-            trainer.save_checkpoint(self.path)
-            self.is_saved = True
+        if self._checkpoint is not None and self.num_done == self._num_steps and not self._is_saved:
+            trainer.save_checkpoint(self._checkpoint)
+            self._is_saved = True

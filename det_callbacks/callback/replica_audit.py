@@ -16,8 +16,14 @@ from det_callbacks.callback.arguments import OnDivergence, check_on_divergence, 
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import say_beside
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
-from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaDifference, ReplicaReport, ReplicatedState
-from det_callbacks.ranks.replicated import replicated_state
+from det_callbacks.ranks import (
+    RankGroup,
+    ReplicaAudit,
+    ReplicaDifference,
+    ReplicaReport,
+    ReplicatedState,
+    replicated_state,
+)
 from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.runs.selection import as_names
 
@@ -71,13 +77,6 @@ class Replicas:
             return
         self._trainer = trainer
         self._group = RankGroup().open()
-        told = self._group.agree(lambda: self._state(trainer).num_parameters, task="looking for replicas")
-        if not any(told):
-            raise NothingComparedError(
-                f"Nothing can be compared: no parameter has a replica on another of the {trainer.world_size} ranks: "
-                "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
-                "dimension), or compare runs with DeterminismCallback."
-            )
         self._audit = ReplicaAudit(self._group)
         self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
         if (error := self._compare(self._audit, trainer)) is not None:

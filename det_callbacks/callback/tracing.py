@@ -1,16 +1,15 @@
 """The trace of one fit, and the watch for nondeterministic ops outside of it: closed on every path."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.callback.evidence import Evidence
-from det_callbacks.callback.loops import leave_out_logging, mark_training_step
 from det_callbacks.callback.session import Session, StepHooks
 from det_callbacks.errors import TraceError
 from det_callbacks.observers import Observations, activate, deactivate
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.settings import DeterminismSettings, settings_in_force
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
@@ -85,7 +84,7 @@ class Tracing(StepHooks):
             recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step
         )
         activate(self._observations)
-        self._undo: list[Callable[[], object]] = [self._evidence.detach]
+        self._replaced = ReplacedInLightning()
         self._evidence.attach()
         if ops is not None:
             ops.on_new = self._put_ops
@@ -94,8 +93,12 @@ class Tracing(StepHooks):
     def attach(self, trainer: pl.Trainer) -> None:
         self._evidence.check_loaders()
         self._hash_mode.optimizers = list(trainer.optimizers)
-        self._undo.append(mark_training_step(trainer, self._hash_mode.marks_forward))
-        self._undo.append(leave_out_logging(trainer, self._hash_mode.leaves_out))
+        self._replaced.put(trainer.strategy, "training_step", self._hash_mode.marks_forward)
+        # Lightning makes its sums when a name is first logged and clears them at an epoch's first batch, so a step that
+        # comes first after a resume has ops that the same step of the uninterrupted run has not
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for name in ("log", "reset"):
+            self._replaced.put(results, name, self._hash_mode.leaves_out)
 
     @override
     def mark(self, point: str) -> None:
@@ -154,14 +157,13 @@ class Tracing(StepHooks):
 
     @override
     def close(self) -> None:
+        self._evidence.detach()
         self._observations.abandon()
         deactivate(self._observations)
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
             self._put_ops()  # with the number of calls
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._replaced.restore()
 
     def _put_ops(self) -> None:
         assert self._ops is not None

@@ -26,6 +26,7 @@ from det_callbacks.checkpoint.files import Sidecar, has_part, read_part, resolve
 from det_callbacks.checkpoint.fit import BUFFER, GRADIENT, FitReader, is_stateful, local_part
 from det_callbacks.checkpoint.state import DataPosition, ResumeState, problems_of
 from det_callbacks.errors import CheckpointFormatError, NotResumableError
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.checkpoints import unrestored_line
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.peers import Peers
@@ -47,7 +48,8 @@ class Resuming:
         self._is_exact = resume == "exact"
         self._peers = peers
         self._trainer: pl.Trainer | None = None
-        self._undo: list[Callable[[], object]] = []
+        self._replaced = ReplacedInLightning()
+        self._is_attached = False
         self._watch = DataWatch(self._complete)
         # the checkpoints that the next batch has not followed yet: path -> identity, state and states of callbacks
         self._saved: dict[str, tuple[str, ResumeState, Mapping[str, str]]] = {}
@@ -71,24 +73,19 @@ class Resuming:
         self._fit = FitReader(trainer, self._watch, self._buckets)
         if self._buckets.is_ddp:
             # makes the DDP module, before its communication hooks are registered
-            self._wrap(trainer.strategy, "_setup_model", self._setup_model)
-        loop = trainer.fit_loop
-        self._wrap(loop, "setup_data", partial(self._at_setup, loop))
-        self._wrap(loop, "_load_combined_loader_states", partial(self._before_iteration, loop))
-        self._wrap(loop.epoch_loop, "on_run_start", partial(self._at_epoch, loop))
+            self._replaced.put(trainer.strategy, "_setup_model", lambda one: partial(self._setup_model, one))
+        loop, put = trainer.fit_loop, self._replaced.put
+        put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
+        put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
+        put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
+        self._is_attached = True
 
     def detach(self) -> None:
         """Leave loops and loaders as they were; what was read stays, for a checkpoint saved after the fit."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        self._replaced.restore()
+        self._is_attached = False
         self._watch.detach()
         self._saved.clear()
-
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *args: wrapper(original, *args))
-        self._undo.append(lambda: vars(owner).pop(name, None))
 
     # saving
 
@@ -99,7 +96,7 @@ class Resuming:
         problems, missed = tuple(self._fit.problems()), " and ".join(self._fit.missed())
         is_over = self._fit.is_epoch_over()
         state = self._fit.read(problems, is_epoch_over=is_over, begins_epoch=is_over)
-        if self._undo and not problems:
+        if self._is_attached and not problems:
             self._saved[path] = id, state, self._fit.callback_states()
         if missed and not problems:
             ended = "and the process ended before the next batch was drawn; save after that"

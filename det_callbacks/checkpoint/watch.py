@@ -39,6 +39,7 @@ from det_callbacks.checkpoint.files import (
 from det_callbacks.checkpoint.resume import Resume, Resuming
 from det_callbacks.digest import unobserved
 from det_callbacks.errors import CheckpointMismatchError
+from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.checkpoints import mismatch_text, missing_sidecar_line, uncovered_save_line
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.peers import Peers
@@ -62,16 +63,13 @@ class CheckpointWatch:
         self._resuming = Resuming(resume, peers)
         self._trainer: pl.Trainer | None = None
         self._run: Mapping[str, str | None] | None = None
-        self._undo: list[Callable[[], object]] = []
+        self._replaced = ReplacedInLightning()
         self._is_uncovered_reported = False
 
     def begin_stage(self, trainer: pl.Trainer) -> None:
         """Follow a Trainer whose strategy is set up, and another one no more; the run of an earlier stage is over."""
-        undo, self._undo = self._undo, []
-        for function in reversed(undo):
-            function()
+        self._replaced.restore()
         self._trainer, self._run = trainer, None
-        strategy = vars(trainer.strategy)
         wrappers: dict[str, Any] = {
             "save_checkpoint": self._save,
             "load_checkpoint": self._load,
@@ -80,8 +78,8 @@ class CheckpointWatch:
         for name, wrapper in wrappers.items():
             # the class's own method: a callback that this Trainer had before may stand there, too
             method: Any = getattr(type(trainer.strategy), name)
-            strategy[name] = partial(wrapper, partial(method, trainer.strategy))
-            self._undo.append(partial(strategy.pop, name, None))
+            ours = partial(wrapper, partial(method, trainer.strategy))
+            self._replaced.put(trainer.strategy, name, partial(_instead, ours))
         if self._is_fit:
             self._resuming.attach(trainer)
 
@@ -210,6 +208,10 @@ def _require_equal(report: CheckpointReport) -> None:
     if not report.equal:
         names = tuple(entry.name for entry in report.entries)
         raise CheckpointMismatchError(mismatch_text(report), report.path, names)
+
+
+def _instead(ours: Any, theirs: Any) -> Any:
+    return ours
 
 
 def _state(path: Path) -> tuple[int, ...] | None:

@@ -1,22 +1,36 @@
-"""Whether ranks that are to hold the same bits do: the digests of their tensors are gathered and compared."""
+"""Replicas: what several ranks have to hold alike, and whether they do.
+
+Under DDP that is all of the state; of DTensors on a mesh what is replicated along a dimension, among the ranks of one
+shard. The digests of each rank's tensors are gathered and compared.
+"""
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from det_callbacks.digest import digest_bytes, digest_tensors, format_digest
+from det_callbacks.digest import digest_bytes, digest_tensors, format_digest, unobserved
 from det_callbacks.errors import NothingComparedError, RankError
 from det_callbacks.ranks.group import RankGroup
-from det_callbacks.ranks.replicated import ReplicatedState, ReplicaTensor
 from det_callbacks.runs.program import scalar_bits
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.named_tensors import Entry, StateWalker, states_of_parameters
 
 TASK = "the audit of the replicas"
 
-_Key = tuple[str, tuple[int, ...]]
-"""Name of a tensor and the ranks that have to hold the same of it."""
+LeftOut = Literal[
+    "sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "sharded state", "no data"
+]
+"""Why a tensor is not compared: no other rank holds its shard; it is a summand of what all ranks hold; each rank has
+its own by design; a name that DDP, or the user, leaves out; a state that ZeroRedundancyOptimizer divides; no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +98,131 @@ class ReplicaReport:
         return not self.differences
 
 
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedState:
+    """What of a training's state is to be equal on several ranks.
+
+    Attributes:
+        tensors: name -> this rank's tensor (of a DTensor its shard) or number, and the ranks that have to hold the same
+            bits, ascending: this one and at least one other.
+        left_out: reason -> number of tensors that are not compared.
+        num_parameters: of the module's parameters that are compared.
+    """
+
+    tensors: Mapping[str, tuple[Tensor | bool | int | float, Ranks]]
+    left_out: Mapping[str, int]
+    num_parameters: int
+
+
+def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
+    """Return the ranks that have to hold what this rank holds of a tensor, or why there are none.
+
+    A DTensor is replicated along the dimensions of its mesh that its placements say; ranks at one place of the other
+    dimensions hold the same shard. Any other tensor is everybody's.
+    """
+    if not isinstance(tensor, DTensor):
+        return everybody if len(everybody) > 1 else "sharded"
+    if any(placement.is_partial() for placement in tensor.placements):
+        return "partial sum"
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh
+        return "no data"
+    places = zip(tensor.placements, coordinate, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else place for placement, place in places)
+    with unobserved():
+        ranks = tensor.device_mesh.mesh[index].reshape(-1).tolist()
+    return tuple(sorted(ranks)) if len(ranks) > 1 else "sharded"
+
+
+def replicated_state(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] = (),
+    *,
+    everybody: Sequence[int],
+    ddp_ignores: Collection[str] = (),
+    has_own_buffers: bool = False,
+    ignore: Sequence[str] = (),
+) -> ReplicatedState:
+    """Return the parameters, buffers and optimizer state that are to be equal on several ranks.
+
+    The state of a parameter goes where the parameter goes: a step count of a sharded parameter is compared among the
+    ranks of its shard. Running statistics (``running_mean``, ``running_var``) are of each rank's own batches and left
+    out, but for those of ``SyncBatchNorm``. Costs some microseconds a tensor; reads none.
+
+    Args:
+        module: whose parameters and buffers.
+        optimizers: whose state.
+        everybody: the ranks that have a replica each of what is not sharded.
+        ddp_ignores: names that DDP does not synchronise.
+        has_own_buffers: buffers are each rank's own (DDP with ``broadcast_buffers=False``).
+        ignore: fnmatch patterns over names; the state of a parameter goes with it.
+    """
+    everyone = tuple(sorted(everybody))
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]] = {}
+    left_out: Counter[str] = Counter()
+
+    def add(entry: Entry, holders: Ranks | LeftOut) -> LeftOut | None:
+        name, value = entry
+        if any(fnmatchcase(name, pattern) for pattern in ignore):
+            holders = "ignored"
+        elif not holds_data(value):
+            holders = "no data"
+        if isinstance(holders, str):
+            left_out[holders] += 1
+            return holders
+        unique, number = name, 2
+        while unique in tensors:  # two optimizers may keep state of one parameter
+            unique, number = f"{name} ({number})", number + 1
+        tensors[unique] = value, holders
+        return None
+
+    walker = StateWalker(module)
+    parameters = walker.parameters()
+    reasons: dict[int, LeftOut | None] = {}
+    for name, parameter in parameters:
+        holders = "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everyone)
+        reasons[id(parameter)] = add((name, parameter), holders)
+    num_parameters = len(tensors)
+    synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
+    for name, buffer in walker.state()[len(parameters) :]:
+        owner, _, last = name.rpartition(".")
+        holders = holders_of(buffer, everyone)
+        if name in ddp_ignores:
+            holders = "ignored by DDP"
+        elif last in ("running_mean", "running_var") and owner not in synchronised:
+            holders = "running statistic"
+        elif has_own_buffers:
+            holders = "own buffer"
+        add((name, buffer), holders)
+    names = {id(parameter): name for name, parameter in parameters}
+    for optimizer in optimizers:
+        divided = _divided(optimizer)
+        for parameter, entry in states_of_parameters([divided or optimizer], names):
+            reason: LeftOut | None = "sharded state" if divided else reasons.get(id(parameter))
+            like = entry[1] if isinstance(entry[1], DTensor) else parameter
+            add(entry, reason or holders_of(like, everyone))
+    return ReplicatedState(tensors=tensors, left_out=dict(left_out), num_parameters=num_parameters)
+
+
+def _divided(optimizer: Optimizer) -> Optimizer | None:
+    """Return what holds this rank's part of a state that is divided among the ranks; None where it is whole.
+
+    Importing the class would warn of what torch 2.13 deprecates; without it there is no such optimizer.
+    """
+    optim = sys.modules.get("torch.distributed.optim")
+    if optim is None or not isinstance(optimizer, optim.ZeroRedundancyOptimizer):
+        return None
+    part: Optimizer = optimizer.optim
+    return part
+
+
+_Listed = tuple[str, str, Ranks]
+"""Name, layout and holders of a tensor."""
+
+
 class ReplicaAudit:
     """Compares what is to be equal across ranks, as often as asked.
 
@@ -99,10 +238,9 @@ class ReplicaAudit:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._agreed: int | None = None
-        self._agreements: dict[_Key, int] = {}
-        self._keys: tuple[_Key, ...] = ()
+        self._agreements: dict[tuple[str, Ranks], int] = {}
         self._listed: list[int] = []
-        self._listings: list[list[tuple[str, str, tuple[int, ...]]]] = []
+        self._listings: list[list[_Listed]] = []
 
     def compare(self, state: ReplicatedState, *, step: int) -> ReplicaReport:
         """Compare a state with the other ranks'.
@@ -112,16 +250,19 @@ class ReplicaAudit:
             step: the last one that is done; -1 before the first.
 
         Raises:
-            NothingComparedError: no rank has anything that another one has to hold too.
+            NothingComparedError: no parameter of any rank has a replica on another one.
             RankError: a rank does not come, is at another step, or failed.
             DetCallbacksError, TypeError: a tensor of this rank cannot be digested.
         """
-        group, tensors = self._group, state.tensors
+        group = self._group
         num_bytes = group.num_bytes
-        listing = json.dumps([(one.name, one.layout, one.holders) for one in tensors]).encode()
+        listing = json.dumps([(name, _layout(value), ranks) for name, (value, ranks) in state.tensors.items()]).encode()
 
         def digests() -> bytes:
-            return struct.pack(f"<{len(tensors) + 2}Q", step + 1, digest_bytes(listing), *_digests(tensors))
+            values = [value for value, _ in state.tensors.values()]
+            known = iter(digest_tensors([value for value in values if isinstance(value, Tensor)]))
+            found = [next(known) if isinstance(value, Tensor) else scalar_bits(value)[0] for value in values]
+            return struct.pack(f"<{len(found) + 3}Q", step + 1, state.num_parameters, digest_bytes(listing), *found)
 
         rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather(digests, task=TASK)]
         if len({row[0] for row in rows}) > 1:
@@ -130,70 +271,60 @@ class ReplicaAudit:
                 f"The replicas cannot be compared: the ranks are no longer at the same step ({steps}, by rank). Give "
                 "all ranks equally many steps."
             )
-        if all(len(row) == 2 for row in rows):
+        if not any(row[1] for row in rows):
             raise NothingComparedError(
-                f"Nothing could be compared: none of the {group.world_size} ranks holds a tensor that another "
-                "one has to hold too. Sharded tensors have no replicas; compare runs with DeterminismCallback instead."
+                f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks: "
+                "all are sharded, or left out. Audit a strategy with replicas (ddp, or a mesh with a replicated "
+                "dimension), or compare runs with DeterminismCallback."
             )
-        self._learn(listing, [row[1] for row in rows])
-        differences = dict(self._differences([row[2:] for row in rows], step))
+        if (listed := [row[2] for row in rows]) != self._listed:
+            told = group.gather(lambda: listing, task=TASK)
+            self._listings = [[(name, layout, tuple(held)) for name, layout, held in json.loads(row)] for row in told]
+            self._listed = listed
+        differences = dict(self._differences([row[3:] for row in rows], step))
         if not differences:
             self._agreed = step
-        self._agreements.update({key: step for key in self._keys if key not in differences})
+        keys = {(name, holders) for listing in self._listings for name, _, holders in listing}
+        self._agreements.update(dict.fromkeys(keys.difference(differences), step))
         return ReplicaReport(
             step=step,
             last_agreement=self._agreed,
             world_size=group.world_size,
-            num_compared=len(tensors),
+            num_compared=len(state.tensors),
             left_out=dict(state.left_out),
             differences=tuple(differences.values()),
             num_bytes=group.num_bytes - num_bytes,
         )
 
-    def _learn(self, listing: bytes, listed: list[int]) -> None:
-        """Know the names, layouts and holders of every rank's tensors; all ranks see alike whether they changed."""
-        if listed == self._listed:
-            return
-        told = self._group.gather(lambda: listing, task=TASK)
-        self._listings = [[(name, layout, tuple(holders)) for name, layout, holders in json.loads(row)] for row in told]
-        self._listed = listed
-        self._keys = tuple(dict.fromkeys((name, holders) for one in self._listings for name, _, holders in one))
-
-    def _differences(self, rows: Sequence[Sequence[int]], step: int) -> Iterator[tuple[_Key, ReplicaDifference]]:
+    def _differences(
+        self, rows: Sequence[Sequence[int]], step: int
+    ) -> Iterator[tuple[tuple[str, Ranks], ReplicaDifference]]:
         """Yield how the holders of each tensor differ, the same on every rank."""
         if len(set(map(tuple, self._listings))) == len(set(rows)) == 1:
             return  # as most often, and without sharding
-        held: list[dict[str, tuple[int, str]]] = [
-            {name: (digest, layout) for (name, layout, _), digest in zip(listing, row, strict=True)}
+        held = [
+            {name: (format_digest(digest), layout) for (name, layout, _), digest in zip(listing, row, strict=True)}
             for listing, row in zip(self._listings, rows, strict=True)
         ]
-        for key in self._keys:
-            name, holders = key
-            ranks: dict[tuple[int, str] | None, list[int]] = {}
+        for name, holders in dict.fromkeys((name, ranks) for listing in self._listings for name, _, ranks in listing):
+            by_value: dict[tuple[str | None, str | None], list[int]] = {}
             for rank in holders:
-                ranks.setdefault(held[rank].get(name), []).append(rank)
-            if len(ranks) > 1:
-                yield key, self._difference(key, ranks, step)
-
-    def _difference(
-        self, key: _Key, ranks: Mapping[tuple[int, str] | None, Sequence[int]], step: int
-    ) -> ReplicaDifference:
-        values = [
-            ReplicaValue(
-                digest=None if value is None else format_digest(value[0]),
-                layout=None if value is None else value[1],
-                ranks=tuple(holders),
-            )
-            for value, holders in ranks.items()
-        ]
-        return ReplicaDifference(
-            name=key[0],
-            step=step,
-            last_agreement=self._agreements.get(key),
-            values=tuple(sorted(values, key=lambda value: (-len(value.ranks), value.ranks))),
-        )
+                by_value.setdefault(held[rank].get(name, (None, None)), []).append(rank)
+            if len(by_value) > 1:
+                values = [ReplicaValue(digest=one[0], layout=one[1], ranks=tuple(by_value[one])) for one in by_value]
+                yield (
+                    (name, holders),
+                    ReplicaDifference(
+                        name=name,
+                        step=step,
+                        last_agreement=self._agreements.get((name, holders)),
+                        values=tuple(sorted(values, key=lambda value: (-len(value.ranks), value.ranks))),
+                    ),
+                )
 
 
-def _digests(tensors: Sequence[ReplicaTensor]) -> list[int]:
-    known = iter(digest_tensors([one.value for one in tensors if isinstance(one.value, Tensor)]))
-    return [next(known) if isinstance(one.value, Tensor) else scalar_bits(one.value)[0] for one in tensors]
+def _layout(value: object) -> str:
+    """Return dtype and shape, "float32 [64, 768]" (of a DTensor the whole tensor's); the type of what is no tensor."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -12,7 +12,7 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("audit", "errors", "host_digest", "numbers", "variables", "verdict"),
+    ("audit", "errors", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
     ("patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "environment", "settings"),

@@ -47,9 +47,9 @@ def test_it_holds(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "reference").exists()
 
 
-def test_with_a_validation_and_a_callback_that_is_demanded(tmp_path: Path) -> None:
-    def make_trainer(callbacks: list[pl.Callback]) -> pl.Trainer:
-        return quiet_trainer(*callbacks, max_epochs=3, default_root_dir=tmp_path, val_check_interval=2)
+def test_with_a_validation(tmp_path: Path) -> None:
+    def make_trainer() -> pl.Trainer:
+        return quiet_trainer(max_epochs=3, default_root_dir=tmp_path, val_check_interval=2)
 
     def data() -> tuple[Any, Any]:
         return loader(), DataLoader(Augmented(num_samples=4), batch_size=2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from det_callbacks import (
     cli,
 )
 from det_callbacks.errors import NothingComparedError
+from det_callbacks.replaced_in_lightning import PLACES, ReplacedInLightning
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -163,6 +165,21 @@ def test_what_is_given_may_be_the_references(
         error = refused_before_training(callback)
         assert "Leave that out to take over the reference's" in str(error)
         assert f"{list(given)[-1]}=" in str(error)
+
+
+def test_what_is_replaced_in_lightning_stands_in_the_registry() -> None:
+    """Nothing else sets attributes of objects that are not ours."""
+    package = Path(cli.__file__).parents[1]
+    sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
+    found = {
+        str(path.relative_to(package)): len(lines)
+        for path in sorted([*package.glob("callback/*.py"), *package.glob("checkpoint/*.py")])
+        if (lines := sets.findall(path.read_text()))
+    }
+    assert found == {"checkpoint/draws.py": 2}  # the class of a loader, which has several followers
+    assert len(PLACES) < 15
+    with pytest.raises(AssertionError, match="stands in the registry"):
+        ReplacedInLightning().put(nn.Linear(1, 1), "forward", lambda one: one)
 
 
 # folders

@@ -1,6 +1,5 @@
 """Replicas compared by digest, with real processes on gloo."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from det_callbacks.digest import digest_tensor, format_digest
-from det_callbacks.errors import ReplicaError
 from det_callbacks.ranks import (
     RankGroup,
     ReplicaAudit,
@@ -71,8 +69,10 @@ def plant(group: RankGroup, rank: int, place: str) -> Any:
     return reports, format_digest(digest_tensor(PLANT[place](seeded())))
 
 
-@pytest.mark.parametrize("place", PLANT)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("place", "world_size"),
+    [("head.weight", 2), ("exp_avg of body.bias", 2), pytest.param("scale", 4, marks=pytest.mark.slow)],
+)
 def test_one_ulp_on_one_rank_is_named(place: str, world_size: int, tmp_path: Path) -> None:
     said = run(lambda group, rank: plant(group, rank, place), tmp_path, world_size)
     assert len(set(said)) == 1
@@ -88,23 +88,6 @@ def test_one_ulp_on_one_rank_is_named(place: str, world_size: int, tmp_path: Pat
     assert second.last_agreement == third.last_agreement == 4
     assert third.differences[0].last_agreement == 4
     assert third.num_bytes < 300 + 8 * third.num_compared < first.num_bytes  # names go once
-
-
-def audit_many(group: RankGroup, rank: int) -> Any:
-    module = nn.Module()
-    for number in range(1000):
-        module.register_parameter(f"p{number}", nn.Parameter(torch.full((3,), float(number))))
-    audit = ReplicaAudit(group)
-    state = replicated_state(module, everybody=range(group.world_size))
-    reports = [audit.compare(state, step=step) for step in range(3)]
-    return [(report.num_compared, report.num_bytes, report.equal) for report in reports]
-
-
-def test_a_thousand_tensors_take_eight_bytes_each(tmp_path: Path) -> None:
-    for said in run(audit_many, tmp_path, 4):
-        reports = eval(said)
-        assert [(number, equal) for number, _, equal in reports] == [(1000, True)] * 3
-        assert all(8000 < num_bytes < 8200 for _, num_bytes, _ in reports[1:])
 
 
 def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
@@ -130,15 +113,14 @@ def on_mesh(group: RankGroup, rank: int, planted: dict[str, int]) -> Any:
     for parameter, name in ((module.hybrid, "hybrid"), (module.sharded, "sharded")):
         optimizer.state[parameter] = {"step": torch.tensor(1.0 + (planted.get(f"step of {name}") == rank))}
     state = replicated_state(module, [optimizer], everybody=range(4))
-    holders = {one.name: one.holders for one in state.tensors}
-    return ReplicaAudit(group).compare(state, step=0), holders
+    return ReplicaAudit(group).compare(state, step=0), {name: ranks for name, (_, ranks) in state.tensors.items()}
 
 
-def test_only_what_a_mesh_replicates_is_compared(tmp_path: Path) -> None:
+def test_only_what_a_mesh_replicates_is_compared_among_those_who_hold_it(tmp_path: Path) -> None:
     # a step count goes with its parameter: that of the sharded one may differ
-    said = [eval(one) for one in run(lambda group, rank: on_mesh(group, rank, {"step of sharded": 1}), tmp_path, 4)]
+    planted = {"step of sharded": 1, "hybrid": 3, "across": 3, "everywhere": 1, "step of hybrid": 0}
+    said = [eval(one) for one in run(lambda group, rank: on_mesh(group, rank, planted), tmp_path, 4)]
     for rank, (report, holders) in enumerate(said):
-        assert report.equal
         assert report.left_out == {"sharded": 2, "partial sum": 1}
         assert holders == {
             "hybrid": ((0, 2), (1, 3))[rank % 2],
@@ -147,29 +129,19 @@ def test_only_what_a_mesh_replicates_is_compared(tmp_path: Path) -> None:
             "plain": (0, 1, 2, 3),
             "step of hybrid": ((0, 2), (1, 3))[rank % 2],
         }
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        {"hybrid": 3, "across": 3, "plain": -1},
-        {"everywhere": 1, "step of hybrid": 0},
-    ],
-)
-def test_a_difference_is_among_those_who_hold_the_same_shard(planted: dict[str, int], tmp_path: Path) -> None:
-    said = [eval(one)[0] for one in run(lambda group, rank: on_mesh(group, rank, planted), tmp_path, 4)]
-    found = {one.name: [value.ranks for value in one.values] for one in said[0].differences}
-    assert all(one.differences == said[0].differences for one in said)
-    assert found == (
-        {"hybrid": [(1,), (3,)], "across": [(2,), (3,)]}
-        if "hybrid" in planted
-        else {"everywhere": [(0, 2, 3), (1,)], "step of hybrid": [(0,), (2,)]}
-    )
+        assert {one.name: [value.ranks for value in one.values] for one in report.differences} == {
+            "hybrid": [(1,), (3,)],
+            "across": [(2,), (3,)],
+            "everywhere": [(0, 2, 3), (1,)],
+            "step of hybrid": [(0,), (2,)],
+        }
 
 
 def disagree(group: RankGroup, rank: int) -> Any:
+    """Other tensors, and the same bits of another type."""
     module = nn.Linear(2, 2)
     nn.init.ones_(module.weight), nn.init.ones_(module.bias)
+    module.register_buffer("zero", torch.zeros(4, 1 + rank, dtype=(torch.float32, torch.float16)[rank]))
     if rank == 1:
         module.register_parameter("adapter", nn.Parameter(torch.ones(1)))
         module.bias = None
@@ -179,14 +151,11 @@ def disagree(group: RankGroup, rank: int) -> Any:
 def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
     said = [eval(one) for one in run(disagree, tmp_path)]
     assert said[0] == said[1]
-    missing = {one.name: [value.ranks for value in one.values if value.digest is None] for one in said[0]}
-    assert missing == {"bias": [(1,)], "adapter": [(0,)]}
-
-
-def with_other_dtype(group: RankGroup, rank: int) -> Any:
-    module = nn.Module()
-    module.register_buffer("zero", torch.zeros(4, 1 + rank, dtype=(torch.float32, torch.float16)[rank]))
-    return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0).differences
+    found = {one.name: one.values for one in said[0]}
+    missing = {name: [value.ranks for value in values if value.digest is None] for name, values in found.items()}
+    assert missing == {"bias": [(1,)], "adapter": [(0,)], "zero": []}
+    assert [value.layout for value in found["zero"]] == ["float32 [4, 1]", "float16 [4, 2]"]
+    assert len({value.digest for value in found["zero"]}) == 1
 
 
 def fully_sharded(group: RankGroup, rank: int) -> Any:
@@ -207,16 +176,10 @@ def without_storage(group: RankGroup, rank: int) -> Any:
     return ReplicaAudit(group).compare(replicated_state(module, everybody=range(2)), step=0)
 
 
-def test_the_same_bits_of_another_type_are_a_difference(tmp_path: Path) -> None:
-    (found,) = eval(run(with_other_dtype, tmp_path)[0])
-    assert [value.layout for value in found.values] == ["float32 [4, 1]", "float16 [4, 2]"]
-    assert found.values[0].digest == found.values[1].digest
-
-
 @pytest.mark.parametrize(
     ("body", "texts"),
     [
-        (fully_sharded, ["NothingComparedError: Nothing could be compared: none of the 2 ranks"] * 2),
+        (fully_sharded, ["NothingComparedError: Nothing can be compared: no parameter has a replica on another"] * 2),
         (at_other_steps, ["RankError: The replicas cannot be compared: the ranks are no longer at the same step"] * 2),
         (
             without_storage,
@@ -239,10 +202,9 @@ def test_what_is_left_out_is_counted() -> None:
         has_own_buffers=True,
         ignore=["head.*"],
     )
-    names = [one.name for one in state.tensors]
     kinds = ("step", "exp_avg", "exp_avg_sq")
     compared = ["body.weight", "norm.weight", "norm.bias"]
-    assert names == [*compared, *(f"{kind} of {name}" for name in compared for kind in kinds)]
+    assert [*state.tensors] == [*compared, *(f"{kind} of {name}" for name in compared for kind in kinds)]
     assert state.num_parameters == 3
     assert state.left_out == {"ignored by DDP": 4, "ignored": 8, "running statistic": 2, "own buffer": 2}
     synchronised = nn.SyncBatchNorm(2)
@@ -256,8 +218,8 @@ def test_state_of_two_optimizers_has_two_names() -> None:
     optimizers = [torch.optim.Adam(module.parameters()) for _ in range(2)]
     for optimizer in optimizers:
         optimizer.state[module.weight] = {"step": 1}
-    names = [one.name for one in replicated_state(module, optimizers, everybody=range(2)).tensors]
-    assert names == ["weight", "step of weight", "step of weight (2)"]
+    state = replicated_state(module, optimizers, everybody=range(2))
+    assert [*state.tensors] == ["weight", "step of weight", "step of weight (2)"]
 
 
 def difference(*ranks: tuple[int, ...], step: int = 7) -> ReplicaDifference:
@@ -291,9 +253,3 @@ def test_the_text_says_who_and_since_when() -> None:
     assert line.startswith("det_callbacks: replicas agree: 3 audits of 5 tensors on 4 ranks, the last after step 7; 48")
     assert left_out in line
     assert "  and 2 more differences\n" in replicas_text(report(*[difference((0,), (1,))] * 12))
-
-
-def test_the_error_survives_pickling() -> None:
-    error = ReplicaError("text", report(difference((0,), (1,))))
-    copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.report, copy.exit_code) == ("text", error.report, 1)
