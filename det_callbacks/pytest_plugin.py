@@ -91,11 +91,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     from det_callbacks.errors import DetCallbacksError
 
+    failure = None
     try:
         result = yield
         done = runs.finish()
     except DetCallbacksError as error:
-        _end(error, item.config)
+        failure = error
+    if failure is not None:
+        _end(failure, item.config)  # not while it is handled: pytest would show the text of both
     others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that was run before
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result

@@ -108,6 +108,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     done = run_in(folder)
     assert done.status == 1
+    assert "During handling of the above exception" not in done.text
     assert done.counts(failed=3, passed=1), done.text
     assert "pytest --determinism-record 'tests/test_net.py::TestNet::test_two[0.1]'" in done.text
     assert "det_callbacks/" not in done.text, "no frame of ours"
