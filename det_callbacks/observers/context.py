@@ -218,6 +218,7 @@ class ObserverContext:
             self._writer.put_program(trace.program)
             if not self._writer.has_layout(trace.layout_id):
                 self._writer.put_layout(trace.layout)
+            self._writer.put_values(self._step, trace.values)
             self._writer.append(self._step, 0, trace.program.id, trace.layout_id, trace.digests)
             return
         self._replay.counts.end_step()

@@ -6,7 +6,7 @@ step's program is follows from the step alone, whatever this process has recorde
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -50,8 +50,6 @@ def is_ambiguous(value: Any, *, is_number: bool) -> bool:
     return isinstance(value, complex) or (value == value and abs(value) < 2**63 and value == int(value))
 
 
-def arguments_json(names: Sequence[str], values: Sequence[Any]) -> str:
-    """Return the JSON object of arguments."""
-    return json.dumps(
-        {name: plain_value(value) for name, value in zip(names, values, strict=True)}, separators=(",", ":")
-    )
+def arguments_json(arguments: Mapping[str, Any]) -> str:
+    """Return the JSON object of arguments by name."""
+    return json.dumps({name: plain_value(value) for name, value in arguments.items()}, separators=(",", ":"))

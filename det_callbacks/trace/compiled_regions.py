@@ -102,7 +102,7 @@ class Region:
             reads.append(writers)
         every = sorted({writer for writers in reads for writer in writers}.union(self._saved))
         arguments = {"backend": self.graph.backend, **({MISSES_PARAMETERS: True} if self.misses_parameters else {})}
-        written_down = arguments_json(list(arguments), list(arguments.values()))
+        written_down = arguments_json(arguments)
         names = [*input_names, *self.names.values()]
 
         def build(node: CallNode) -> None:

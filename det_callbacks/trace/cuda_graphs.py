@@ -25,24 +25,21 @@ class CudaGraphs:
     """Follows the CUDA graphs of one step after the other.
 
     Attributes:
-        captures: those under way, by ``id``; the same set for good.
+        begun: the captures that were begun in this step, by ``id``; the same set for good.
     """
 
     _open: list["CudaGraphs"] = []  # noqa: RUF012  # whose step is under way, by all that were replaced
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
-        self.captures: set[int] = set()
+        self.begun: set[int] = set()
 
     def begin(self) -> None:
         """Start a step."""
         self.end()
         self._open.append(self)
         base = torch.cuda.graphs._CUDAGraph  # type: ignore[attr-defined]  # imported there
-        REPLACED.hold(self, base, "capture_begin", lambda method: _wrapped(method, CudaGraphs._begin_capture))
-        REPLACED.hold(
-            self, base, "capture_end", lambda method: _wrapped(method, CudaGraphs._is_ending, ends_capture=True)
-        )
+        REPLACED.hold(self, base, "capture_begin", lambda method: _wrapped(method, CudaGraphs._before_capture))
         REPLACED.hold(self, base, "replay", lambda method: _wrapped(method, CudaGraphs._before_replay))
 
     def end(self) -> None:
@@ -50,18 +47,15 @@ class CudaGraphs:
         if self in self._open:
             self._open.remove(self)
         REPLACED.release(self)
-        self.captures.clear()
+        self.begun.clear()
 
     def is_capturing(self) -> bool:
         """Return whether what runs here is captured, so that nothing may be recorded beside it."""
-        return bool(self.captures) and torch.cuda.is_current_stream_capturing()
+        return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
-    def _begin_capture(self, graph: Any) -> None:
+    def _before_capture(self, graph: Any) -> None:
         self._recorder.late.flush()  # within the capture the device could not read what waits
-        self.captures.add(id(graph))
-
-    def _is_ending(self, _graph: Any) -> None:
-        """Do nothing before a capture ends: what it noted has not run."""
+        self.begun.add(id(graph))
 
     def _before_replay(self, _graph: Any) -> None:
         self._recorder.late.before_any_write()
@@ -70,19 +64,11 @@ class CudaGraphs:
             self._recorder.run_unseen(GRAPH)
 
 
-def _wrapped(method: Any, before: Callable[[CudaGraphs, Any], None], *, ends_capture: bool = False) -> Any:
+def _wrapped(method: Any, before: Callable[[CudaGraphs, Any], None]) -> Any:
     @functools.wraps(method)
     def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
         for one in CudaGraphs._open:
             before(one, graph)
-        has_ended = True  # an invalidated capture has ended as well, and one that did not begin; Ctrl-C too
-        try:
-            out = method(graph, *args, **kwargs)
-            has_ended = ends_capture
-        finally:
-            for one in CudaGraphs._open:
-                if has_ended:
-                    one.captures.discard(id(graph))
-        return out
+        return method(graph, *args, **kwargs)
 
     return call

@@ -125,7 +125,7 @@ class Interceptor(DispatchMode):
         super().__init__()
         self._recorder: Recorder | None = None
         self.recorder = recorder
-        self._captures = recorder.graphs.captures
+        self._captures = recorder.graphs.begun
         self._inside = recorder.compiled.inside
         self._lock = recorder.lock
 

@@ -3,7 +3,7 @@
 Replaced are, and only while a step or a fit is under way (looked at in torch 2.13):
 
 * ``OutputGraph.call_user_compiler`` and ``CompiledFxGraph.__call__``, to know which graph runs (compiled_graphs.py);
-* ``capture_begin``, ``capture_end`` and ``replay`` of ``_CUDAGraph``, which run ops that no mode sees (cuda_graphs.py).
+* ``capture_begin`` and ``replay`` of ``_CUDAGraph``, which run ops that no mode sees (cuda_graphs.py).
 
 Attributes of Lightning's loops and strategy, and of loaders and samplers, stand in ``replaced_in_lightning.py``.
 

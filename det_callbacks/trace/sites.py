@@ -100,7 +100,7 @@ def build_op(
     }
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
-    arguments = arguments_json(list(constants), list(constants.values()))
+    arguments = arguments_json(constants)
     every = tuple(sorted(set(node.reads)))
 
     def site(role: Role, output: int = 0, name: str | None = None, edges: tuple[int, ...] = ()) -> Site:

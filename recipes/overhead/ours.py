@@ -39,6 +39,7 @@ class Ours:
         self._writer.put_program(trace.program)
         if not self._writer.has_layout(trace.layout_id):
             self._writer.put_layout(trace.layout)
+        self._writer.put_values(self.num_steps, trace.values)
         before = self._writer.bytes_written
         self._writer.append(self.num_steps, 0, trace.program.id, trace.layout_id, trace.digests)
         self.num_steps += 1

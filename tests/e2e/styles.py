@@ -59,11 +59,6 @@ class Classifier(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Foreach(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
-
-
 class Fused(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
@@ -102,15 +97,6 @@ class Manual(Classifier):
     def configure_optimizers(self) -> Any:
         body = torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2)
         return body, torch.optim.SGD(self.last.parameters(), lr=1e-2)
-
-
-class GradientPenalty(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, labels = batch
-        inputs = inputs.clone().requires_grad_()
-        loss = cross_entropy(self(inputs), labels)
-        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        return loss + gradient.square().sum()
 
 
 class Undefined(torch.autograd.Function):
@@ -170,44 +156,12 @@ class Scripted(Classifier):
 
 
 class Checkpointed(Classifier):
-    use_reentrant = False
+    """Checkpoints one region without reentry, and one with it."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.first(inputs))
-        hidden = checkpoint(lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=self.use_reentrant)
-        return checkpoint(self.last, hidden, use_reentrant=self.use_reentrant)
-
-
-class CheckpointedReentrant(Checkpointed):
-    use_reentrant = True
-
-
-class Recurrent(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 16, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.lstm(inputs.view(-1, 3, 4))[0][:, -1])
-
-
-class Attention(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-        self.out = nn.Linear(12, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.layer(inputs.view(-1, 3, 4)).flatten(1))
-
-
-class InPlace(Classifier):
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs).relu_().clone()
-        left, right = hidden[:, :8], hidden[:, 8:]
-        left.mul_(2)
-        right[:, 0] += 1
-        return self.last(torch.cat([left, hidden[:, 8:]], 1))
+        hidden = checkpoint(lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=False)
+        return checkpoint(self.last, hidden, use_reentrant=True)
 
 
 class Skipping(Classifier):
@@ -241,23 +195,36 @@ class Boxed:
 
 def box(samples: list[Any]) -> Boxed:
     inputs, labels = default_collate(samples)
-    return Boxed(inputs={"x": inputs}, rest=(Pair(inputs, labels), [1.0]))
+    length = 2 + int(labels.sum()) % 5
+    return Boxed(inputs={"x": inputs[:length]}, rest=(Pair(inputs[:length], labels[:length]), [1.0]))
 
 
 class Nested(Classifier):
+    """Has nested batches, each of another length."""
+
     collate = staticmethod(box)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return cross_entropy(self(batch.inputs["x"]), batch.rest[0].labels)
 
 
-def cut(samples: list[Any]) -> Any:
-    inputs, labels = default_collate(samples)
-    return inputs[: 2 + int(labels.sum()) % 5], labels[: 2 + int(labels.sum()) % 5]
+class Layers(Classifier):
+    """Has layers whose ops are special: workspaces, fast paths, views written in place."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.last = nn.Linear(8, CLASSES)
 
-class VaryingLength(Classifier):
-    collate = staticmethod(cut)
+    def forward(self, inputs: Tensor) -> Tensor:
+        words = self.table(inputs[:, :3].abs().long() % 20)
+        hidden = torch.cat([self.lstm(inputs.view(-1, 3, 4) + words)[0], self.layer(words)], 2).mean(1).relu_().clone()
+        left, right = hidden[:, :4], hidden[:, 4:]
+        left.mul_(2)
+        right[:, 0] += 1
+        return self.last(torch.cat([left, hidden[:, 4:]], 1))
 
 
 class Sparse(Classifier):
@@ -274,27 +241,19 @@ class Sparse(Classifier):
 
 STYLES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "plain": (Classifier, {}),
-    "foreach": (Foreach, {}),
     "fused": (Fused, {}),
-    "scheduler": (Scheduled, {}),
+    "accumulation": (Scheduled, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "lbfgs": (Lbfgs, {}),
     "manual": (Manual, {}),
-    "gradient_penalty": (GradientPenalty, {}),
     "undefined_gradients": (UndefinedGradients, {}),
     "scripted": (Scripted, {}),
-    "accumulation": (Classifier, {"accumulate_grad_batches": 3}),
-    "clipping": (Classifier, {"gradient_clip_val": 0.1}),
     "bf16_mixed": (Classifier, {"precision": "bf16-mixed"}),
     "checkpoint": (Checkpointed, {}),
-    "checkpoint_reentrant": (CheckpointedReentrant, {}),
-    "recurrent": (Recurrent, {}),
-    "attention": (Attention, {}),
-    "in_place": (InPlace, {}),
+    "layers": (Layers, {}),
+    "sparse": (Sparse, {}),
     "skipping": (Skipping, {}),
     "validated": (Validated, {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2}),
     "nested_batch": (Nested, {}),
-    "varying_length": (VaryingLength, {}),
-    "sparse": (Sparse, {}),
 }
 
 

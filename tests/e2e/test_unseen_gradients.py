@@ -35,10 +35,6 @@ class InPlace(torch.optim.Optimizer):
         return loss
 
 
-def transposed_twice(gradient: Tensor) -> Tensor:
-    return gradient.transpose_(0, -1).transpose_(0, -1)
-
-
 def scaled_in_part(gradient: Tensor) -> Tensor:
     gradient.view(-1)[2:5].mul_(2)
     return gradient
@@ -87,11 +83,9 @@ def planted(folder: Path, **training: Any) -> tuple[Verdict, ...]:
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, foreach=False),
-    "SGD, foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
     "AdamW, fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
     "mul_ of a part": partial(InPlace, change=scaled_in_part),
-    "transpose_": partial(InPlace, change=transposed_twice),
 }
 
 
@@ -104,9 +98,8 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(case: str, tmp_path: P
         assert "what wrote it agrees, so something that the trace did not see" in verdict.explanation
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_that_reads_the_gradient_first_is_no_origin(algorithm: str, tmp_path: Path) -> None:
-    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": algorithm}
+def test_clipping_that_reads_the_gradient_first_is_no_origin(tmp_path: Path) -> None:
+    options = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"}
     live, kept, _ = planted(tmp_path, optimizer=OPTIMIZERS["SGD"], options=options)
     for verdict in (live, kept):
         first = first_of(verdict)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attribution_networks import Attending, Gpt, Recurrent, ResNet, Views
+from attribution_networks import Attending, Gpt, Recurrent, Views
 from module_oracle import name_frames, standing_in
 from torch import Tensor, library, nn
 from torch.autograd.function import once_differentiable
@@ -352,17 +352,14 @@ def _rows() -> Tensor:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-    "mlp": lambda: _plain(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), _rows),
     "gpt": lambda: _plain(Gpt(), _tokens),
     "gpt, checkpointed": lambda: _plain(Gpt(reentrant=False), _tokens),
     "gpt, checkpointed reentrantly": lambda: _plain(Gpt(reentrant=True), _tokens),
-    "resnet": lambda: _plain(ResNet(), lambda: torch.randn(4, 3, 8, 8)),
     "recurrent": lambda: _plain(Recurrent(), lambda: torch.randn(5, 3, 4)),
     "attention": lambda: _plain(Attending(), lambda: torch.randn(2, 5, 8)),
     "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
     "functions": lambda: _plain(Customs(), _rows),
     "custom op": lambda: _plain(Softened(), _rows),
-    "shared": lambda: _plain(Shared(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
     "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
     "gradient penalty": _penalised,

@@ -63,6 +63,7 @@ def write(writer: RunWriter, fit: Steps, *, rank: int = 0) -> None:
         writer.put_program(view.program)
         if not writer.has_layout(view.layout.id):
             writer.put_layout(view.layout)
+        writer.put_values(step, view.read_values())
         writer.append(step, 0, view.program.id, view.layout.id, view.record.digests)
 
 

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -168,20 +167,6 @@ def test_closing_below_another_mode_pops_no_stranger() -> None:
     assert alerts.found == ()
     other.__exit__(None, None, None)
     torch.utils._python_dispatch._get_current_dispatch_mode().__exit__(None, None, None)  # the one left below
-
-
-def test_which_ops_may_warn_is_read_from_torch() -> None:
-    alerts = NondeterministicOps()
-    assert alerts.may_warn("aten.put_")
-    assert alerts.may_warn("aten.histc")
-    assert not alerts.may_warn("aten.add")
-
-
-def test_a_found_op_survives_json() -> None:
-    found = NondeterministicOp(
-        op=PUT, phase="forward", module="body", source=("a.py:1 in f",), message="m", is_allowed=True, num_calls=4
-    )
-    assert msgspec.convert(msgspec.to_builtins(found), NondeterministicOp) == found
 
 
 @pytest.mark.parametrize(

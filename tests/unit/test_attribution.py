@@ -67,7 +67,7 @@ def test_99_percent_of_backward_ops_are_named(judgements):
     assert num_unnamed <= 0.01 * sum(found.num_backward for found in every)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "hooks", "nested checkpoints, reentrant"])
 def test_the_oracle_changes_nothing(name, judgements):
     alone = places(sites_of(name, num_steps=2))
     assert len(alone) > 20
@@ -166,7 +166,11 @@ def test_ops_of_hooks_have_a_source_of_their_own():
         out = model(torch.randn(2, 3))
         out.register_hook(double)
         out.sum().backward()
-    (hooked,) = [site for site in mode.trace.program.sites if site.phase == "backward" and "mul" in site.op]
+    (hooked,) = [
+        site
+        for site in mode.trace.program.sites
+        if site.phase == "backward" and "mul" in site.op and site.role == "output"
+    ]
     assert hooked.source[0].endswith("in double")
 
 

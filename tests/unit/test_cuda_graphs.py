@@ -37,7 +37,7 @@ def _graphs() -> Iterator[None]:
 
 def methods() -> list[Any]:
     base = vars(torch.cuda.graphs._CUDAGraph)
-    return [base[name] for name in ("capture_begin", "capture_end", "replay")]
+    return [base[name] for name in ("capture_begin", "replay")]
 
 
 def replayed(*, factor: float = 2.0, x: float = 1.0) -> StepTrace:
@@ -64,14 +64,10 @@ def test_what_a_replay_may_have_written_is_digested_anew() -> None:
     assert_same(trace, replayed())
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_another_replay_is_no_ops_fault(is_late: bool) -> None:
-    if is_late:
-        with late_device() as device:
-            reference, current = replayed(), replayed(factor=3.0)
-        assert device.num_collected == 2
-    else:
+def test_another_replay_is_no_ops_fault() -> None:
+    with late_device() as device:
         reference, current = replayed(), replayed(factor=3.0)
+    assert device.num_collected == 2
     found = difference(reference, current)
     first, *others = found.divergences
     assert (first.phase, first.op, first.is_origin) == ("other", "", None)
@@ -186,7 +182,7 @@ def test_ops_are_recorded_again_after_a_capture_that_failed(fails: str) -> None:
         torch.ones(2).exp()
 
     with host_graphs(fails):
-        ops = [site.op for site in traced(body).program.sites if site.op]
+        ops = [site.op for site in traced(body).program.sites if site.role == "output"]
     assert ops == ["aten.ones.default", "aten.exp.default"]
 
 

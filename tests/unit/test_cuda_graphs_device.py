@@ -144,27 +144,6 @@ def test_a_capture_within_a_recorded_step_works_as_ever() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_graphed_callables_on_a_device(waits: Any) -> None:
-    def traces() -> list[StepTrace]:
-        model = network()
-        model[0] = torch.cuda.make_graphed_callables(model[0], (torch.zeros(16, 64, device="cuda"),))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(batch: Tensor) -> None:
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-
-        return traces_of(model, step, forbid=waits, first_step=1)
-
-    reference = traces()
-    for one, other in zip(reference, traces(), strict=True):
-        assert_same(one, other)
-    assert reference[5].program.ops_skipped["replayed"] == 2
-
-
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
 def test_reduce_overhead(waits: Any) -> None:
     def traces(fault_at: int = -1) -> list[StepTrace]:

@@ -81,11 +81,10 @@ def test_a_nested_tensor_has_kernels_of_its_own():
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("layer", [partial(nn.BatchNorm1d, 3), partial(nn.LayerNorm, 4)], ids=["batch", "layer"])
-def test_another_eps_is_the_origin(layer: Callable[..., nn.Module], is_training: bool):
+def test_another_eps_is_the_origin(is_training: bool):
     views = []
     for eps in (1e-5, 2e-5):
-        model = nn.Sequential(nn.Linear(4, 4), layer(eps=eps), nn.Linear(4, 4)).train(is_training)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(3, eps=eps), nn.Linear(4, 4)).train(is_training)
         for parameter in model.parameters():
             nn.init.ones_(parameter)
         views.append(traced(torch.inference_mode()(partial(model, DATA)), model).view())
@@ -121,15 +120,12 @@ def watched() -> Iterator[None]:
         watch.close()
 
 
-@pytest.mark.parametrize("inference", [torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("mode", [HashMode, BitwiseEquivalenceMode, watched])
 @pytest.mark.parametrize("case", AUTOCAST)
-def test_autocast_goes_on_inside_composite_ops(
-    case: str, mode: Callable[[], AbstractContextManager[Any]], inference: Callable[[], AbstractContextManager[Any]]
-):
+def test_autocast_goes_on_inside_composite_ops(case: str, mode: Callable[[], AbstractContextManager[Any]]):
     def computed() -> Tensor:
         torch.manual_seed(5)
-        with inference(), torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             return AUTOCAST[case]()
 
     without = computed()

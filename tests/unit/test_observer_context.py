@@ -200,7 +200,7 @@ def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
             x / 2
         with pytest.raises(TraceError, match="more often"):
             disable_hash_mode()
-    ops = [site.op or site.name for site in sites(observer.path) if site.op or site.name]
+    ops = [site.op or site.name for site in sites(observer.path) if site.role in ("output", "named")]
     assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.div.Tensor"]
 
 
@@ -231,18 +231,18 @@ def test_a_mode_opened_in_a_region_and_closed_after_it(tmp_path: Path) -> None:
 def test_what_was_put_back_is_what_later_ops_read(tmp_path: Path) -> None:
     x = torch.ones(2)
     with ObserverContext(tmp_path, "run") as observer, enable_hash_mode():
-        y = x * 2
+        y = x.exp()
         observe("seen", y)
-        y + 1
+        y.sin()
         observe_non_deterministic("put back", y)
-        y / 2
+        y.cos()
     inputs = {site.name or site.op: site.inputs for site in sites(observer.path)[1:]}
     assert inputs == {
-        "aten.mul.Tensor": (0,),
+        "aten.exp.default": (0,),
         "seen": (1,),
-        "aten.add.Tensor": (1,),
+        "aten.sin.default": (1,),
         "put back": (1,),
-        "aten.div.Tensor": (4,),
+        "aten.cos.default": (4,),
     }
 
 
@@ -266,10 +266,10 @@ def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path
     x = torch.ones(2)
     with ObserverContext(tmp_path, "run") as observer:
         with enable_hash_mode():
-            y = x * 2
+            y = x.exp()
         y.add_(1)
         with enable_hash_mode():
-            y / 2
+            y.sin()
     found = sites(observer.path)
-    assert [site.op or site.role for site in found] == ["input", "aten.mul.Tensor", "input", "aten.div.Tensor"]
+    assert [site.op or site.role for site in found] == ["input", "aten.exp.default", "input", "aten.sin.default"]
     assert found[3].inputs == (2,)

@@ -32,7 +32,7 @@ def bytes_in(view: Tensor) -> frozenset[int]:
     return frozenset(places.flatten().tolist())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(views(), views())
 def test_regions_are_the_bytes_of_views(first, second):
     one, other = region_of(first), region_of(second)
@@ -50,7 +50,7 @@ def test_regions_are_the_bytes_of_views(first, second):
             assert one.overlaps(other) == bool(shared)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(views(), min_size=1, max_size=6), views(), st.integers(0, 5))
 def test_partial_writes_against_a_map_of_bytes(written, read, unknown):
     known = PartialWrites(is_uninitialised=False)
@@ -164,7 +164,7 @@ def through_inputs(program: Program, position: int) -> tuple[set[int], set[int]]
     return ops, rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(ROWS | COLUMNS | TURNED | EVERY_OTHER | PICKED))
 def test_no_writer_is_missed(program):
     trace, reads = run(program)
@@ -174,7 +174,7 @@ def test_no_writer_is_missed(program):
         assert is_all_known or rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(ROWS))
 def test_no_stranger_is_taken_for_a_writer(program):
     trace, reads = run(program)
