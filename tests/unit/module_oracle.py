@@ -138,5 +138,5 @@ def judge(model: nn.Module, step: Callable[[], None], *, num_steps: int = 2) -> 
                 with oracle:
                     step()
     sites = mode.trace.program.sites
-    judged = [(sites[position], truth) for position, truth in oracle.truths.items() if sites[position].op]
+    judged = [(sites[at], truth) for at, truth in oracle.truths.items() if sites[at].role in ("output", "value")]
     return Attributions(sites=sites, judged=[(site, truth) for site, truth in judged if truth.module is not None])
