@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,9 @@ def source_lines(verdict: Verdict) -> list[str]:
     except ReferenceFormatError as error:
         return [f"its text cannot be read: {error}"]
     number = first.source[0].partition(" in ")[0].rpartition(":")[2]
-    return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
+    lines = textwrap.dedent("\n".join(line for _, line in text)).split("\n")
+    shown = zip((at for at, _ in text), lines, strict=bool(text))
+    return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in shown]
 
 
 def origin_table(verdict: Verdict, limit: int) -> Table:

@@ -82,13 +82,14 @@ def test_the_verdict_and_what_it_found_are_said(runs: Path) -> None:
     first = verdict.first_divergence
     assert first is not None
     number = first.source[0].partition(" in ")[0].rpartition(":")[2]
-    text = (Path(__file__).parent / "faults.py").read_text().splitlines()[int(number) - 1]
+    text = (Path(__file__).parent / "faults.py").read_text().splitlines()[int(number) - 1].strip()
     for part in (
         verdict.explanation,
         str(first.reference_digest),
         str(first.current_digest),
         first.source[0],
-        f"> {number:>4}  {text}",
+        f"> {number:>4}  ",
+        text,
         f"{verdict.counts.sites_differing:,} of {verdict.counts.sites_compared:,}",
         "What it read",
         "origin: what it read agrees, so it starts here",
