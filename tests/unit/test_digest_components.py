@@ -15,7 +15,7 @@ pytestmark = BETA_TENSORS
 
 
 def combined(*components: torch.Tensor | bytes) -> int:
-    """Return what the specification says of these components, by the slow implementation."""
+    """Return what the specification says of these components, by the other implementation."""
     digests = [
         digest_reference.digest(part if isinstance(part, bytes) else part.contiguous().numpy().tobytes())
         for part in components

@@ -1,5 +1,8 @@
 """ObserverContext: steps, raising, the ways in which a run is refused, and regions of ops."""
 
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from det_callbacks import (
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
+from det_callbacks.tensors.files import SavedStep
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +277,60 @@ def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path
     found = sites(observer.path)
     assert [site.op or site.role for site in found] == ["input", "aten.exp.default", "input", "aten.sin.default"]
     assert found[3].inputs == (2,)
+
+
+def test_regions_in_a_training_loop(tmp_path: Path) -> None:
+    def run(name: str, reference: Path | None = None) -> ObserverContext:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ObserverContext(tmp_path, name, reference) as observer:
+            for _ in range(3):
+                enable_hash_mode()
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).sum().backward()
+                disable_hash_mode()
+                torch.randn(2) @ torch.randn(2)
+                with enable_hash_mode():
+                    optimizer.step()
+                observer.next_step()
+        return observer
+
+    run("reference")
+    verdict = run("current", tmp_path / "reference").verdict
+    assert verdict is not None
+    assert verdict.verdict == "match"
+    ops = [site for site in sites(tmp_path / "reference", 2) if site.op]
+    assert {site.phase for site in ops} == {"forward", "backward", "optimizer"}
+    assert not any(site.op == "aten.dot.default" for site in ops)
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_whole_steps_and_what_they_saved(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from det_callbacks import ObserverContext, observe_non_deterministic
+        with ObserverContext(sys.argv[1], "run") as observer:
+            for step in range(10**6):
+                observe_non_deterministic("x", torch.full((2**16,), float(step)))
+                observer.next_step()
+                print(step, flush=True)
+        """
+    )
+    for kills in range(2):
+        folder = tmp_path / str(kills)
+        process = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(20 + 7 * kills):
+            last = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        reference = Run.open(folder / "run")
+        assert not reference.is_complete
+        steps = reference.rank(0).steps(0)
+        assert len(steps) > last
+        for step in steps.tolist():
+            saved = SavedStep.of(reference, rank=0, segment=0, step=step).read("observation:x#0.0")
+            assert saved.bits.view("float32").tolist() == [float(step)] * 2**16
