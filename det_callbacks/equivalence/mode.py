@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self
@@ -333,17 +332,15 @@ class BitwiseEquivalenceMode:
         if plan.writes and (reason := self._copy_twice(check, calls)):
             self.skipped[reason] += 1
             return plan.call(*args, **kwargs), [], False
-        generators = None
-        if plan.draws_random or check.is_foreign:
-            passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
-            generators = partial(RewindPoint, passed, with_python=check.is_foreign)
-        before = generators() if generators else None
+        passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
+        draws = plan.draws_random or check.is_foreign
+        before = _generators(passed, check) if draws else None
         try:
             out = plan.call(*args, **kwargs)
         except BaseException:  # Ctrl-C too: raised again
             self.skipped["raised"] += 1
             raise
-        after = generators() if generators else None
+        after = _generators(passed, check) if draws else None
         first = written_by_call(plan, out, args, kwargs)
         reason = "" if first and all(map(holds_data, first)) else "no_data" if first else "no_output"
         if plan.may_be_in_flight and all(in_flight(plan, out, args, kwargs)):
@@ -381,6 +378,11 @@ class BitwiseEquivalenceMode:
             return "not_copied"
         calls[:] = [copied for copied in copies if copied is not None]
         return "" if len(calls) == 2 else "not_copied"
+
+
+def _generators(passed: Sequence[Generator], check: CheckPlan) -> RewindPoint:
+    with _no_modes_below():
+        return RewindPoint(passed, with_python=check.is_foreign)
 
 
 def _run_again(plan: OpPlan, before: RewindPoint | None, after: RewindPoint | None, call: Call) -> Sequence[Any] | None:
