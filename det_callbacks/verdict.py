@@ -148,15 +148,6 @@ class Divergence:
     is_origin: bool | None = None
     numbers: Numbers | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return _plain(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Divergence":
-        """Return what ``to_dict`` gave; ValueError, which names the field, where it is not that."""
-        return msgspec.convert(content, cls)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:

@@ -73,8 +73,9 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     it excuses nothing: it is a choice if either side says so.
     """
     differences = []
-    for name in sorted({*reference.entries, *current.entries}):
-        sides = [environment.entries.get(name) for environment in (reference, current)]
+    both = [_without_lone_configuration(one, other) for one, other in ((reference, current), (current, reference))]
+    for name in sorted({*both[0], *both[1]}):
+        sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
         absent = AS_COMMITTED if name.startswith(CHANGED_FILE) else NOT_RECORDED
         values = [absent if side is None else side.value for side in sides]
@@ -94,6 +95,16 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             )
         )
     return tuple(differences)
+
+
+def _without_lone_configuration(environment: Environment, other: Environment) -> Mapping[str, EnvironmentEntry]:
+    """Return the entries; the keys of a configuration as one where the other program has none to compare with."""
+    entries = environment.entries
+    keys = [name for name in entries if name.startswith(CONFIGURATION)]
+    if not keys or any(name.startswith(CONFIGURATION) for name in other.entries):
+        return entries
+    whole = EnvironmentEntry(value=f"{len(keys)} keys", is_machine=False, changes_bits=False)
+    return {**{name: entries[name] for name in entries.keys() - keys}, CONFIGURATION.rstrip("."): whole}
 
 
 def digested_on(environment: Environment) -> dict[str, str]:

@@ -101,7 +101,7 @@ def diff(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[int, str, 
 
 
 def everyday_and_slow() -> list[object]:
-    return [(0, 75), pytest.param(75, 925, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    return [(0, 40), pytest.param(40, 960, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 
 
 @pytest.mark.parametrize(("first", "num"), everyday_and_slow())

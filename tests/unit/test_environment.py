@@ -160,6 +160,8 @@ def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became()
         "config.model.lr": (0.1, 0.2, False),
         "config.data.flip": (0.5, 0.3, True),
     }
+    alone = {"config": choices(0.1, 0.5)["config"]}
+    assert chosen(alone, {}) == {"config": ("3 keys", NOT_RECORDED, False)}
 
 
 def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own() -> None:

@@ -43,7 +43,7 @@ def steps_of(path: Path, segment: int = 0) -> list[int]:
 # what is written is read
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(fits=st.lists(st.lists(WHOLE_STEPS, max_size=4), min_size=1, max_size=3), gap=st.integers(1, 5))
 def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
     path = tmp_path_factory.mktemp("runs") / "run"
