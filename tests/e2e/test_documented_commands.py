@@ -8,9 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from readme_commands import ROOT, commands_of, pattern_of, run_page
 from styles import Classifier, Samples
 from torch.utils.data import DataLoader
+from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, enforce_determinism
 
@@ -60,3 +62,49 @@ def test_the_docs_are_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
     assert "on_divergence" in page
+
+
+class Parts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = torch.nn.Linear(12, 16), torch.nn.Linear(16, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(inputs))
+
+
+NO_LOGGER = QUIET.replace("logger=False, ", "")
+EXAMPLES = {  # page -> what its examples have instead of the numbers of a user, and the name of what comes out
+    "compare-models": ({"report = compare_compiled": "# ", "report.assert_close()": "report.worst"}, "report"),
+    "loggers": ({"log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {NO_LOGGER}"}, "Trainer"),
+    "observe": ({"    ...\n": "    observe('input', 1)\n"}, "observer"),
+    "replay": ({'DeterminismCallback("refs/run1", mode': "dict(mode"}, "mode"),
+    "resume": ({"max_epochs=10": f"max_epochs=3, {QUIET}", "700, steps=1000": "2, steps=4"}, "verdict"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning", "ignore:.*dataloader is not resumable")
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_examples_of_the_how_to_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes, result = EXAMPLES[page]
+    loader = DataLoader(Samples(), batch_size=8)
+    batch = torch.randn(4, 12)
+    names: dict[str, Any] = {"model": Parts(), "rewritten": Parts(), "inputs": batch, "x": batch, "loader": [batch]}
+    names |= {"torch": torch, "racing_pool": torch.relu, "hidden": torch.randn(3, requires_grad=True)}
+    names |= {
+        "make_trainer": lambda: quiet_trainer(max_epochs=1),
+        "make_model": Classifier,
+        "make_data": lambda: loader,
+    }
+    if page in ("resume", "loggers"):  # these train
+        names |= {"model": Classifier(), "loader": loader}
+        trainer = quiet_trainer(DeterminismCallback("refs/run1", mode="record"), max_epochs=1)
+        trainer.fit(names["model"], loader)
+        trainer.save_checkpoint("checkpoints/last.ckpt")
+    for example in python_of(f"docs/how-to/{page}.md"):
+        for before, after in changes.items():
+            example = example.replace(before, after)
+        exec(example, names)
+    found = names[result]
+    assert getattr(found, "verdict", "match") is not None
