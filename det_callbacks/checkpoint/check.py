@@ -160,32 +160,30 @@ def compare_loaded(
         content: size and digest of the file.
         checkpoint: what was loaded; None where it was not opened.
     """
-    entries = sidecar.entries
-    return CheckpointReport(
-        path=str(place),
-        has_same_bytes=sidecar.file == content,
-        is_opened=checkpoint is not None,
-        entries=() if checkpoint is None else tuple(differences(entries, entries_of(checkpoint))),
-        sections={section: len(inner) for section, inner in entries.items()},
-        num_tensors=sum(entry.kind == "tensor" for inner in entries.values() for entry in inner.values()),
-        num_bytes=content.size,
-        sidecar=sidecar,
-    )
+    found = None if checkpoint is None else entries_of(checkpoint)
+    has_same_bytes, is_opened = sidecar.file == content, checkpoint is not None
+    return _report(place, sidecar.entries, found, content.size, has_same_bytes, is_opened=is_opened, sidecar=sidecar)
 
 
 def compare_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
     """Compare the files of a folder with its sidecar; reads them all once."""
-    files = digest_folder(folder)
-    entries = tuple(differences(sidecar.entries, {"files": files}))
+    found = {"files": digest_folder(folder)}
+    num_bytes = sum(sum(entry.shape or ()) for entry in found["files"].values())
+    has_same_bytes = sidecar.entries == found
+    return _report(folder, sidecar.entries, found, num_bytes, has_same_bytes, is_opened=False, sidecar=sidecar)
+
+
+def _report(
+    place: Path, reference: Entries, current: Entries | None, num_bytes: int, has_same_bytes: bool, **more: Any
+) -> CheckpointReport:
     return CheckpointReport(
-        path=str(folder),
-        has_same_bytes=not entries,
-        is_opened=False,
-        entries=entries,
-        sections={section: len(inner) for section, inner in sidecar.entries.items()},
-        num_tensors=0,
-        num_bytes=sum(sum(entry.shape or ()) for entry in files.values()),
-        sidecar=sidecar,
+        path=str(place),
+        has_same_bytes=has_same_bytes,
+        entries=() if current is None else tuple(differences(reference, current)),
+        sections={section: len(inner) for section, inner in reference.items()},
+        num_tensors=sum(entry.kind == "tensor" for inner in reference.values() for entry in inner.values()),
+        num_bytes=num_bytes,
+        **more,
     )
 
 
@@ -252,17 +250,11 @@ def _check_two(*places: Path) -> CheckpointReport:
         loaded.append(load_plainly(place, contents[-1], read_sidecar(place)))
     reference, current = map(entries_of, loaded)
     values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    found = differences(reference, current)
-    return CheckpointReport(
-        path=str(places[0]),
-        other=str(places[1]),
-        has_same_bytes=contents[0] == contents[1],
-        is_opened=True,
-        entries=tuple(_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in found),
-        sections={section: len(inner) for section, inner in reference.items()},
-        num_tensors=sum(isinstance(value, Tensor) for value in values[0].values()),
-        num_bytes=contents[0].size,
-    )
+    has_same_bytes = contents[0] == contents[1]
+    size, other = contents[0].size, str(places[1])
+    report = _report(places[0], reference, current, size, has_same_bytes, is_opened=True, other=other)
+    counted = (_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in report.entries)
+    return replace(report, entries=tuple(counted))
 
 
 def _existing(path: str | Path) -> Path:

@@ -94,14 +94,15 @@ class FitReader:
     def values(self) -> dict[str, Any]:
         """Return what a checkpoint has to bring back, by name; one pass over the weights.
 
-        Digests of parameters and persistent buffers, which of them are frozen, options of the optimizers, and by which
-        seeds the samplers of several ranks shuffle alike.
+        Digests of parameters and persistent buffers (on rank 0: Lightning saves those), which of them are frozen,
+        options of the optimizers, and by which seeds the samplers of several ranks shuffle alike.
         """
         module = self._trainer.lightning_module
         left_out = _non_persistent(module)
+        buffers = () if self._trainer.global_rank else module.named_buffers()
         found: dict[str, Any] = {}
         with unobserved():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for name, tensor in (*module.named_parameters(), *buffers):
                 if name in left_out:
                     continue
                 try:
@@ -123,11 +124,6 @@ class FitReader:
                 if isinstance(sampler, DistributedSampler):
                     found[f"the seed of the sampler of loader {index}"] = sampler.seed
         return found
-
-    def own_buffers(self) -> set[str]:
-        """Return the names of buffers that Lightning does not bring back on this rank."""
-        is_first = self._trainer.global_rank == 0
-        return set() if is_first else {name for name, _ in self._trainer.lightning_module.named_buffers()}
 
     def callback_states(self) -> dict[str, str]:
         """Return the states of callbacks as text by name, but for those that save checkpoints or measure time."""

@@ -112,22 +112,21 @@ class Resuming:
         generators, and must not have changed anything else.
         """
         saved, self._saved = self._saved, {}
-        for path, (id, state, callbacks) in saved.items():
+        for path, (id, before, callbacks) in saved.items():
             assert self._trainer is not None
             if not has_part(Path(path), self._trainer.global_rank, id):
                 continue  # it was removed, or saved anew by somebody else
-            before, now = {**state.values, **callbacks}, {**self._fit.values(), **self._fit.callback_states()}
-            own = self._fit.own_buffers()  # DDP's validation makes them those of rank 0
-            problems: tuple[str, ...] = ()
-            if changed := _differing(before, now, own):
+            state = self._fit.read((), is_epoch_over=before.is_epoch_over, begins_epoch=False)
+            now = {**state.values, **self._fit.callback_states()}
+            if changed := _differing({**before.values, **callbacks}, now):
                 what = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
-                problems = (f"{what} {changed}",)
-            self._write(path, id, self._fit.read(problems, is_epoch_over=state.is_epoch_over, begins_epoch=False))
+                state = replace(state, problems=(f"{what} {changed}",))
+            self._write(path, id, state)
 
     def _write(self, path: str, id: str, state: ResumeState) -> None:
         assert self._trainer is not None
-        whose = {"id": id, "rank": self._trainer.global_rank, "num_ranks": self._trainer.world_size}
-        write_part(Path(path), state, self._fit.tensors(state), **whose)
+        rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
+        write_part(Path(path), state, self._fit.tensors(state), id=id, rank=rank, num_ranks=num_ranks)
 
     # what was loaded
 
@@ -153,10 +152,10 @@ class Resuming:
                 self._pending, self._tensors = (None, {}) if part is None else part
             return {"num_saved": num_saved, "state": None if self._pending is None else self._pending.row()}
 
-        told = self._peers.agree(take, task="reading what stands beside it")
-        num_saved = max(one["num_saved"] for one in told)
-        rows = [one["state"] for one in told]
-        missing = ", ".join(str(rank) for rank, row in enumerate(rows) if row is None)
+        rows = self._peers.agree(take, task="reading what stands beside it")
+        num_saved = max(row["num_saved"] for row in rows)
+        states = [row["state"] for row in rows]
+        missing = ", ".join(str(rank) for rank, state in enumerate(states) if state is None)
         if not num_saved:
             print_closing_line(unrestored_line(path))
         elif num_saved != num_ranks:
@@ -164,7 +163,7 @@ class Resuming:
             self._refuse([f"it was saved by {saved}, and there are {num_ranks} now"])
         elif missing:
             self._refuse([f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing"])
-        elif problems := problems_of(rows):
+        elif problems := problems_of(states):
             self._refuse(problems)
         if self._pending is not None and self._pending.reduction is not None:
             self._buckets.wanted = self._pending.reduction.buckets
@@ -231,7 +230,7 @@ class Resuming:
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
             loop._restarting = False
             self._restore(state, tensors)
-            if changed := _differing(state.values, self._fit.values(), ()):
+            if changed := _differing(state.values, self._fit.values()):
                 self._refuse([f"Lightning restored it, and {changed} is not what it was then"])
             if all(map(is_stateful, self._fit.loaders())):
                 self._watch.position = state.position
@@ -293,9 +292,7 @@ class Resuming:
         return found
 
 
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any], leaving: Collection[str]) -> str | None:
-    """Return the first name whose value differs, and how many more do; None when none does."""
-    names = [name for name in {**before, **after} if name not in leaving and before.get(name) != after.get(name)]
-    if not names:
-        return None
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first name whose value differs, and how many more do; empty when none does."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

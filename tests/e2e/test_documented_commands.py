@@ -76,7 +76,13 @@ class Parts(torch.nn.Module):
 NO_LOGGER = QUIET.replace("logger=False, ", "")
 EXAMPLES = {  # page -> what its examples have instead of the numbers of a user, and the name of what comes out
     "compare-models": ({"report = compare_compiled": "# ", "report.assert_close()": "report.worst"}, "report"),
-    "loggers": ({"log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {NO_LOGGER}"}, "Trainer"),
+    "loggers": (
+        {
+            '"refs/run1")': '"refs/run2", mode="record")',
+            "log_every_n_steps=10": f"log_every_n_steps=1, max_epochs=1, {NO_LOGGER}",
+        },
+        "Trainer",
+    ),
     "observe": ({"    ...\n": "    observe('input', 1)\n"}, "observer"),
     "replay": ({'DeterminismCallback("refs/run1", mode': "dict(mode"}, "mode"),
     "resume": ({"max_epochs=10": f"max_epochs=3, {QUIET}", "700, steps=1000": "2, steps=4"}, "verdict"),
