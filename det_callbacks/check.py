@@ -46,7 +46,7 @@ class CheckedRun:
     Attributes:
         name: of a check: "recording", "plain" (the verification with nothing changed) or the factor.
         change: what it has different ("2 instead of 0").
-        outcome: "diverged" also where the number of threads that was changed is all that could excuse other bits.
+        outcome: "failed" also where the script failed by itself after what was compared agreed.
         reason: why it failed.
         verdict: of a verification, where it came to one.
         output: file with what it printed; None where that went to the terminal.
@@ -180,9 +180,6 @@ class Script:
             return replace(done, reason=f"{reason}. What was compared before agrees")
         if outcome == "match" and change.entry and change.entry not in {it.name for it in verdict.environment}:
             return replace(done, reason=f"it could not be varied: the script sets {change.entry} by itself")
-        excuses = {it.name for it in verdict.environment if it.is_machine and it.changes_bits}
-        if outcome == "not_comparable" and verdict.first_divergence and excuses == {change.entry}:
-            outcome = "diverged"  # changed on purpose, it excuses nothing
         return replace(done, outcome=outcome, reason="")
 
     def _start(self, title: str, asked: Mapping[str, Any], change: _Change, output: Path | None) -> str:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from det_callbacks.callback.session import Progress
+from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.digest import format_digest
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import print_closing_line, progress_word
@@ -65,7 +67,7 @@ class ProgressReporter:
             self._log(trainer, progress)
 
     def end_fit(self, verdict: Verdict | None) -> None:
-        """Log the last state, and the verdict where a logger takes text; the bar is left alone from now on."""
+        """Log the last state and the verdict; the bar is left alone from now on."""
         trainer, progress = self._trainer, self._progress
         self.close()
         if trainer is None or progress is None:
@@ -74,11 +76,8 @@ class ProgressReporter:
             self._log(trainer, progress)
         states = RewindPoint()
         for logger in trainer.loggers if verdict is not None else ():
-            if isinstance(logger, TensorBoardLogger):
-                assert verdict is not None
-                text = f"{verdict.verdict}: {verdict.explanation}"
-                logger.experiment.add_text(f"{KEY}/verdict", text, self._step)
-                logger.save()
+            assert verdict is not None
+            _give_verdict(logger, verdict, self._step)
         states.put_back()
 
     def close(self) -> None:
@@ -113,6 +112,20 @@ class ProgressReporter:
         return progress_word(
             num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=self._is_recording
         )
+
+
+def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
+    """Give a logger the verdict as text, or the files of verdict and report as artifacts, whichever it has."""
+    files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
+        logger.save()
+    elif isinstance(logger, WandbLogger):  # wandb 0.31
+        for path in files:
+            logger.experiment.log_artifact(str(path), name=f"{KEY}-{path.stem}", type=KEY)
+    elif isinstance(logger, MLFlowLogger):  # mlflow 3.17
+        for path in files:
+            logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
 def say_beside(trainer: pl.Trainer, text: str) -> None:

@@ -54,9 +54,9 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
     monkeypatch.setattr(checks, "run_process", fork)
 
-    def run(*words: str, faults: Sequence[str] = ()) -> Ended:
+    def run(*words: str, faults: Sequence[str] = (), script: str = "train.py") -> Ended:
         capfd.readouterr()
-        status = main([*words, "--", sys.executable, "train.py", *faults])
+        status = main([*words, "--", sys.executable, script, *faults])
         text, errors = capfd.readouterr()
         return Ended(status=status, text=text, errors=errors)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,7 +17,7 @@ import terminal
 import torch
 from fits import Fit, Steady, StopError
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
@@ -166,6 +166,47 @@ def test_what_differs_is_logged(on_divergence: Any, reference: Path, tmp_path: P
     else:  # the loss of the epoch, a metric, differs too and is known when the fit has ended
         (last,) = others
         assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing - 1, 8.0)
+
+
+@pytest.mark.parametrize("factor_at", [None, 4])
+def test_stores_of_artifacts_get_the_verdict_and_the_report(
+    factor_at: int | None, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[Any, ...]] = []
+    store = SimpleNamespace(log_artifact=lambda *args, **options: kept.append((*args, *options.values())))
+    for kind in (WandbLogger, MLFlowLogger):
+        monkeypatch.setattr(kind, "__init__", lambda self: None)
+        monkeypatch.setattr(kind, "experiment", store)
+        monkeypatch.setattr(kind, "save_dir", str(tmp_path))
+        for name in ("log_metrics", "log_hyperparams", "save", "finalize", "after_save_checkpoint"):
+            monkeypatch.setattr(kind, name, lambda *args, **options: None)
+    monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
+    current = tmp_path / "current"
+    with suppress(DivergenceError):
+        options: dict[str, Any] = {"log_every_n_steps": 3, "default_root_dir": tmp_path}
+        loggers = [cast(Any, WandbLogger)(), cast(Any, MLFlowLogger)()]
+        fit(DeterminismCallback(reference, current=current), *loggers, factor_at=factor_at, **options)
+    names = ["verdict.json"] if factor_at is None else ["verdict.json", "report.html"]
+    stems = [name.partition(".")[0] for name in names]
+    assert kept == [
+        *((str(current / name), f"determinism-{stem}", "determinism") for name, stem in zip(names, stems, strict=True)),
+        *(("run7", str(current / name), "determinism") for name in names),
+    ]
+
+
+@pytest.mark.slow
+def test_wandb_and_mlflow_keep_them_offline(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    mlflow = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlruns'}")
+    wandb = WandbLogger(save_dir=tmp_path, offline=True)
+    with pytest.raises(DivergenceError):
+        fit(DeterminismCallback(reference, current=tmp_path / "current"), wandb, mlflow, factor_at=4)
+    wandb.experiment.finish()
+    kept = {path.name for path in (tmp_path / "mlruns").rglob("artifacts/determinism/*")}
+    assert kept == {"verdict.json", "report.html"}
+    assert any(b"determinism-report" in path.read_bytes() for path in tmp_path.rglob("*.wandb"))
 
 
 def states(trained: Fit) -> dict[str, Any]:
