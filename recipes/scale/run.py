@@ -11,27 +11,15 @@ from synthetic import Difference, write_run
 
 from det_callbacks import Verdict, compare_runs
 
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return number
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=positive, default=8, help="default: %(default)s")
-    parser.add_argument("--steps", type=positive, default=50, help="default: %(default)s")
-    parser.add_argument("--sites", type=positive, default=4000, help="sites of a step; default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="keep the runs there; default: a temporary folder")
-    parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=list(CASES), help="what the second run is; default: all"
-    )
-    return parser
+CASES = {
+    "equal": "nothing differs",
+    "one": "one digest differs",
+    "late": "the last digest of all differs",
+    "spread": "differs from step 2 on, on all ranks",
+}
 
 
-def differences(case: str, ranks: int, steps: int, sites: int) -> tuple[Difference, ...]:
+def planted(case: str, ranks: int, steps: int, sites: int) -> tuple[Difference, ...]:
     """Return what is planted: one digest in the middle, one at the end, or one that spreads from the third step on."""
     if case == "one":
         return (Difference(rank=ranks // 2, step=steps // 2, site=sites // 3),)
@@ -42,16 +30,13 @@ def differences(case: str, ranks: int, steps: int, sites: int) -> tuple[Differen
     return ()
 
 
-CASES = {
-    "equal": "nothing differs",
-    "one": "one digest differs",
-    "late": "the last digest of all differs",
-    "spread": "differs from step 2 on, on all ranks",
-}
-
-
 def main() -> None:
-    options = make_parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("ranks", 8), ("steps", 50), ("sites", 4000)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; default: a temporary folder")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="what the second run is; default: all")
+    options = parser.parse_args()
     ranks, steps, sites = options.ranks, options.steps, options.sites
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
@@ -64,8 +49,8 @@ def main() -> None:
         )
         before = peak_mb()
         for case in options.cases:
-            planted = differences(case, ranks, steps, sites)
-            write_run(folder / case, num_ranks=ranks, num_steps=steps, num_sites=sites, differences=planted)
+            differences = planted(case, ranks, steps, sites)
+            write_run(folder / case, num_ranks=ranks, num_steps=steps, num_sites=sites, differences=differences)
             for check_files in (False, True):
                 start = time.perf_counter()
                 verdict = compare_runs(folder / "reference", folder / case, check_files=check_files)
@@ -84,10 +69,8 @@ def shown(verdict: Verdict) -> str:
 
 
 def peak_mb() -> float:
-    """Return the most memory that this process, and the largest of its children, had: megabytes."""
-    unit = 1e6 if sys.platform == "darwin" else 1e3
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(resource.getrusage(kind).ru_maxrss / unit for kind in kinds)
+    """Return the most memory that this process had: megabytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 if __name__ == "__main__":
