@@ -86,7 +86,7 @@ class Pool:
         return [source for source, _ in islice(self._pairs, self.num_calls)]
 
 
-def queue_all(queue: DigestQueue[Any], tensors: Sequence[torch.Tensor]) -> None:
+def queue_all(queue: DigestQueue, tensors: Sequence[torch.Tensor]) -> None:
     """Queue contiguous tensors and launch their digests, without a wait."""
     for tensor in tensors:
         queue.add(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes)
@@ -133,7 +133,7 @@ def measure_bandwidth(device: torch.device, num_bytes: int, *, rounds: int, pool
     )
 
 
-def check_queue(queue: DigestQueue[Any], tensors: Sequence[torch.Tensor]) -> None:
+def check_queue(queue: DigestQueue, tensors: Sequence[torch.Tensor]) -> None:
     """Require that a queue gives the digests of ``digest_tensors``: a fast way to other bits is no figure.
 
     Raises:
