@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-_FLAGS = (
-    "old_dispatch_mode_flags",
-    "old_non_infra_dispatch_mode_flags",
-    "old_without_ignore_compile_internals_dispatch_mode_flags",
-)
-
-
 TAKE_APART = object()
 """What handling a composite op gives: the mode takes it apart, and gets the ops that it comes down to."""
 
@@ -85,33 +78,12 @@ class DispatchMode(TorchDispatchMode):
         """Whether this is the mode that was entered last: leaving it pops whatever that is."""
         return _get_current_dispatch_mode() is self
 
-    def take_out(self) -> None:
-        """Leave this mode wherever it is on the stack: ``__exit__`` would pop whatever is on top.
-
-        A mode keeps the flags that were set when it was entered, to put them back. Those that the mode above this one
-        has found were set by this one, so it gets the ones from before.
-        """
-        above = []
-        while not self.is_on_top:
-            above.append(_pop_mode())
-        if above:
-            for flags in _FLAGS:
-                found = getattr(above[-1], flags)
-                found[-1] = getattr(self, flags).pop()
-            _pop_mode()
-        else:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-        for mode in reversed(above):
-            _push_mode(mode)
-
-    def pop_for_below(self) -> None:
-        """Pop the mode that was below this one, and that took this one from the stack when it was closed.
-
-        It has put back the flags that it had found, which are the right ones now.
-        """
-        for flags in _FLAGS:
-            getattr(self, flags).pop()
-        _pop_mode()
+    def leave(self) -> bool:
+        """Leave this mode; return False where another one is on top, which leaving would pop instead."""
+        if not self.is_on_top:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+        return True
 
     def describe_top(self) -> str:
         """Return the class of the mode that was entered last."""

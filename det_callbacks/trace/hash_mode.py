@@ -228,12 +228,9 @@ class HashMode:
         self.recorder.modules.close()
         self.recorder.compiled.close()
         interceptor, self._interceptor = self._interceptor, None
-        if interceptor is None:
+        if interceptor is None or interceptor.leave():
             return
-        if interceptor.is_on_top:
-            interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            return
-        interceptor.recorder = None  # leaving would pop whatever is on top, and that is not ours
+        interceptor.recorder = None
         self.is_off = True
         warnings.warn(
             f"Another dispatch mode ({interceptor.describe_top()}) was opened inside the step and "
@@ -287,7 +284,6 @@ class OpRegion:
         self._phases = OptimizerPhases(recorder, "forward")
         self._outputs = ModuleOutputs(recorder)
         self._mode: Interceptor | None = None
-        self._below: list[object] = []
         self.depth = 0
 
     @property
@@ -303,7 +299,6 @@ class OpRegion:
         if not self._is_followed:
             self._phases.open()
             self._outputs.open()
-        self._below = open_modes()
         self._mode = Interceptor(self._recorder)
         self._recorder.compiled.open()
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
@@ -312,11 +307,16 @@ class OpRegion:
         """Close a region.
 
         Raises:
-            TraceError: none is open.
+            TraceError: none is open, or another dispatch mode was opened in it and is still open.
         """
         if not self.depth:
             raise TraceError(
                 "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
+            )
+        if self.depth == 1 and self._mode is not None and not self._mode.is_on_top:
+            raise TraceError(
+                f"Another dispatch mode ({self._mode.describe_top()}) is open above that of enable_hash_mode, or took "
+                "its place. The region is still open. Close what was opened last first."
             )
         self.depth -= 1
         if not self.depth:
@@ -347,17 +347,12 @@ class OpRegion:
         self._recorder.compiled.close()
         self._recorder.ledger.close()
         self._recorder.generators.clear()
-        mode.recorder = None
-        modes = open_modes()
-        if mode in modes:
-            mode.take_out()
+        if mode.leave():
             return
-        if modes and modes == self._below:
-            # A mode opened before the region was closed inside it, and took ours from the stack instead of itself.
-            mode.pop_for_below()
+        mode.recorder = None
         warnings.warn(
-            "A dispatch mode that was open before enable_hash_mode was closed before disable_hash_mode; the ops "
-            "between the two were not recorded. Close the region first.",
+            "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned off "
+            "now. Close that mode first.",
             CoverageWarning,
             stacklevel=4,
         )

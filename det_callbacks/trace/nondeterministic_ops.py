@@ -199,8 +199,7 @@ class NondeterministicOpWatch(DispatchMode):
             self._is_open = False
             self._modules.close()
             self._module_of_node.clear()
-            if self.is_on_top:  # else leaving would pop a stranger
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            self.leave()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
