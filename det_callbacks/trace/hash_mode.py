@@ -347,9 +347,9 @@ class OpRegion:
         self._recorder.compiled.close()
         self._recorder.ledger.close()
         self._recorder.generators.clear()
+        mode.recorder = None
         if mode.leave():
             return
-        mode.recorder = None
         warnings.warn(
             "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned off "
             "now. Close that mode first.",

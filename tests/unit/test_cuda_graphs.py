@@ -96,12 +96,6 @@ def test_a_step_with_a_replay_and_one_without_are_told_apart() -> None:
     assert [count.get("replayed", 0) for count in counts] == [0, 2, 1], "also where nothing is read afterwards"
 
 
-def test_what_differed_before_a_replay_can_be_the_origin() -> None:
-    found = difference(replayed(), replayed(x=1.5))
-    assert found.origins
-    assert [one.is_origin for one in found.divergences if one.phase == "other"] == [None]
-
-
 @pytest.mark.parametrize("level", ["op", "state"])
 def test_what_waits_is_digested_before_a_replay_writes_it(level: str) -> None:
     static = torch.zeros(3)

@@ -127,23 +127,6 @@ def test_an_op_of_a_device_that_reads_the_host_can_be_the_origin() -> None:
         assert verified(body).unseen_writes == frozenset()
 
 
-@pytest.mark.filterwarnings("ignore")  # that a kernel of torch's is replaced
-def test_an_op_of_torchs_whose_kernel_is_in_python_can_be_the_origin(device: LateDevice) -> None:
-    def bmm(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return (one.unsqueeze(-1) * other.unsqueeze(1)).sum(2) * FACTOR["now"]
-
-    def body(is_changed: bool) -> None:
-        FACTOR["now"] = 3.0 if is_changed else 2.0
-        torch.bmm(torch.ones(1, 2, 1).exp(), torch.ones(1, 1, 2))
-
-    override = library.Library("aten", "IMPL")
-    override.impl("bmm", bmm, "CPU")
-    try:
-        assert verified(body).unseen_writes == frozenset()
-    finally:
-        override._destroy()
-
-
 @pytest.mark.parametrize("kind", [StorageLedger, NameTable])
 def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.ones(index + 1) for index in range(3)]

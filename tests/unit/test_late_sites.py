@@ -61,9 +61,9 @@ def test_most_ops_of_torch_are_traced_as_on_the_host(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
-@pytest.mark.parametrize("name", ["in_place", "losses", "sparse_and_quantised"])
-def test_every_tensor_with_elements_is_late(name: str) -> None:
-    host, masked = seeded(PROGRAMS[name]), late_trace(PROGRAMS[name], mask=0x5A5A)
+def test_every_tensor_with_elements_is_late() -> None:
+    program = PROGRAMS["in_place"]
+    host, masked = seeded(program), late_trace(program, mask=0x5A5A)
     sites = zip(host.program.sites, host.layout.entries, host.digests, masked.digests, strict=True)
     tensors = [(site, one, other) for site, entry, one, other in sites if entry is not None and 0 not in entry.shape]
     outputs = [(site, one, other) for site, one, other in tensors if site.role == "output"]
@@ -147,10 +147,6 @@ def test_what_is_left_out_does_not_change_what_was_recorded(device: LateDevice) 
 
 def assert_same_digests_of(op: str, *traces: StepTrace) -> None:
     assert len({int(trace.digests[position_of(trace, op)]) for trace in traces}) == 1
-
-
-def ops_of(trace: StepTrace) -> set[str]:
-    return {site.op for site in trace.program.sites}
 
 
 def test_memory_that_fsdp_frees_was_read_before(device: LateDevice) -> None:

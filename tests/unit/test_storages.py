@@ -221,17 +221,6 @@ def test_an_unseen_write_to_a_part_keeps_the_rest():
     ledger.close()
 
 
-def test_storages_are_freed_although_they_are_pinned():
-    ledger = StorageLedger()
-    tensor = torch.zeros(4)
-    storage = tensor.untyped_storage()
-    reference = torch.multiprocessing.reductions.StorageWeakRef(storage)
-    ledger.write(tensor, 0)
-    del tensor, storage
-    assert reference.expired()
-    ledger.close()
-
-
 def test_empty_and_nested_tensors_have_regions():
     assert region_of(torch.zeros(0, 3)[:, 1:]) == Region(4, 4, 0)
     with warnings.catch_warnings(action="ignore"):  # torch says once a process that they are a prototype
