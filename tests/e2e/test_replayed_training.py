@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from nondeterministic_ops import NoisyGradient, noisy, noisy_
 from styles import STYLES, Classifier, train
 from tiers import rest_slow
-from torch import Tensor, library
+from torch import Tensor
 
 from det_callbacks import (
     CoverageWarning,
@@ -31,41 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
 )
 
-_calls = itertools.count(1)
-
-
-def entropy() -> float:
-    """Return a small number that no seed decides, another at each call."""
-    return (float(next(_calls)) + os.urandom(1)[0] / 256) / 1000
-
-
-@library.custom_op("replayed::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    return x + entropy()
-
-
-noisy.register_autograd(lambda ctx, gradient: gradient)
-
-
-@library.custom_op("replayed::noisy_gradient", mutates_args=())
-def noisy_gradient(gradient: Tensor) -> Tensor:
-    return gradient * (1 + entropy())
-
-
-@library.custom_op("replayed::noisy_", mutates_args={"x"})
-def noisy_(x: Tensor) -> None:
-    x.add_(entropy())
-
-
-class NoisyGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return noisy_gradient(gradient)
-
 
 class Noisy(Classifier):
     """Nondeterministic in its forward, in its backward and in place; and what a relu saves is an output put back."""
@@ -77,7 +42,8 @@ class Noisy(Classifier):
         return self.last(hidden + scratch)
 
 
-ALL = ("replayed.noisy.default", "backward/*:replayed.noisy_gradient.default", "forward/:replayed.noisy_.*")
+ALL = ("planted.noisy.default", "backward/*:planted.noisy_backward.default", "forward/:planted.noisy_.*")
+_calls = itertools.count(1)
 
 
 def record(folder: Path, model: type[Classifier] = Noisy, *, epochs: int = 2, **options: Any) -> Any:
@@ -102,9 +68,9 @@ def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pyt
     assert callback.verdict.counts.sites_differing == 0
     replayed = callback.verdict.to_dict()["coverage"]["replayed"]
     assert {name: (entry["count"], entry["differing"]) for name, entry in replayed.items()} == {
-        "replayed.noisy.default": (8, 8),
-        "replayed.noisy_.default": (8, 8),
-        "replayed.noisy_gradient.default": (8, 8),
+        "planted.noisy.default": (8, 8),
+        "planted.noisy_.default": (8, 8),
+        "planted.noisy_backward.default": (8, 8),
     }
     assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
     assert "3 ops replayed" in capsys.readouterr().out
@@ -113,7 +79,7 @@ def test_steps_match_with_replay_and_diverge_without(tmp_path: Path, capsys: pyt
     ):
         assert torch.equal(value, other), name
 
-    with pytest.raises(DivergenceError, match=r"replayed\.noisy\.default"):
+    with pytest.raises(DivergenceError, match=r"planted\.noisy\.default"):
         verify(tmp_path / "without", tmp_path / "other")
 
 
@@ -132,8 +98,8 @@ def test_one_op_replayed_leaves_the_others_to_be_found(tmp_path: Path) -> None:
         verify(tmp_path / "run", tmp_path / "current")
     verdict = caught.value.verdict
     assert verdict is not None
-    assert {origin.op for origin in verdict.origins} == {"replayed.noisy_.default"}
-    assert verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 1
+    assert {origin.op for origin in verdict.origins} == {"planted.noisy_.default"}
+    assert verdict.coverage.replayed["planted.noisy.default"]["differing"] == 1
 
 
 @pytest.mark.parametrize("style", rest_slow(sorted({*STYLES} - {"sparse"}), every=8))
@@ -185,7 +151,7 @@ class Number(Classifier):
 
 
 def test_a_number_is_put_back_too(tmp_path: Path) -> None:
-    recorded = record(tmp_path / "run", Number, replay=("replayed.noisy.default", "aten._local_scalar_dense.*"))
+    recorded = record(tmp_path / "run", Number, replay=("planted.noisy.default", "aten._local_scalar_dense.*"))
     callback, verified = verify(tmp_path / "run", tmp_path / "current", Number)
     assert callback.verdict.verdict == "match"
     assert torch.equal(recorded[0].last.weight, verified[0].last.weight)
@@ -212,11 +178,11 @@ def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path: Path) -> None
     with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default': no op"):
         record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), epochs=1, modules=("last",))
     callback, _ = verify(tmp_path / "run", tmp_path / "current", epochs=1)
-    assert callback.verdict.coverage.replayed["replayed.noisy.default"]["differing"] == 4
+    assert callback.verdict.coverage.replayed["planted.noisy.default"]["differing"] == 4
 
 
 def test_a_budget_is_kept_and_named(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match=r"This step would save .* replayed\.noisy\.default") as caught:
+    with pytest.raises(ReplayError, match=r"This step would save .* planted\.noisy\.default") as caught:
         record(tmp_path / "run", replay=ALL, tensor_budget_mib=1e-4)
     assert caught.value.exit_code == 2
     assert not Run.open(tmp_path / "run").is_complete
