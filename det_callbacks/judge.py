@@ -11,7 +11,7 @@ from typing import Literal
 
 from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
 from det_callbacks.compare.collectives import Classification, classify
-from det_callbacks.compare.evidence import find_batch, find_evidence
+from det_callbacks.compare.evidence import find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.numbers import KeptNumbers, with_next_recording
 from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
@@ -393,7 +393,6 @@ class _Judge:
             is_first=known.is_first,
             is_resumed=known.is_resumed,
             unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
-            batch_of=find_batch(reference, difference),
             evidence=evidence,
             unread=unread,
         )
@@ -426,8 +425,7 @@ def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
         comparison = MetricComparison(
             read_metrics(ours, segment),
             segment=segment,
-            counts_missing=not walk.is_common,
-            counts_extra=not walk.is_common,
+            is_common=walk.is_common,
         )
         for step in current.resumed:
             comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)

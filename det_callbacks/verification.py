@@ -177,9 +177,8 @@ class Verification(StepDetector):
     # what the module logs
 
     def _metrics_of(self, segment: int) -> MetricComparison:
-        is_all = self._steps == "all"
         readings = Readings() if self.rank else read_metrics(self.reference, segment)
-        return MetricComparison(readings, segment=segment, counts_missing=is_all, counts_extra=is_all)
+        return MetricComparison(readings, segment=segment, is_common=self._steps == "common")
 
     def add_metrics(self, reading: Reading) -> bool:
         """Compare what the module logged, on rank 0; return whether it differs."""

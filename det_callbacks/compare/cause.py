@@ -18,14 +18,13 @@ LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_st
 COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 DataChange = Literal[
-    "transformed", "reordered", "other data set", "other step", "listed otherwise", "made otherwise", "drawn", "other"
+    "transformed", "reordered", "other data set", "listed otherwise", "made otherwise", "drawn", "other"
 ]
 """How a batch came to be another one.
 
 transformed: what left the loader agrees.
 reordered: it holds the same samples in another order.
 other data set: the data set has another length.
-other step: the reference had it at another step.
 listed otherwise: the sampler drew the same indices, and the samples behind them are those of another step.
 made otherwise: the sampler drew the same indices, and the samples are nowhere in the reference.
 drawn: the sampler drew other indices, or the samples are those of another step.
@@ -55,7 +54,6 @@ class Facts:
         is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
         is_resumed: whether one of the runs had just been resumed from a checkpoint.
         unrestored: restored state that is not what the reference ended the step before with.
-        batch_of: the step at which the reference had the batch that differs here; None where it never had it.
         evidence: of generators and data; None where one of the runs has none.
         unread: why the evidence could not be read; "" where it could.
     """
@@ -65,7 +63,6 @@ class Facts:
     is_first: bool = False
     is_resumed: bool = False
     unrestored: Sequence[str] = ()
-    batch_of: int | None = None
     evidence: Evidence | None = None
     unread: str = ""
 
@@ -154,9 +151,6 @@ class Facts:
             return "reordered"
         if any(name.startswith("length of the data set") for name in batch.settings):
             return "other data set"
-        # a few labels are soon the same: where the indices are known, they tell
-        if self.batch_of is not None and batch.indices in (None, "other"):
-            return "other step"
         if batch.indices == "same":
             return "made otherwise" if batch.found_at is None else "listed otherwise"
         return "other" if batch.indices is None and batch.found_at is None else "drawn"
@@ -246,7 +240,7 @@ def _is_consumed_before_data(facts: Facts) -> bool:
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
         return True
     # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-    is_same_data = facts.has_equal_samples or facts.batch_of is not None
+    is_same_data = facts.has_equal_samples or facts.batch.found_at is not None
     return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
 
 

@@ -79,8 +79,7 @@ class MetricComparison:
     Args:
         reference: its readings.
         segment: fit.
-        counts_missing: whether readings that only the reference has are differences.
-        counts_extra: likewise, that only the current run has.
+        is_common: readings that only one run has are no differences.
 
     Attributes:
         first: the first metric that differs; None where none does.
@@ -88,19 +87,18 @@ class MetricComparison:
         num_differing: metrics that differ.
     """
 
-    def __init__(self, reference: Readings, *, segment: int, counts_missing: bool, counts_extra: bool) -> None:
+    def __init__(self, reference: Readings, *, segment: int, is_common: bool) -> None:
         self.first: MetricDifference | None = None
         self.num_compared = self.num_differing = 0
         self._segment = segment
         self._left = dict(reference.by_key)
         self._resumed = set(reference.resumed)
-        self._counts_missing = counts_missing
-        self._counts_extra = counts_extra
+        self._is_common = is_common
 
     @property
     def pending_calls(self) -> tuple[str, ...]:
         """The calls outside of a fit that the reference has and this run had not so far."""
-        return tuple(where for where, _ in self._left if where in CALLS and self._counts_missing)
+        return tuple(where for where, _ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
         """Leave out what may lack because a process of the current run was resumed: see ``RESUMED``.
@@ -121,7 +119,7 @@ class MetricComparison:
         if ours is not None:
             self.num_compared += len(reading.metrics.keys() & ours.metrics)
             self._count(ours, reading)
-        elif self._counts_extra and reading.step not in self._resumed:
+        elif not self._is_common and reading.step not in self._resumed:
             self._count(replace(reading, metrics={}), reading)
         return self.num_differing > before
 
@@ -136,7 +134,7 @@ class MetricComparison:
     def _miss(self, readings: list[Reading]) -> None:
         for reading in readings:
             del self._left[reading.key]
-            if self._counts_missing and reading.step not in self._resumed:
+            if not self._is_common and reading.step not in self._resumed:
                 self._count(reading, replace(reading, metrics={}))
 
     def _count(self, ours: Reading, theirs: Reading) -> None:

@@ -54,7 +54,6 @@ _OF_BATCH: Mapping[DataChange, str] = {
     "reordered": "Look at the sampler, the shuffle's seed and the sorting of files: the batch has the same samples in "
     "another order",
     "other data set": "The data set is another one",
-    "other step": "",
     "listed otherwise": "Sort what the data set lists: the sampler drew the same indices, and the samples behind them "
     "are others, which the reference had at step {found_at}",
     "made otherwise": "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same samples, "
@@ -71,7 +70,7 @@ def _advise_batch(facts: Facts) -> str:
         text = others if facts.batch.was_searched else ""
     else:
         text = _OF_BATCH[change].format(found_at=facts.batch.found_at)
-    return text + (_settings(facts) if change not in ("transformed", "other step") else "")
+    return text + (_settings(facts) if change != "transformed" else "")
 
 
 def _advise_drawn(facts: Facts) -> str:
@@ -254,8 +253,6 @@ def _batch_lines(facts: Facts) -> list[str]:
         return []
     names = [source_name(item) for item in tensors if item.role != "samples"]
     lines = [f"batch: other bits in {listed(names) or 'its samples'}"]
-    if facts.batch_of is not None:
-        lines.append(f"batch: it is the reference's of step {facts.batch_of}")
     if facts.evidence is None:
         return lines
     batch = facts.evidence.batch

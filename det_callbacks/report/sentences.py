@@ -201,8 +201,6 @@ def _explain_sources(facts: Facts) -> str:
     layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
     if phase == "data" and all(finding.has_equal_samples for finding in alike):
         what = "holds the same samples in another order"
-    elif phase == "data" and facts.data_change == "other step" and not facts.batch_size:
-        what = f"is the one that the reference had at step {facts.batch_of}"
     elif layouts is not None:
         what = f"has another structure: {_layouts(layouts)}"
     elif alike[0].divergence.kind in ("missing", "extra"):
