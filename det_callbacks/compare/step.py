@@ -115,7 +115,7 @@ class StepCounter:
         if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
             differs = ours.digests != theirs.digests
             # other arguments are looked into; all else that differs in one and the same program is content
-            if not np.any(differs & (current.program.roles == "argument")):
+            if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
         key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id
         alignment = self._known.pop(key, None) or align(reference, current)

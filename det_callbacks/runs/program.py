@@ -166,6 +166,11 @@ class Program:
         return np.array([site.role for site in self.sites], dtype="U9")
 
     @cached_property
+    def arguments(self) -> np.ndarray:
+        """Positions of the rows of arguments, int64."""
+        return np.flatnonzero(self.roles == "argument")
+
+    @cached_property
     def phases(self) -> np.ndarray:
         """Phase by position, as text."""
         return np.array([site.phase for site in self.sites], dtype="U9")
