@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import traceback
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import FITS_FILE, DeterminismCallback, runs_finished, take_unfinished
+from det_callbacks.callback import FITS_FILE, DeterminismCallback, take_unfinished
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import end_process, print_error
@@ -90,8 +91,9 @@ class DeterminismJobCallback(Callback):
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        self._runs_before: int | None = None
-        self._fits_file: Path | None = None
+        self._is_open = False
+        # each job of a sweep sees the same variables; a strategy may start the processes that train, which inherit them
+        self._fits_file = Path(tempfile.gettempdir(), f"det_callbacks-fits-{uuid.uuid4().hex}")
 
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
@@ -103,7 +105,8 @@ class DeterminismJobCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
             has_run = self._has_run()
-            self._close()
+            self._is_open = False
+            self._undo.close()
             error = job_return._return_value  # the property raises it (Hydra 1.3.8)
             if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
                 error = error.__cause__  # an argument of ours that hydra.utils.instantiate passed on
@@ -131,30 +134,16 @@ class DeterminismJobCallback(Callback):
         # Nothing to set is still everything to put back, so that no job leaks into the next.
         settings = config.determinism.settings
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
-        self._runs_before = runs_finished()
-        # a strategy may start the processes that train, such as ddp_spawn; they inherit the variable
-        if self._fits_file is None:
-            file, name = tempfile.mkstemp(prefix="det_callbacks-fits-")
-            os.close(file)
-            self._fits_file = Path(name)
-        else:
-            self._fits_file.touch(mode=0o600, exist_ok=False)  # each job of a sweep sees the same variables
+        self._fits_file.touch(mode=0o600, exist_ok=False)
         self._undo.callback(self._fits_file.unlink, missing_ok=True)
         os.environ[FITS_FILE] = str(self._fits_file)
-        mode = config.determinism.mode
-        atexit.register(self._refuse_to_leave_unverified, mode)
+        atexit.register(self._refuse_to_leave_unverified, config.determinism.mode)
         self._undo.callback(atexit.unregister, self._refuse_to_leave_unverified)
+        self._is_open = True
 
     def _has_run(self) -> bool:
         """Return whether a fit ended in this job, or in a process that it started; True where nobody asks."""
-        if self._runs_before is None or self._fits_file is None:
-            return True
-        is_elsewhere = self._fits_file.exists() and self._fits_file.stat().st_size > 0
-        return runs_finished() > self._runs_before or is_elsewhere
-
-    def _close(self) -> None:
-        self._runs_before = None
-        self._undo.close()
+        return not self._is_open or (self._fits_file.exists() and self._fits_file.stat().st_size > 0)
 
     def _refuse_to_leave_unverified(self, mode: str) -> None:
         """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""

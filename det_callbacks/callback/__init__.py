@@ -1,7 +1,7 @@
 """DeterminismCallback and ReplicaAuditCallback: when Lightning calls us."""
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.fits import FITS_FILE, runs_finished, take_unfinished
+from det_callbacks.callback.fits import FITS_FILE, take_unfinished
 from det_callbacks.callback.proof import prove_resume
 from det_callbacks.callback.replica_audit import ReplicaAuditCallback
 
@@ -10,6 +10,5 @@ __all__ = [
     "DeterminismCallback",
     "ReplicaAuditCallback",
     "prove_resume",
-    "runs_finished",
     "take_unfinished",
 ]

@@ -1,4 +1,4 @@
-"""The fits of this process: how many have ended, and which verifications still wait for one.
+"""The fits of this process: that they ended, and which verifications still wait for one.
 
 A reference may hold several fits of one process. After the first of them nobody knows whether the next one comes, so a
 verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
@@ -33,25 +33,15 @@ class Waiting:
 
 
 FITS_FILE = "DET_CALLBACKS_FITS_FILE"
-"""Environment variable: a file that grows by a byte with each fit that ends, also in a process that this one starts."""
+"""Environment variable: a file that grows by a byte with each fit that ends, with or without success, in this process
+or in one that it starts. The Hydra job callback notices by it a job whose callback never ran."""
 
-_num_ended = 0
 _waiting: dict[int, tuple[object, Waiting]] = {}  # with its owner, so that no id is used twice
 _registered_in: int | None = None  # a process; one that was forked from it has no say in how it ends
 
 
-def runs_finished() -> int:
-    """Return how many fits a DeterminismCallback has ended in this process, with or without success.
-
-    The Hydra job callback asks it to notice a job whose callback never ran.
-    """
-    return _num_ended
-
-
 def note_ended() -> None:
-    """Count a fit that ended, here and in the file that the environment names."""
-    global _num_ended
-    _num_ended += 1
+    """Count a fit that ended, in the file that the environment names."""
     if (path := os.environ.get(FITS_FILE)) is not None:
         with contextlib.suppress(FileNotFoundError):  # who wanted to know has ended
             file = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -66,7 +66,7 @@ def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunApp]
 
 
 def finish_a_fit() -> None:
-    fits_of_process._num_ended += 1
+    fits_of_process.note_ended()
 
 
 def process_state() -> dict[str, Any]:
@@ -333,7 +333,8 @@ SCRIPT = """
 """
 LEAVING = """
         from det_callbacks.callback import fits
-        fits._num_ended += config.seed
+        for _ in range(config.seed):
+            fits.note_ended()
         sys.exit(0)
 """
 SPAWNING = """

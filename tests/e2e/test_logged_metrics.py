@@ -181,25 +181,27 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     assert (compared.verdict, compared.coverage.metrics) == ("match", num_metrics)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("data", "model", "cause", "name", "words"),
+    ("data", "model", "cause", "words"),
     [
-        ({"other": 0}, Logged, "data_content", "val/loss", "first batch of loader 0: batch[0]"),
-        ({"other": 9}, Logged, "unknown", "val/loss", "what is known of the data"),
-        ({"num_samples": 8}, Logged, "data_content", "val/loss", "samples of loader 0"),
-        ({}, Rounds, "unknown", "val/loss", '"!metric/val/loss"'),
+        pytest.param({"other": 0}, Logged, "data_content", "first batch of loader 0: batch[0]", id="first batch"),
+        pytest.param({"other": 9}, Logged, "unknown", "what is known of the data", marks=SLOW, id="later batch"),
+        pytest.param({"num_samples": 8}, Logged, "data_content", "samples of loader 0", marks=SLOW, id="fewer"),
+        pytest.param({}, Rounds, "unknown", '"!metric/val/loss"', id="computed otherwise"),
     ],
-    ids=["first batch", "later batch", "fewer", "computed otherwise"],
 )
 def test_a_metric_that_differs_alone(
-    data: dict[str, Any], model: Any, cause: str, name: str, words: str, whole: Path, tmp_path: Path
+    data: dict[str, Any], model: Any, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
     session = Session("verify", whole, current=tmp_path / "current", model=model)
     verdict = diverges(session, "", lambda session: session.fit(loader(**data)))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
-    assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", name, 0, 2, None)
-    assert f"etric {name} in the validation after step 2" in verdict.explanation
+    assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", "val/loss", 0, 2, None)
+    assert "etric val/loss in the validation after step 2" in verdict.explanation
     assert words in verdict.explanation
     assert verdict.counts.steps_compared == 3  # stopped at the end of the validation
 
@@ -213,8 +215,6 @@ def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
         verdict = compare_runs(reference, current)
         assert (verdict.verdict, verdict.first_divergence.kind) == ("diverged", kind)
         assert f"Metric also of epoch 1 is {words}" in verdict.explanation
-    verdict = diverges(Session("verify", other, current=tmp_path / "less"), "also of epoch 1", Session.fit)
-    assert verdict.first_divergence.kind == "missing"
     verdict = diverges(Session("verify", whole, current=tmp_path / "more", model=Also), "also of epoch 1", Session.fit)
     assert verdict.first_divergence.kind == "extra"
     seldom = Session("verify", whole, current=tmp_path / "seldom")
@@ -243,7 +243,7 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
 CALLS: dict[str, Callable[..., Session]] = {"trainer.validate": Session.validate, "trainer.test": Session.test}
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["trainer.test", pytest.param("trainer.validate", marks=SLOW)])
 def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = CALLS[call]
     run(Session("record", tmp_path / "run"))
@@ -270,8 +270,6 @@ def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.Capture
         Session("verify", tmp_path / "nowhere").test()
     Session("record", tmp_path / "fit", model=Silent).fit().test()
     assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
-    session = Session("verify", tmp_path / "fit", model=Silent).fit().test()
-    assert (verdict_of(session).verdict, verdict_of(session).coverage.metrics) == ("match", 0)
 
 
 def test_the_parts_of_a_session_are_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +338,7 @@ def _killed_after_two(read: Any) -> Any:
     return read_or_die
 
 
-@pytest.mark.parametrize("saved", ["validation-0", "batch-3"])
+@pytest.mark.parametrize("saved", ["batch-3", pytest.param("validation-0", marks=SLOW)])
 def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoggedMetrics, "read_epoch", _killed_after_two(LoggedMetrics.read_epoch))
@@ -354,9 +352,6 @@ def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> No
         assert verdict.coverage.metrics >= 4
     verdict = verdict_of(Session("verify", whole).fit(**options))
     assert (verdict.verdict, verdict.coverage.metrics > 0) == ("match", True)
-    session = Session("verify", whole, current=tmp_path / "current")
-    words = "Metric val/loss in the validation after step 5 differs"
-    diverges(session, words, lambda session: session.fit(loader(other=0), **options))
 
 
 def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
@@ -419,9 +414,6 @@ def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
     assert [one.exit_code for one in ended] == [0, 0], ended
     assert "recorded 1 metric of trainer.test" in ended[0].output
     assert not (tmp_path / "run" / "rank-00001" / "attempt-000.metrics.jsonl").exists()
-    ended = run_two(tmp_path, "verify", OnRanks, "equal")
-    assert [one.exit_code for one in ended] == [0, 0], ended
-    assert "match: verified 16 steps of 2 ranks" in ended[0].output
     ended = run_two(tmp_path, "verify", FaultyOnRank1, "current")
     assert [one.exit_code for one in ended] == [1, 1], ended
     for one in ended:

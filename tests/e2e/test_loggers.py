@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -21,8 +20,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.callback.progress import ProgressReporter
-from det_callbacks.callback.session import Progress
 from det_callbacks.digest import format_digest
 from det_callbacks.runs.store import Run
 
@@ -149,7 +146,7 @@ def test_the_users_columns_stay_as_they_are(tmp_path: Path) -> None:
     assert not any(name.startswith("determinism") for name in plain[0])
 
 
-@pytest.mark.parametrize("on_divergence", ["collect", "raise"])
+@pytest.mark.parametrize("on_divergence", ["collect", pytest.param("raise", marks=pytest.mark.slow)])
 def test_what_differs_is_logged(on_divergence: Any, reference: Path, tmp_path: Path) -> None:
     floats = FloatsOnly()
     callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence=on_divergence)
@@ -244,20 +241,6 @@ def test_it_is_logged_when_and_where_the_trainer_logs(options: Any, rows: Any, t
     assert [(step, row["steps_recorded"]) for step, row in logger.ours()] == rows
 
 
-def test_only_the_first_rank_logs() -> None:
-    progress = Progress(num_steps=1, num_sites=1, num_differing=0, num_bytes=0, chain=1)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0), _should_accumulate=lambda: False)
-    for is_first in (True, False):
-        logger = FloatsOnly()
-        options = {"fit_loop": loop, "log_every_n_steps": 1, "progress_bar_callback": None}
-        trainer: Any = SimpleNamespace(is_global_zero=is_first, loggers=[logger], **options)
-        logged = ProgressReporter()
-        logged.begin_fit(trainer, is_recording=True)
-        logged.after_step(progress)
-        logged.end_fit(None)
-        assert len(logger.ours()) == is_first
-
-
 # progress bars at a terminal
 
 
@@ -285,7 +268,7 @@ def seen_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
 def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
     bar: type[ProgressBar], seen_reference: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +292,12 @@ class Own(TQDMProgressBar):
         return {"mine": "yes"}
 
 
+class Fails(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        assert "get_metrics" in vars(trainer.progress_bar_callback)
+        raise StopError
+
+
 class OnlyNumbers(ProgressBar):
     """A bar of a user's, of numbers."""
 
@@ -324,29 +313,16 @@ class OnlyNumbers(ProgressBar):
 def test_what_a_user_shows_stays(seen_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, (drawn,) = see(Own(), DeterminismCallback(seen_reference, current=tmp_path / "current"))
     assert "mine=yes, determinism=8 steps match" in drawn
+    bar = TQDMProgressBar(refresh_rate=0)  # is given back also where the training fails
+    with pytest.raises(StopError):
+        training(bar, DeterminismCallback(tmp_path / "failed", mode="record"), Fails(), enable_progress_bar=True).run()
+    assert "get_metrics" not in vars(bar)
     bar = OnlyNumbers()
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
     training(bar, callback, max_epochs=1, enable_progress_bar=True).run()
     assert len(bar.shown) == 4
     assert all(re.fullmatch(r"loss=\d\.\d", line) for line in bar.shown)
     assert "det_callbacks: recorded 4 steps, " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("error", [None, StopError])
-def test_the_bar_is_given_back(error: type[BaseException] | None, tmp_path: Path) -> None:
-    bar = TQDMProgressBar(refresh_rate=0)
-
-    class Look(Steady):
-        def training_step(self, *args: Any) -> Any:
-            assert "get_metrics" in vars(bar)
-            if error is not None:
-                raise error
-            return super().training_step(*args)
-
-    callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
-    with suppress(StopError):
-        Fit(bar, callback, model=Look, enable_progress_bar=True).run()
-    assert "get_metrics" not in vars(bar)
 
 
 def test_the_terminal_is_one() -> None:

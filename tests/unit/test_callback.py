@@ -145,10 +145,8 @@ def other_selection(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"modules": ["*"], "phases": ["optimizer", "forward", "backward"], "replay": [], "keep_tensors": []}, True),
         ({"level": "op"}, False),  # also where it is the default of a recording
         ({"level": "state", "every_n_steps": 1}, False),
-        ({"only_steps": [0]}, False),
         ({"compiled": "eager"}, False),
         ({"keep_tensors": ["aten.mm.default"]}, False),
-        ({"modules": ["net"]}, False),
     ],
     ids=str,
 )
@@ -198,13 +196,13 @@ def test_recording_over_a_run(reference: Path) -> None:
     assert Run.open(reference).is_complete
 
 
-@pytest.mark.parametrize("mode", ["record", "verify"])
-def test_a_reference_that_is_a_file(mode: Any, tmp_path: Path) -> None:
+def test_a_reference_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
-    error = refused_before_training(DeterminismCallback(path, mode=mode))
-    assert str(error).startswith(f"{path} is a file")
-    assert "a run is a folder" in str(error)
+    for mode in ("record", "verify"):
+        error = refused_before_training(DeterminismCallback(path, mode=mode))
+        assert str(error).startswith(f"{path} is a file")
+        assert "a run is a folder" in str(error)
     assert path.read_text() == "mine"
 
 
