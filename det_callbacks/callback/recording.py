@@ -29,7 +29,7 @@ from det_callbacks.report.fits import (
     recorded_line,
 )
 from det_callbacks.report.verdict import disagreement_text
-from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.program import StepView
@@ -151,8 +151,8 @@ class Recording(Session):
 
     @property
     @override
-    def run_id(self) -> str:
-        return self._running.run_id
+    def sink(self) -> RunWriter | None:
+        return self._writer
 
     @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
@@ -204,7 +204,7 @@ class Recording(Session):
     def put_evidence(self, rows: Sequence[Row]) -> None:
         if self._earlier is not None:
             self._earlier.put_evidence(rows)
-        self._running.put_evidence(rows)
+        super().put_evidence(rows)
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
@@ -215,10 +215,6 @@ class Recording(Session):
     @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         self._running.put_reading(reading)
-
-    @override
-    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        self._running.put_nondeterministic_ops(ops)
 
     @override
     def end(self, *, is_early: bool = False) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
@@ -90,6 +90,20 @@ class StepHooks:
         """Leave nothing open; may be called more than once."""
 
 
+class Sink(Protocol):
+    """A run that is written."""
+
+    @property
+    def run_id(self) -> str:
+        """Random identity of the run."""
+
+    def put_evidence(self, rows: Sequence[Row]) -> None:
+        """Take what explains a step."""
+
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
+        """Take the list of ops without a deterministic implementation that were called so far."""
+
+
 class Session:
     """What one mode does with the fits of a callback and their steps; it stays over the fits of a Trainer.
 
@@ -142,9 +156,14 @@ class Session:
         return False
 
     @property
+    def sink(self) -> "Sink | None":
+        """What is written; None in an audit."""
+        return None
+
+    @property
     def run_id(self) -> str | None:
         """Random identity of the run; None where nothing is written."""
-        return None
+        return None if self.sink is None else self.sink.run_id
 
     @property
     def progress(self) -> Progress:
@@ -176,6 +195,13 @@ class Session:
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
         """Take what explains the step that ends."""
+        assert self.sink is not None, "a fit was begun"
+        self.sink.put_evidence(rows)
+
+    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
+        """Take the list of ops without a deterministic implementation that were called so far."""
+        assert self.sink is not None, "a fit was begun"
+        self.sink.put_nondeterministic_ops(ops)
 
     def put_metrics(self, reading: Reading) -> bool:
         """Take what the module logged, on rank 0; return whether it differs."""
@@ -183,9 +209,6 @@ class Session:
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         """Take which metrics a resumed fit may lack, on rank 0."""
-
-    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Take the list of ops without a deterministic implementation that were called so far."""
 
     def num_calls(self, call: str) -> int:
         """Return how many such calls outside of a fit came since the last fit began."""

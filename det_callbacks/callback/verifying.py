@@ -24,7 +24,6 @@ from det_callbacks.report.fits import (
 )
 from det_callbacks.report.html import write_report
 from det_callbacks.report.verdict import verdict_of_rank
-from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
@@ -152,12 +151,8 @@ class Verifying(Session):
 
     @property
     @override
-    def run_id(self) -> str:
-        return self._running.run_id
-
-    @override
-    def put_evidence(self, rows: Sequence[Row]) -> None:
-        self._running.put_evidence(rows)
+    def sink(self) -> Verification | None:
+        return self._verification
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
@@ -171,10 +166,6 @@ class Verifying(Session):
     def count_call(self, call: str) -> None:
         super().count_call(call)
         self._all_calls.append(call)
-
-    @override
-    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        self._running.put_nondeterministic_ops(ops)
 
     @override
     def end(self, *, is_early: bool = False) -> None:
