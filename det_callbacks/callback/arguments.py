@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import SelectionError
 from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
@@ -17,7 +18,6 @@ from det_callbacks.tensors.replay import replay_patterns
 Mode = Literal["record", "verify", "audit", "disabled"]
 Level = Literal["op", "module", "state"]
 OnDivergence = Literal["raise", "collect", "warn"]
-Resume = Literal["exact", "plain"]
 
 
 class CallbackArguments(pl.Callback):

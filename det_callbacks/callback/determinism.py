@@ -18,7 +18,7 @@ from det_callbacks.callback.logged import CALLS, LoggedMetrics
 from det_callbacks.callback.manifest import manifest_of, root_folder
 from det_callbacks.callback.progress import ProgressReporter, say_beside
 from det_callbacks.callback.recording import Recording
-from det_callbacks.callback.replica_audit import Replicas
+from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session, Stage, StepHooks
 from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import OpWatch, Tracing
@@ -281,7 +281,7 @@ class DeterminismCallback(CallbackArguments):
         self._together.end_batch(trainer)
         error = self._replicas.after_step(step)
         self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
-        _raise(error)
+        raise_if(error)
 
     def _stop_together(self, *, differs: bool, is_last: bool = True) -> None:
         """End the fit on all ranks where something differed on one of them."""
@@ -376,11 +376,11 @@ class DeterminismCallback(CallbackArguments):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         error = self._replicas.end()
         if self.mode == "record":
-            _raise(error)  # before the run is complete: it is no reference
+            raise_if(error)  # before the run is complete: it is no reference
         if self._is_fitting:
             self._logged.read_epoch(trainer)
         self._end()
-        _raise(error)
+        raise_if(error)
 
     def _end(self, *, is_early: bool = False) -> None:
         session = self._session
@@ -440,8 +440,3 @@ class DeterminismCallback(CallbackArguments):
         enforced, self._enforced = self._enforced, None
         if enforced is not None:
             enforced.restore()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -45,12 +45,8 @@ class Replicas:
 
     def __init__(self, every_n_steps: int, *, on_divergence: OnDivergence, ignore: Sequence[str] = ()) -> None:
         self.report: ReplicaReport | None = None
-        self._every_n_steps = every_n_steps
-        self._on_divergence = on_divergence
-        self._ignore = tuple(ignore)
-        self._trainer: pl.Trainer | None = None
-        self._group: RankGroup | None = None
-        self._audit: ReplicaAudit | None = None
+        self._every_n_steps, self._on_divergence, self._ignore = every_n_steps, on_divergence, tuple(ignore)
+        self._open: tuple[pl.Trainer, RankGroup, ReplicaAudit] | None = None
         self._num_audits = self._num_bytes = 0
         self._first: ReplicaReport | None = None  # that found a difference
         self._found: dict[str, list[ReplicaDifference]] = {}
@@ -58,7 +54,7 @@ class Replicas:
     @property
     def is_open(self) -> bool:
         """Whether a fit is under way whose replicas are compared."""
-        return self._audit is not None
+        return self._open is not None
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Compare the replicas that a fit starts with; one process has none, which a line says.
@@ -70,31 +66,25 @@ class Replicas:
             RankError: a rank does not come, or failed.
         """
         self.close()
-        if not self._every_n_steps:
-            return
-        if trainer.world_size == 1:
+        if self._every_n_steps and trainer.world_size == 1:
             say_beside(trainer, no_replicas_line())
-            return
-        self._trainer = trainer
-        self._group = RankGroup().open()
-        self._audit = ReplicaAudit(self._group)
-        self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
-        if (error := self._compare(self._audit, trainer)) is not None:
-            raise error
+        elif self._every_n_steps:
+            group = RankGroup().open()
+            self._open = trainer, group, ReplicaAudit(group)
+            self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
+            raise_if(self._compare())
 
     def after_step(self, step: int) -> ReplicaError | None:
         """Compare the replicas when it is their turn."""
-        if self._audit is None or self._trainer is None or (step + 1) % self._every_n_steps:
-            return None
-        return self._compare(self._audit, self._trainer)
+        return None if self._open is None or (step + 1) % self._every_n_steps else self._compare()
 
     def end(self) -> ReplicaError | None:
         """Compare the replicas at the end of a fit, and print the closing line."""
-        if self._audit is None or self._trainer is None:
+        if self._open is None:
             return None
-        error = self._compare(self._audit, self._trainer)
+        error = self._compare()
         if error is None:
-            self._say(self._trainer)
+            self._say()
         if self._on_divergence == "collect" and self._first is not None:
             differences = tuple(found for one in self._found.values() for found in one)
             self.report = replace(self._first, differences=differences)
@@ -104,13 +94,18 @@ class Replicas:
 
     def close(self) -> None:
         """Give the group back; may be called more than once."""
-        group, self._group, self._audit, self._trainer = self._group, None, None, None
-        if group is not None:
-            group.close()
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
 
-    def _compare(self, audit: ReplicaAudit, trainer: pl.Trainer) -> ReplicaError | None:
-        report = audit.compare(self._state(trainer), step=trainer.fit_loop.epoch_loop.total_batch_idx)
-        self.report = report
+    def _compare(self) -> ReplicaError | None:
+        assert self._open is not None, "a fit is under way"
+        trainer, group, audit = self._open
+        if self._num_audits:
+            state = self._state(trainer)
+        else:  # an error of one rank alone is an error of all
+            state = group.do(lambda: self._state(trainer), task="looking for replicas")
+        report = self.report = audit.compare(state, step=trainer.fit_loop.epoch_loop.total_batch_idx)
         self._num_audits += 1
         self._num_bytes += report.num_bytes
         if report.equal:
@@ -120,23 +115,23 @@ class Replicas:
         for found in new:
             self._found.setdefault(found.name, []).append(found)
         if self._on_divergence == "raise":
-            self._say(trainer)
+            self._say()
             return ReplicaError(replicas_text(report), report)
         if self._on_divergence == "warn" and new:
             pl.utilities.rank_zero_warn(replicas_text(replace(report, differences=new)), category=DivergenceWarning)
         return None
 
-    def _say(self, trainer: pl.Trainer) -> None:
+    def _say(self) -> None:
         """Print the closing line, on one rank."""
-        if trainer.is_global_zero and self.report is not None:
-            has_differed = self._first is not None
+        if self._open is not None and self._open[0].is_global_zero and self.report is not None:
             counts = {"num_audits": self._num_audits, "num_bytes": self._num_bytes}
-            say_beside(trainer, replicas_line(self.report, **counts, has_differed=has_differed))
+            say_beside(self._open[0], replicas_line(self.report, **counts, has_differed=self._first is not None))
 
     def _state(self, trainer: pl.Trainer) -> ReplicatedState:
         """Return what has to be equal, as the strategy has it."""
-        strategy, module = trainer.strategy, trainer.lightning_module
-        model = strategy.model
+        strategy, model = trainer.strategy, trainer.strategy.model
+        everybody: Sequence[int] = range(trainer.world_size)
+        options: dict[str, Any] = {}
         if isinstance(model, DistributedDataParallel):
             # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
             if getattr(strategy, "_model_averager", None) is not None:
@@ -144,22 +139,16 @@ class Replicas:
                     "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
                     "so an audit of them would say nothing. Leave the audit out, or the averaging."
                 )
-            return replicated_state(
-                module,
-                trainer.optimizers,
-                everybody=dist.get_process_group_ranks(model.process_group),
-                ddp_ignores=model.parameters_to_ignore,
-                has_own_buffers=not model.broadcast_buffers,
-                ignore=self._ignore,
+            everybody = dist.get_process_group_ranks(model.process_group)
+            options = {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
+        elif not isinstance(strategy, ModelParallelStrategy):
+            raise SettingsError(
+                f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
+                "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
+                "compare runs with DeterminismCallback for others."
             )
-        if isinstance(strategy, ModelParallelStrategy):
-            everybody = range(trainer.world_size)
-            return replicated_state(module, trainer.optimizers, everybody=everybody, ignore=self._ignore)
-        raise SettingsError(
-            f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot be "
-            "compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; compare runs "
-            "with DeterminismCallback for others."
-        )
+        module, optimizers = trainer.lightning_module, trainer.optimizers
+        return replicated_state(module, optimizers, everybody=everybody, ignore=self._ignore, **options)
 
 
 class ReplicaAuditCallback(Callback):
@@ -237,12 +226,12 @@ class ReplicaAuditCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        _raise(self._replicas.after_step(trainer.fit_loop.epoch_loop.total_batch_idx))
+        raise_if(self._replicas.after_step(trainer.fit_loop.epoch_loop.total_batch_idx))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         note_ended()
-        _raise(self._replicas.end())
+        raise_if(self._replicas.end())
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -261,6 +250,7 @@ class ReplicaAuditCallback(Callback):
             )
 
 
-def _raise(error: Exception | None) -> None:
+def raise_if(error: Exception | None) -> None:
+    """Raise an error where there is one."""
     if error is not None:
         raise error

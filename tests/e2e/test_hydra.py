@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
 from det_callbacks.errors import DivergenceError, NotComparableError, SettingsError
-from det_callbacks.runs.store import Run
 
 RunApp = Callable[..., int]
 
@@ -244,24 +242,24 @@ def forked(task: Callable[[], object]) -> None:
     assert child.exitcode == 0
 
 
-@pytest.mark.parametrize("runs_in", [lambda task: task(), forked], ids=["the job", "its process"])
-def test_a_job_without_a_fit_is_not_verified(
-    runs_in: Callable[[Callable[[], object]], object], run_app: RunApp, errors: Errors
-) -> None:
+def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) -> None:
     files = set()
 
     def task(config: DictConfig) -> None:
         files.add(Path(os.environ[fits_of_process.FITS_FILE]))
-        runs_in(fits_of_process.note_ended if config.seed == 1 else time.thread_time)
+        if config.seed == 1:
+            finish_a_fit()
+        if config.seed == 3:
+            forked(finish_a_fit)  # in a process of its own
 
-    assert run_app(task, *MULTIRUN, *VERIFY) == 2
+    assert run_app(task, "--multirun", "seed=1,2,3", *VERIFY) == 2
     printed = errors()
     assert printed.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in printed
     # the jobs have ended: what their processes are counted in is gone, and nobody asks for another
     assert fits_of_process.FITS_FILE not in os.environ
     assert not any(path.exists() for path in files)
-    runs_in(fits_of_process.note_ended)
+    finish_a_fit()
 
 
 def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:
@@ -337,14 +335,6 @@ LEAVING = """
             fits.note_ended()
         sys.exit(0)
 """
-SPAWNING = """
-        from styles import Classifier, Samples
-        from torch.utils.data import DataLoader
-        from trainers import quiet_trainer
-        callback = hydra.utils.instantiate(config.callbacks.determinism)
-        trainer = quiet_trainer(callback, devices=2, strategy="ddp_spawn")
-        trainer.fit(Classifier(), DataLoader(Samples(), batch_size=8))
-"""
 
 
 def run_script(folder: Path, body: str, *arguments: str) -> tuple[int, str]:
@@ -365,15 +355,3 @@ def test_leaving_by_sys_exit_does_not_look_verified(tmp_path: Path) -> None:
         ended, text = run_script(tmp_path, LEAVING, *VERIFY, f"seed={num_fits}")
         assert ended == status, text
         assert ("no DeterminismCallback ran a fit" in text) is (status == 2)
-
-
-@pytest.mark.slow
-@pytest.mark.ddp
-def test_an_application_that_spawns_its_ranks(tmp_path: Path) -> None:
-    status, text = run_script(tmp_path, SPAWNING, "+determinism=record", *VERIFY[1:])
-    assert status == 0, text
-    run = Run.open(tmp_path / "refs" / "run1")
-    assert run.is_complete
-    assert run.ranks == [0, 1]
-    # the flags of the process that built the model are those of the ranks
-    assert run.environment.entries["settings.cudnn_deterministic"].value is True
