@@ -33,7 +33,7 @@ from det_callbacks.digest import device_choice
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.environment import ARGUMENTS, CHANGED_FILE, CONFIGURATION, DIGEST, Environment, EnvironmentEntry
 from det_callbacks.settings import SETTINGS, enforced_names, settings_in_force
-from det_callbacks.settings.catalogue import start_environment
+from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
 
 WITHHELD = "<withheld>"
 GIT_SECONDS = 5
@@ -121,47 +121,42 @@ def _last_part(name: str, value: Any) -> tuple[str, str]:
 
 def _machine_facts() -> Iterator[tuple[str, Any, bool]]:
     """Yield name, value and whether it changes bits."""
-    yield "python.version", platform.python_version(), True
-    yield "python.implementation", platform.python_implementation(), True
-    yield "platform.system", platform.system(), True
-    yield "platform.libc", " ".join(platform.libc_ver()).strip() or None, True
-    yield "cpu.architecture", platform.machine(), True
-    yield "cpu.model", _cpu_model(), True
-    yield "cpu.count", os.cpu_count(), False
-    yield "numpy.version", np.__version__, True
-    yield "lightning.version", _version("lightning"), True
-    yield "triton.version", _version("triton"), True
-    yield "det_callbacks.version", _version("det_callbacks"), False
-    yield from _torch_facts()
+    build, backends = torch.__config__.show(), torch.backends
+    cuda, sdp = "torch.backends.cuda", [f"{name}_sdp" for name in SDPA_BACKENDS]
+    facts: dict[str, Any] = {
+        "python.version": platform.python_version(),
+        "python.implementation": platform.python_implementation(),
+        "platform.system": platform.system(),
+        "platform.libc": " ".join(platform.libc_ver()).strip() or None,
+        "cpu.architecture": platform.machine(),
+        "cpu.model": _cpu_model(),
+        "numpy.version": np.__version__,
+        "lightning.version": _version("lightning"),
+        "triton.version": _version("triton"),
+        "torch.version": str(torch.__version__),  # which is of a type of torch's own
+        "torch.git_version": torch.version.git_version,
+        "torch.cuda": torch.version.cuda,
+        "torch.hip": torch.version.hip,
+        "torch.cudnn": backends.cudnn.version() if backends.cudnn.is_available() else None,
+        "torch.mkl": _first(r"Math Kernel Library Version (.+?)(?: for |$)", build),
+        "torch.mkldnn": _first(r"MKL-DNN (.+)", build),
+        "torch.lapack": _first(r"LAPACK_INFO=(\w+)", build),
+        "torch.cpu_capability": backends.cpu.get_cpu_capability(),
+        "torch.num_threads": torch.get_num_threads(),
+        **{f"torch.backends.{name}.enabled": getattr(backends, name).enabled for name in ("cudnn", "mkldnn")},
+        **{f"{cuda}.{name}": getattr(backends.cuda, f"{name}_enabled")() for name in sdp},
+        **{f"env.{name}": os.environ.get(name) for name in _KERNEL_VARIABLES},
+    }
+    without_effect: dict[str, Any] = {
+        "cpu.count": os.cpu_count(),  # acts through the number of threads
+        "torch.num_interop_threads": torch.get_num_interop_threads(),  # runs whole ops side by side, splits none
+        "det_callbacks.version": _version("det_callbacks"),  # a trace changes no bits (a test holds it to that)
+        **{f"env.{name}": os.environ.get(name) for name in _THREAD_VARIABLES},
+    }
+    yield from ((name, value, True) for name, value in facts.items())
+    yield from ((name, value, False) for name, value in without_effect.items())
     yield from _gpu_facts()
     yield from _digest_facts()
-    for name in _KERNEL_VARIABLES:
-        yield f"env.{name}", os.environ.get(name), True
-    for name in _THREAD_VARIABLES:
-        yield f"env.{name}", os.environ.get(name), False
-
-
-def _torch_facts() -> Iterator[tuple[str, Any, bool]]:
-    build = torch.__config__.show()
-    cudnn = torch.backends.cudnn
-    yield "torch.version", str(torch.__version__), True  # which is of a type of torch's own
-    yield "torch.git_version", torch.version.git_version, True
-    yield "torch.cuda", torch.version.cuda, True
-    yield "torch.hip", torch.version.hip, True
-    yield "torch.cudnn", cudnn.version() if cudnn.is_available() else None, True
-    yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build), True
-    yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build), True
-    yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build), True
-    yield "torch.cpu_capability", torch.backends.cpu.get_cpu_capability(), True
-    yield "torch.num_threads", torch.get_num_threads(), True
-    yield "torch.num_interop_threads", torch.get_num_interop_threads(), False
-    backends: Any = torch.backends  # torch 2.13 types only part of these
-    yield "torch.backends.cudnn.enabled", backends.cudnn.enabled, True
-    yield "torch.backends.mkldnn.enabled", backends.mkldnn.enabled, True
-    yield "torch.backends.cuda.flash_sdp", backends.cuda.flash_sdp_enabled(), True
-    yield "torch.backends.cuda.mem_efficient_sdp", backends.cuda.mem_efficient_sdp_enabled(), True
-    yield "torch.backends.cuda.math_sdp", backends.cuda.math_sdp_enabled(), True
-    yield "torch.backends.cuda.cudnn_sdp", backends.cuda.cudnn_sdp_enabled(), True
 
 
 def _gpu_facts() -> Iterator[tuple[str, Any, bool]]:
