@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
-from resumes import RESUMING, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
+from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from det_callbacks import DeterminismCallback
@@ -57,7 +57,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "accumulation_by_schedule": {"others": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
     "bf16_mixed": {"precision": "bf16-mixed"},
     "one_cycle": {"model": OneCycle},
-    "stateful": {"data": lambda: Stateful(loader("none").dataset, batch_size=2), "after": (4,)},
+    "stateful": {"data": lambda: Stateful(Augmented("none"), 2, generator=torch.Generator()), "after": (4,)},
     "weighted": {"data": lambda: loader(shuffle=False, sampler=WeightedRandomSampler([0.1, 0.9] * 7, 14))},
 }
 CASES = [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from det_callbacks import check_checkpoint
 from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
@@ -62,23 +60,6 @@ def test_a_tensor_without_data_is_opaque(tensor: torch.Tensor) -> None:
     found = entries_of({"state_dict": {"a": tensor, "b": torch.ones(2)}})["state_dict"]
     assert found["a"].kind == "opaque"
     assert found["b"].digest == format_digest(digest_tensor(torch.ones(2)))
-
-
-PLAIN = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary(max_size=5)
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(PLAIN, PLAIN)
-def test_equal_encodings_are_equal_values(one: Any, other: Any) -> None:
-    assert (encode_plain(one) == encode_plain(other)) == (repr(one) == repr(other))
 
 
 @pytest.mark.parametrize(
