@@ -1,4 +1,8 @@
-"""Sweeps the samples of torch's own operator database and prints what it found as one line of JSON."""
+"""Sweeps the samples of torch's own operator database, and prints what it found as one line of JSON.
+
+op_database.py                  what ops write without saying so, all of them
+op_database.py equivalence N    what each N-th op gives otherwise when it is run again
+"""
 
 import itertools
 import json
@@ -20,11 +24,14 @@ if __name__ == "__main__":
     from op_sweep import SweepMode
     from torch.testing._internal.common_methods_invocations import op_db  # looked at in torch 2.13
 
+    from det_callbacks import BitwiseEquivalenceMode
+
     torch.set_num_threads(1)
-    mode = SweepMode()
+    is_equivalence, stride = len(sys.argv) > 1, int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    mode = BitwiseEquivalenceMode() if is_equivalence else SweepMode()
     failures = []
     num_samples = 0
-    for op in op_db:
+    for op in op_db[::stride]:
         if op.name.startswith("jiterator"):
             continue  # for GPUs only
         for dtype in (torch.float32, torch.int64, torch.complex64, torch.bfloat16):
@@ -40,14 +47,12 @@ if __name__ == "__main__":
                             total.backward()
                 except (RuntimeError, NotImplementedError) as error:  # samples that this build cannot run
                     failures.append(f"{op.name} {dtype} {error}")
-    report = {
-        "silent": sorted(map(list, mode.silent), key=str),
-        "untagged": sorted(mode.untagged),
-        "copying": sorted(mode.copying),
-        "aliasing": sorted(mode.aliasing),
-        "num_checked": len(mode.checked),
-        "num_samples": num_samples,
-        "num_failed": len(failures),
-        "failures": failures[:50],
-    }
+    report = {"num_samples": num_samples, "num_failed": len(failures), "failures": failures[:50]}
+    if isinstance(mode, BitwiseEquivalenceMode):
+        report["found"] = sorted({(found.op, found.output, found.dtype) for found in mode.get_mismatches()})
+        report |= {"num_ops": mode.num_ops, "num_compared": mode.num_compared, "skipped": dict(mode.skipped)}
+    else:
+        report["silent"] = sorted(map(list, mode.silent), key=str)
+        report |= {name: sorted(getattr(mode, name)) for name in ("untagged", "copying", "aliasing")}
+        report["num_checked"] = len(mode.checked)
     print(json.dumps(report))

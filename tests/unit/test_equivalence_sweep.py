@@ -30,8 +30,8 @@ def test_everyday_ops_give_the_same_bits_twice(name):
 
 def swept(stride: int) -> dict[str, Any]:
     """Run every stride-th op that torch tests, in a process of its own: importing its samples changes global flags."""
-    script = Path(__file__).with_name("op_equivalence.py")
-    command = [sys.executable, str(script), str(stride)]
+    script = Path(__file__).with_name("op_database.py")
+    command = [sys.executable, str(script), "equivalence", str(stride)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -40,7 +40,7 @@ def swept(stride: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stride", [pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 def test_ops_that_torch_tests_give_the_same_bits_twice(stride):
     found = swept(stride)
-    assert [line for line in found["found"] if line.split()[0] not in AT_FAULT] == []
+    assert [place for place in found["found"] if place[0] not in AT_FAULT] == []
     assert set(found["skipped"]) <= HARMLESS, found["skipped"]
     assert found["num_compared"] > 0.6 * found["num_ops"] > 25_000 / stride
     assert found["num_ops"] == found["num_compared"] + sum(found["skipped"].values())
