@@ -144,17 +144,13 @@ def test_a_long_batch_keeps_its_first_indices_only(tmp_path: Path, monkeypatch: 
     [
         (lambda own: DataLoader(Named(), 4, shuffle=True, generator=own), "train_dataloader.generator"),
         (
-            lambda own: DataLoader(Named(), 4, sampler=RandomSampler(Named(), generator=own)),
-            "train_dataloader.sampler.generator",
-        ),
-        (
             lambda own: DataLoader(
                 Named(), batch_sampler=BatchSampler(RandomSampler(Named(), generator=own), 4, False)
             ),
             "train_dataloader.batch_sampler.sampler.generator",
         ),
     ],
-    ids=["loader", "sampler", "batch sampler"],
+    ids=["loader", "batch sampler"],
 )
 @pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path, loader: Any, name: str) -> None:

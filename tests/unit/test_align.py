@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from step_builder import StepBuilder, training_step
 
 from det_callbacks.compare.align import align, group
-from det_callbacks.compare.sequence import match_repeated
 
 
 def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], list[int]]:
@@ -17,13 +16,6 @@ def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], 
     missing = alignment.reference[alignment.current < 0]
     extra = alignment.current[alignment.reference < 0]
     return missing.tolist(), extra.tolist()
-
-
-def test_insertion_among_equal_entries_comes_at_the_earliest_place():
-    pairs = match_repeated([7] * 20, [7] * 21, (0, 20, 0, 21))
-    assert pairs == [(i, i + 1) for i in range(20)]
-    pairs = match_repeated([7] * 21, [7] * 20, (0, 21, 0, 20))
-    assert pairs == [(i + 1, i) for i in range(20)]
 
 
 def test_unit_holds_the_rows_of_one_call():

@@ -1,15 +1,10 @@
 """Windows of evidence as a fit gathers them: what two of them tell."""
 
-import random
-
-import numpy as np
 import pytest
-import torch
 
 from det_callbacks.compare.evidence import Window, compare_windows, gather_window
 from det_callbacks.report.advice import show_change
 from det_callbacks.runs.evidence import Row
-from det_callbacks.trace.generators import Ledger
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
 
@@ -104,33 +99,3 @@ def test_the_first_other_index_is_named(text, first):
     )
     change = compare_windows(*windows(ours, theirs, None, 0), 0).batch
     assert change.first_index == (first and ("train_dataloader", *first))
-
-
-@pytest.mark.parametrize(
-    "generator",
-    [
-        torch.Generator().manual_seed(1),
-        random.Random(1),
-        np.random.default_rng(1),
-        np.random.RandomState(1),
-        np.random.PCG64(1),
-    ],
-    ids=lambda generator: type(generator).__name__,
-)
-def test_the_state_of_a_held_generator_is_noted(generator):
-    ledger = Ledger()
-    ledger.held = {"mine": generator}
-
-    def state() -> int:
-        ledger.mark("here")
-        return next(row.value for row in ledger.take(0) if row.name == "mine")
-
-    before = state()
-    assert state() == before
-    if isinstance(generator, torch.Generator):
-        torch.rand(1, generator=generator)
-    elif isinstance(generator, np.random.PCG64):
-        generator.random_raw()
-    else:
-        generator.random()
-    assert state() != before
