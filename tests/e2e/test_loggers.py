@@ -197,6 +197,10 @@ def test_wandb_and_mlflow_keep_them_offline(reference: Path, tmp_path: Path, mon
     pytest.importorskip("wandb", reason="wandb is not installed")
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_SERVICE", "_RJEM_MALLOC_CONF"):  # which they set
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     mlflow = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlruns'}")
     wandb = WandbLogger(save_dir=tmp_path, offline=True)
     with pytest.raises(DivergenceError):
