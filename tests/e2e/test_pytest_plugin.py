@@ -55,7 +55,7 @@ TESTS = """
 
 
     class TestNet:
-        @pytest.mark.parametrize("lr", [0.1, 0.2])
+        @pytest.mark.parametrize("lr", [0.1])
         def test_two(self, training_snapshot, lr):
             for name in ("first", "second"):
                 train(training_snapshot(name=name, level="state", settings={"seed": 3}), lr)
@@ -65,7 +65,7 @@ TESTS = """
         assert torch.initial_seed() == START
         assert not torch.are_deterministic_algorithms_enabled()
 """
-NUM_REFERENCES = 5
+NUM_REFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +109,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_in(folder)
     assert done.status == 1
     assert "During handling of the above exception" not in done.text
-    assert done.counts(failed=3, passed=1), done.text
+    assert done.counts(failed=2, passed=1), done.text
     assert "pytest --determinism-record 'tests/test_net.py::TestNet::test_two[0.1]'" in done.text
     assert "det_callbacks/" not in done.text, "no frame of ours"
     assert not (folder / "tests" / "__determinism__").exists()
 
     done = run_in(folder, "--determinism-record", "tests")
     assert done.status == 0, done.text
-    assert "references of trainings: 5 recorded\n" in done.text
+    assert f"references of trainings: {NUM_REFERENCES} recorded\n" in done.text
     return folder
 
 
@@ -133,7 +133,7 @@ def references(project: Path) -> dict[Path, tuple[int, bytes]]:
 
 def test_references_have_the_names_of_their_tests(recorded: Path) -> None:
     runs = {file.parent.as_posix() for file in references(recorded) if file.name == "run.json"}
-    of_class = {f"test_net/TestNet.test_two[{lr}]/{name}" for lr in ("0.1", "0.2") for name in ("first", "second")}
+    of_class = {f"test_net/TestNet.test_two[0.1]/{name}" for name in ("first", "second")}
     assert runs == {"test_net/test_plain", *of_class}
     odd = [folder_name(f"test_a.py::test[{text}]") for text in ("a/b", "a:b", "a?b", "x" * 300, "x" * 301)]
     assert len(set(odd)) == 5
@@ -148,7 +148,7 @@ def test_what_is_equal_passes_and_is_not_recorded_again(project: Path) -> None:
         (("--determinism-record=force",), {"CI": "true"}, "unchanged"),
     ):
         done = run_in(project, *arguments, **variables)
-        assert done.counts(passed=4), done.text
+        assert done.counts(passed=3), done.text
         assert f"references of trainings: {NUM_REFERENCES} {word}\n" in done.text
     assert references(project) == before
     done = run_in(project, "--determinism-record", CI="true")
@@ -160,7 +160,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
     before = references(project)
     for arguments in ((), ("--determinism-record=missing",)):
         done = run_in(project, "-k", "plain", *arguments, PLANTED="yes")
-        assert done.counts(failed=1, deselected=3), done.text
+        assert done.counts(failed=1, deselected=2), done.text
         assert "DIVERGED\nStep 1, " in done.text
         assert ("Traceback" in done.text, "det_callbacks/" in done.text) == (False, False)
         report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
@@ -168,7 +168,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
         assert Path(report[1]).is_file()
     assert references(project) == before
     done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
-    assert done.counts(passed=1, deselected=3), done.text
+    assert done.counts(passed=1, deselected=2), done.text
     assert "references of trainings: 1 re-recorded\n" in done.text
     assert run_in(project, "-k", "plain", PLANTED="yes").status == 0
     assert run_in(project, "-k", "plain").status == 1
@@ -182,7 +182,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
 def test_another_machine_is_what_the_project_says(outcome: str, word: str, project: Path) -> None:
     (project / "pytest.ini").write_text(f"[pytest]\ndeterminism_not_comparable = {outcome}\n")
     done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
-    assert done.counts(**{word: 1, "deselected": 3}), done.text
+    assert done.counts(**{word: 1, "deselected": 2}), done.text
     assert "torch.num_threads" in done.text
 
 
@@ -266,10 +266,11 @@ TWICE = """
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_runs_twice_counts_once(project: Path) -> None:
     (project / "conftest.py").write_text(textwrap.dedent(TWICE))
     done = run_in(project)
-    assert done.counts(passed=4, rerun=4), done.text
+    assert done.counts(passed=3, rerun=3), done.text
     assert f"references of trainings: {NUM_REFERENCES} matched\n" in done.text
 
 
@@ -292,5 +293,5 @@ def test_processes_of_xdist_report_together(project: Path) -> None:
     words = [sys.executable, "-m", "pytest", "-n2", "-k", "not without", "--determinism-record=missing"]
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout
-    assert "references of trainings: 3 matched, 2 recorded\n" in done.stdout
+    assert "references of trainings: 1 matched, 2 recorded\n" in done.stdout
     assert done.stdout.count("  tests/__determinism__/") == 1
