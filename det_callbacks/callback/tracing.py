@@ -78,7 +78,7 @@ class Tracing(StepHooks):
         self._hash_mode = HashMode.for_training(trainer.lightning_module, selection)
         recorder = self._hash_mode.recorder
         recorder.nondeterministic_ops = ops
-        recorder.exchange = session.op_replay
+        recorder.output_hook = session.op_replay
         recorder.keeper = session.keeper
         self._observations = Observations(
             recorder, owner=name, level=selection.level, is_every_step=selection.is_every_step

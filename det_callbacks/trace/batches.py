@@ -97,7 +97,7 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
     for kind, name in unread.items():
         slot = recorder.layouts.special(kind, (), UNREAD)
         record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
-        recorder.undigested.opaque.add(f"{name} ({kind})")
+        recorder.counts.opaque.add(f"{name} ({kind})")
     recorder.late.end_group()
     return sketch
 

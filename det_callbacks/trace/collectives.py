@@ -90,24 +90,18 @@ class Delivery:
 
 
 class Collectives:
-    """Records the collectives of one step after the other.
-
-    Attributes:
-        num_digested: calls in this step of which rows were made.
-    """
+    """Records the collectives of one step after the other."""
 
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self._deliveries: list[Delivery] = []
         self._under_way: list[tuple[weakref.ref[Tensor], Delivery]] = []
         self._is_sending = False
-        self.num_digested = 0
 
     def begin(self) -> None:
         """Start a step; what the one before left under way follows from nothing in this one."""
         under_way, self._under_way = self._under_way, []
         self._deliveries.clear()
-        self.num_digested = 0
         for reference, delivery in under_way:
             tensor = reference()
             if tensor is not None and not delivery.has_arrived():
@@ -129,20 +123,20 @@ class Collectives:
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
             out = func(*args, **kwargs)
-            self.num_digested += 1
+            recorder.counts.num_digested += 1
             self._end_wait(next(iter(given.values())))
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
             recorder.late.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
-            recorder.undigested.skipped[plan.kind.value] += 1
+            recorder.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         phase, scope = self._place()
         tensors = list(tensors_in(given.values()))
         is_known = not plan.base.startswith("symm_mem.") and all(map(holds_data, tensors))
         if is_known and recorder.selects(phase, scope):
             return self._run(plan, func, phase, scope, given, args, kwargs)
-        recorder.undigested.skipped[plan.kind.value] += 1
+        recorder.counts.skipped[plan.kind.value] += 1
         out = func(*args, **kwargs)
         for tensor in tensors_in((*tensors, out)):
             for part in _parts(tensor):
@@ -182,7 +176,7 @@ class Collectives:
             recorder.ledger.write(tensor, position)
         else:
             recorder.append_bits(0, self.slot_in_flight(tensor))
-            recorder.undigested.skipped["in_flight"] += 1
+            recorder.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
         """Return the site of a row with this name, but for its edges."""
@@ -300,7 +294,7 @@ class Collectives:
 
         node = recorder.trie.step_to((func, phase, scope, [arguments], reads, names, len(positions)), build)
         recorder.reads.row_edges.clear()
-        self.num_digested += 1
+        recorder.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
 

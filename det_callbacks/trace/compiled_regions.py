@@ -170,7 +170,7 @@ class Region:
             recorder.late.unhold(part for _, value in outputs for part in parts_with_memory(value))
         is_seen_through = self.graph.is_transparent  # outputs then follow from the ops that wrote them
         values = [*outputs, *(() if is_seen_through else self._written())]
-        recorder.compiled.num_digested += 1
+        recorder.counts.num_digested += 1
         if values:
             writers = [recorder.writers_of(value) if is_seen_through else [] for _, value in values]
             reads = [list(found or self.reads) for found in writers]
@@ -246,8 +246,6 @@ class CompiledRegions:
     Attributes:
         inside: thread -> the region that runs in it, unless each of its ops is seen with what it reads; None for a
             graph of which nothing is known.
-        opaque: names of the regions of this step of which not every op was seen.
-        num_digested: regions and ops inside them of which rows were made in this step.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
@@ -256,8 +254,6 @@ class CompiledRegions:
         self._depth = 0
         self._step: object = None
         self.inside: dict[int, Region | None] = {}
-        self.opaque: set[str] = set()
-        self.num_digested = 0
 
     def open(self) -> None:
         """Watch from here on, or have nothing compiled run; ``open`` and ``close`` may lie one inside the other."""
@@ -283,8 +279,6 @@ class CompiledRegions:
         """Start a step."""
         self._step = object()
         self.inside.clear()
-        self.opaque.clear()
-        self.num_digested = 0
 
     def end(self) -> None:
         """End a step: backward passes of graphs that outlive it are not recorded."""
@@ -349,7 +343,7 @@ class CompiledRegions:
             return TAKE_APART
         plan = plan.whole or plan
         if plan.kind is not OpKind.DIGEST:
-            recorder.undigested.skipped[plan.kind.value] += 1
+            recorder.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         phase, scope = region.phase, region.scope
         if recorder.late.is_used and not plan.is_functional:
@@ -366,12 +360,12 @@ class CompiledRegions:
         out, outputs = hook_outputs(recorder, plan, phase, scope, out, outputs, args, kwargs)
         outputs = [output for output in outputs if not isinstance(output, Tensor) or holds_data(output)]
         if not outputs:
-            recorder.undigested.skipped["no_data"] += 1
+            recorder.counts.skipped["no_data"] += 1
             return out
         if recorder.keeper is not None and kept is not None:
             recorder.keeper.end_call(kept, outputs, recorder.num_sites)
         region.record_op(func, plan.name, outputs)
-        self.num_digested += 1
+        recorder.counts.num_digested += 1
         return out
 
     def _is_recorded(self) -> bool:
@@ -381,7 +375,7 @@ class CompiledRegions:
     def _start(self, region: Region) -> None:
         self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
         if not region.graph.is_transparent:
-            self.opaque.add(region.graph.region)
+            self._recorder.counts.opaque.add(region.graph.region)
             self.inside[get_ident()] = region
 
     def _name(self, known: GraphInput, value: Any, scope: OpScope) -> str:
@@ -426,7 +420,7 @@ class CompiledRegions:
         for value in tensors_in([outputs, *written]):
             for part in parts_with_memory(value):
                 self._recorder.ledger.forget(part)
-        self._recorder.undigested.skipped["unselected"] += 1
+        self._recorder.counts.skipped["unselected"] += 1
         return outputs
 
     def _follow_backward(self, forward: Region, node: Any, names: Mapping[int, str]) -> None:

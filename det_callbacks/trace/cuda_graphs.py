@@ -60,7 +60,7 @@ class CudaGraphs:
     def _before_replay(self, _graph: Any) -> None:
         self._recorder.late.before_any_write()
         if not self._recorder.compiled.is_inside():  # a compiled region that replays one has rows for what it gives
-            self._recorder.undigested.skipped["replayed"] += 1
+            self._recorder.counts.skipped["replayed"] += 1
             self._recorder.run_unseen(GRAPH)
 
 

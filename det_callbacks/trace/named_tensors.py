@@ -227,7 +227,7 @@ def record_output(recorder: "Recorder", phase: str, module: str, name: str, tens
     if not holds_data(tensor) or recorder.undigested.is_captured():
         return
     if not recorder.undigested.collectives.arrive(tensor):
-        recorder.undigested.skipped["in_flight"] += 1
+        recorder.counts.skipped["in_flight"] += 1
     else:
         reads = recorder.writers_of(tensor)
         _step_to(recorder, "output", phase, module, [reads], [name])

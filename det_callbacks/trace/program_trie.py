@@ -6,7 +6,7 @@ built. Sites, source lines and programs hang on the nodes, so that a step like a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from det_callbacks.trace.source import read_text
 
 MAX_NODES = 200_000
 _MAX_SIBLINGS = 64
-MAX_VALUES = 10_000
-"""Values of arguments that a recorder keeps as text; of those that come later, a step has the digest only."""
+MAX_TEXT = 4_000_000
+"""Characters of arguments that a recorder keeps; of those that come later, a step has the digest only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +115,23 @@ class CallNode:
 NOWHERE = OpScope(module="")
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """What became of the ops of one step, for the coverage.
+
+    Attributes:
+        num_digested: calls of which rows were made.
+        num_views: views, which make none.
+        skipped: reason -> number of other ops without rows.
+        opaque: what ran other ops inside where no mode sees all of them.
+    """
+
+    num_digested: int = 0
+    num_views: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    opaque: set[str] = field(default_factory=set)
+
+
 class ProgramTrie:
     """The calls of all steps seen so far, bounded in number, and where the step under way is.
 
@@ -125,6 +142,7 @@ class ProgramTrie:
 
     def __init__(self) -> None:
         self.values: dict[int, str] = {}
+        self._num_characters = 0
         self.num_nodes = 0
         self._root = self.at = CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
@@ -181,8 +199,10 @@ class ProgramTrie:
         node.exact = repr(consts) if is_weak else None
         if node.numbers:
             node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
-            if text is not None and len(self.values) < MAX_VALUES:
-                self.values[node.bits] = text
+            if text is None or node.bits in self.values or self._num_characters + len(text) > MAX_TEXT:
+                return
+            self.values[node.bits] = text
+            self._num_characters += len(text)
 
     def rows(self) -> list[Site]:
         """Return the sites of the step up to here."""
@@ -193,18 +213,17 @@ class ProgramTrie:
             node = node.parent
         return [row for node in reversed(path) for row in node.rows]
 
-    def program(
-        self, *, ops_seen: int, ops_digested: int, skipped: Mapping[str, int], opaque_regions: tuple[str, ...]
-    ) -> Program:
+    def program(self, counts: StepCounts) -> Program:
         """Return the program of the step that ends here, built at most once."""
         if self.at.program is None:
             sites = with_occurrences(self.rows())
+            skipped = {"view": counts.num_views, **counts.skipped}
             self.at.program = Program(
                 sites=sites,
-                ops_seen=ops_seen,
-                ops_digested=ops_digested,
+                ops_seen=counts.num_digested + sum(skipped.values()),
+                ops_digested=counts.num_digested,
                 ops_skipped={reason: count for reason, count in sorted(skipped.items()) if count},
-                opaque_regions=opaque_regions,
+                opaque_regions=tuple(sorted(counts.opaque)),
                 text=read_text(site.source for site in sites),
             )
         return self.at.program

@@ -39,7 +39,7 @@ from det_callbacks.trace.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, with_occurrences
+from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.sites import InputName, build_op, source_of, source_of_call
 from det_callbacks.trace.storages import StorageLedger
@@ -67,8 +67,9 @@ class Recorder:
     Attributes:
         late: the sites whose digests a device computes.
         nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
-        exchange: called with an op's outputs before they are digested.
+        output_hook: called with an op's outputs before they are digested.
         keeper: keeps the tensors of chosen ops.
+        counts: what became of the ops of the step.
         parameter_names: ``id`` of a parameter -> qualified name.
         selects_all: whether ops are digested wherever they run.
         lock: held while an op, or a gradient, is recorded: autograd runs each device's part of a backward pass in a
@@ -78,7 +79,7 @@ class Recorder:
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
         self.selection = selection
         self.nondeterministic_ops: NondeterministicOps | None = None
-        self.exchange: OutputHook | None = None
+        self.output_hook: OutputHook | None = None
         self.keeper: TensorKeeper | None = None
         self.lock = RLock()
         self.names = NameTable()
@@ -103,7 +104,7 @@ class Recorder:
         self._selected: dict[tuple[str, str], bool] = {}
         self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._expected: Expectation | None = None
-        self._num_digested = 0
+        self.counts = StepCounts()
 
     @property
     def phase(self) -> str:
@@ -130,18 +131,11 @@ class Recorder:
         self.undigested.begin()
         self.graphs.begin()
         self.compiled.begin()
-        self._num_digested = 0
+        self.counts = StepCounts()
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
-        skipped = {"view": self.undigested.num_views, **self.undigested.skipped}
-        ops_digested = self._num_digested + self.undigested.collectives.num_digested + self.compiled.num_digested
-        program = self.trie.program(
-            ops_seen=ops_digested + sum(skipped.values()),
-            ops_digested=ops_digested,
-            skipped=skipped,
-            opaque_regions=tuple(sorted(self.undigested.opaque | self.compiled.opaque)),
-        )
+        program = self.trie.program(self.counts)
         require_whole(program, self.digests)
         late = self.late.settle(self.digests)
         unseen: frozenset[int] = frozenset()
@@ -269,7 +263,7 @@ class Recorder:
                 if index < len(out) and isinstance(out[index], Tensor):
                     ledger.mark_uninitialised(out[index])
 
-        if self.exchange is not None:
+        if self.output_hook is not None:
             out, outputs = hook_outputs(self, plan, phase, scope, out, outputs, args, kwargs)
         if self.keeper is not None and kept is not None:
             self.keeper.end_call(kept, outputs, len(digests))
@@ -290,7 +284,7 @@ class Recorder:
         ):
             if outputs and not any(holds_data(output) for output in outputs):
                 self.reads.roll_back(mark)
-                self.undigested.skipped["no_data"] += 1
+                self.counts.skipped["no_data"] += 1
                 return out
             call = (func, phase, scope, consts, reads, names, len(outputs), tuple(kwargs))
             node = self.trie.step_to(call, partial(self._build, plan, args, kwargs, outputs))
@@ -298,7 +292,7 @@ class Recorder:
             self.trie.at = node
         if names:
             self.reads.row_edges.clear()
-        self._num_digested += 1
+        self.counts.num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             self.backward.register(node)
         indices = self.layout_indices
@@ -383,7 +377,7 @@ class Recorder:
 
         It has no rows, and a step without it is another program.
         """
-        self.undigested.opaque.add(label)
+        self.counts.opaque.add(label)
         self.ledger.invalidate()
         self.trie.step_to((label, *self.place(), [], [], [], 0), lambda node: None)
 

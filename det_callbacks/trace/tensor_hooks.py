@@ -66,7 +66,7 @@ def hook_outputs(
         args: of the call.
         kwargs: of the call.
     """
-    hook = recorder.exchange
+    hook = recorder.output_hook
     if hook is None or not hook.selects(phase, scope.module, plan.name):
         return out, outputs or ()
     outputs = written_by_call(plan, out, args, kwargs) if outputs is None else outputs

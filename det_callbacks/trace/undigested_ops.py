@@ -1,6 +1,5 @@
 """Ops whose outputs are not digested: what they change is recorded all the same."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,26 +28,17 @@ class UndigestedOps:
 
     Attributes:
         collectives: records the ops whose outputs come later.
-        num_views: views in this step.
-        skipped: reason -> number of other ops in this step.
-        opaque: ops of this step that run other ops inside where no mode sees them.
         is_capturing: returns whether what runs here becomes part of a CUDA graph, so that nothing is computed.
     """
 
     def __init__(self, recorder: "Recorder", is_capturing: Callable[[], bool]) -> None:
         self._recorder = recorder
         self.collectives = Collectives(recorder)
-        self.num_views = 0
-        self.skipped: Counter[str] = Counter()
-        self.opaque: set[str] = set()
         self.is_capturing = is_capturing
         self._copying: set[torch.device] = set()
 
     def begin(self) -> None:
         """Start a step."""
-        self.num_views = 0
-        self.skipped.clear()
-        self.opaque.clear()
         self._copying.clear()
         self.collectives.begin()
 
@@ -56,7 +46,7 @@ class UndigestedOps:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
         recorder = self._recorder
         if plan.kind is OpKind.VIEW:
-            self.num_views += 1
+            recorder.counts.num_views += 1
             if _is_grad_enabled() or recorder.backward.is_unclaimed():
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
@@ -64,7 +54,7 @@ class UndigestedOps:
             recorder.late.flush()  # it may write what nobody is told of, or let another stream do so
         if plan.kind is OpKind.COLLECTIVE:
             return self.collectives.run(plan, func, args, kwargs)
-        self.skipped[plan.kind.value] += 1
+        self._recorder.counts.skipped[plan.kind.value] += 1
         if plan.kind is OpKind.RELAYOUT:
             return self._relayout(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -72,7 +62,7 @@ class UndigestedOps:
             if out.__class__ is Tensor and out.layout is _STRIDED:
                 recorder.ledger.mark_uninitialised(out, is_empty=True)
         elif plan.kind is OpKind.OPAQUE:
-            self.opaque.add(plan.name)
+            recorder.counts.opaque.add(plan.name)
             recorder.backward.note_unseen()
         elif plan.kind is not OpKind.IGNORED:
             self._forget(tensors_in((*args, *kwargs.values())))
@@ -83,7 +73,7 @@ class UndigestedOps:
     ) -> Any:
         """Run an op outside the selection: what it writes is unknown from here on."""
         recorder = self._recorder
-        self.skipped["unselected"] += 1
+        self._recorder.counts.skipped["unselected"] += 1
         if phase != "optimizer" and (_is_grad_enabled() or recorder.backward.is_unclaimed()):
             self._touch(func, plan)
         if recorder.late.is_used and not plan.is_functional:
@@ -106,13 +96,13 @@ class UndigestedOps:
         # it runs where a gradient was accumulated
         if scope.name is None or not (dist.is_available() and dist.is_initialized()):
             return NotImplemented
-        self.skipped["reducer"] += 1
+        self._recorder.counts.skipped["reducer"] += 1
         self._recorder.late.flush()
         return plan.call(*args, **kwargs)
 
     def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
         """Note that devices copy into tensors of the host, and that nobody has waited for it."""
-        self.skipped["in_flight"] += 1
+        self._recorder.counts.skipped["in_flight"] += 1
         self._copying.update(devices)
         for tensor in tensors:
             for part in parts_with_memory(tensor):
@@ -130,7 +120,7 @@ class UndigestedOps:
         """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""
         if not self.is_capturing():
             return False
-        self.skipped["captured"] += 1
+        self._recorder.counts.skipped["captured"] += 1
         return True
 
     def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +129,7 @@ class UndigestedOps:
         plan = recorder.plan_of(func)
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
-        self.skipped["captured"] += 1
+        self._recorder.counts.skipped["captured"] += 1
         recorder.backward.note_unseen()
         try:
             return (plan.whole or plan).call(*args, **kwargs)
