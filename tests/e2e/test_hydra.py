@@ -303,6 +303,7 @@ def test_folders_start_where_the_program_was_started(chdir: str, run_app: RunApp
 
     run_app(task, *MULTIRUN, *VERIFY, f"hydra.job.chdir={chdir}", "hydra.sweep.subdir=${hydra.job.num}")
     assert paths() == [(f"{tmp_path}/refs/run1/job-{job}", f"{tmp_path}/outs/{job}/determinism") for job in (0, 1)]
+    assert [callback.choices["config"] for callback in built] == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
     built.clear()
     run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *(("determinism.current=here",) if chdir == "true" else ()))
     current = f"{tmp_path}/here" if chdir == "true" else f"{tmp_path}/out/determinism"
