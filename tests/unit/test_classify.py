@@ -30,13 +30,13 @@ def rank(number: int, *calls: CollectiveCall, begins: Begins = "received", step:
     return RankDifference(rank=number, segment=0, step=step, begins=begins, calls=calls)
 
 
-def test_nothing_differs(tmp_path: Path) -> None:
+def test_nothing_differs() -> None:
     found = classify([None, None])
     assert (found.sides, found.collective, found.through) == (("equal", "equal"), None, None)
     assert explain_ranks(found) == ""
 
 
-def test_one_rank_started_it_and_the_others_received_it(tmp_path: Path) -> None:
+def test_one_rank_started_it_and_the_others_received_it() -> None:
     got = call(put=False, got=True)
     found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local"), rank(2, got)])
     assert found.sides == ("receiver", "origin", "receiver")
@@ -48,7 +48,7 @@ def test_one_rank_started_it_and_the_others_received_it(tmp_path: Path) -> None:
     )
 
 
-def test_the_collective_itself(tmp_path: Path) -> None:
+def test_the_collective_itself() -> None:
     got = call(put=False, got=True, number=4)
     found = classify([rank(0, got), rank(1, got), None])
     assert found.sides == ("receiver", "receiver", "equal")
@@ -61,12 +61,12 @@ def test_the_collective_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"group": "1-2"}, {"number": 1}, {"op": "c10d.broadcast_.default"}])
-def test_another_call_explains_nothing(other: dict[str, Any], tmp_path: Path) -> None:
+def test_another_call_explains_nothing(other: dict[str, Any]) -> None:
     found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), begins="local")])
     assert found.collective == call(put=False, got=True)
 
 
-def test_a_later_collective_hands_on_what_an_earlier_one_brought(tmp_path: Path) -> None:
+def test_a_later_collective_hands_on_what_an_earlier_one_brought() -> None:
     first, second = call(put=False, got=True), call(put=True, got=True, number=1)
     found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, begins="local")])
     assert found.sides == ("receiver", "origin")
@@ -75,7 +75,7 @@ def test_a_later_collective_hands_on_what_an_earlier_one_brought(tmp_path: Path)
     assert found.collective == first
 
 
-def test_the_ends_of_a_message_belong_together(tmp_path: Path) -> None:
+def test_the_ends_of_a_message_belong_together() -> None:
     got = call(put=False, got=True, op="c10d.recv_.default")
     put = call(put=True, got=False, op="c10d.send.default")
     assert classify([rank(0, got), rank(1, put, begins="local")]).sides == ("receiver", "origin")
@@ -83,7 +83,7 @@ def test_the_ends_of_a_message_belong_together(tmp_path: Path) -> None:
     assert classify([rank(0, got), None]).collective == got
 
 
-def test_ranks_that_differ_later_do_not_explain_an_earlier_step(tmp_path: Path) -> None:
+def test_ranks_that_differ_later_do_not_explain_an_earlier_step() -> None:
     got = call(put=False, got=True)
     found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local", step=4)])
     assert found.collective == got
@@ -91,7 +91,7 @@ def test_ranks_that_differ_later_do_not_explain_an_earlier_step(tmp_path: Path) 
     assert (later.sides, later.collective) == (("origin", "receiver"), None)
 
 
-def test_entries_are_ordered_by_rank(tmp_path: Path) -> None:
+def test_entries_are_ordered_by_rank() -> None:
     with pytest.raises(ValueError, match="The entry of rank 0 is of rank 1"):
         classify([rank(1)])
 
@@ -217,8 +217,7 @@ def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
     return made
 
 
-@pytest.mark.parametrize("through", ["delivered", "gradient", "unseen"])
-@pytest.mark.parametrize("kind", ["argument", "missing", "extra"])
+@pytest.mark.parametrize(("kind", "through"), [("argument", "delivered"), ("missing", "gradient"), ("extra", "unseen")])
 def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, through: str, tmp_path: Path) -> None:
     receiver = after_an_exchange(kind, through, changed=False), after_an_exchange(kind, through, changed=True)
     alone = compare_steps(*(made.view() for made in receiver)).origins
