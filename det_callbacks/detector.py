@@ -115,6 +115,11 @@ class StepDetector:
         self._rows.clear()
         self._lasting.clear()
 
+    @property
+    def segment(self) -> int:
+        """Number of the fit under way."""
+        return self._fit.segment
+
     def holds(self, step: int) -> bool:
         """Return whether the reference has a step of this fit."""
         return step in self._known

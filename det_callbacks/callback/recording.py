@@ -37,7 +37,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
+from det_callbacks.tensors.files import KEPT, REPLAY, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.tensors.replay import OpReplay, Replay
@@ -154,23 +154,17 @@ class Recording(Session):
     def sink(self) -> RunWriter | None:
         return self._writer
 
+    @property
+    @override
+    def detector(self) -> "EarlierAttempts | None":
+        return self._earlier
+
     @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        writer, earlier = self._running, self._earlier
-        is_there = earlier is not None and earlier.holds(step)
         if self._is_resumed:
             self._is_resumed = False
-            writer.note_resumed(step)
-            if earlier is not None and is_there:
-                earlier.compare_state(step, digest_state)
-        saved, expectation = None, None
-        if earlier is not None and is_there:
-            expectation = earlier.expectation(step)
-            saved = SavedStep.of(earlier.reference, rank=self.peers.rank, segment=writer.segment, step=step)
-        self.replay.begin(saved)
-        if self.keeper is not None:
-            self.keeper.begin()
-        return expectation
+            self._running.note_resumed(step)
+        return super().expectation(step, digest_state)
 
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:

@@ -9,12 +9,14 @@ import lightning.pytorch as pl
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
+from det_callbacks.detector import StepDetector
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.tensors.files import REPLAY, SavedStep
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.verdict import Verdict
@@ -180,14 +182,38 @@ class Session:
         if stage.call is None:
             self._calls.clear()
 
+    @property
+    def detector(self) -> StepDetector | None:
+        """What knows the steps that the run, or its reference, holds already; None where there are none."""
+        return None
+
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        """Return what is known of a step that begins; None when it is new.
+        """Begin a step, and return what is known of it; None when it is new.
 
         Args:
             step: training batch.
             digest_state: returns the state that the step begins with; called in the first one after a resume.
         """
-        raise NotImplementedError
+        detector, expectation = self.detector, None
+        if detector is not None and detector.holds(step):
+            if detector.is_resuming:
+                detector.compare_state(step, digest_state)
+            expectation = detector.expectation(step)
+        self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
+        if self.keeper is not None:
+            self.keeper.begin(is_wanted=self._keeps(step))
+        return expectation
+
+    def _keeps(self, step: int) -> bool:
+        """Return whether tensors of a step are kept."""
+        return True
+
+    def _saved(self, step: int, kind: str) -> SavedStep:
+        """Return what was saved of a step that there is."""
+        detector = self.detector
+        assert detector is not None, "there is such a step"
+        place = {"rank": self.peers.rank, "segment": detector.segment, "step": step}
+        return SavedStep.of(detector.reference, **place, kind=kind)
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Take a step; return whether to stop because it differs."""

@@ -1,6 +1,6 @@
 """What a fit is verified against."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,10 @@ from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.selection import Selection
-from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.copies import TensorBudget
-from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
+from det_callbacks.tensors.files import KEPT, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay
 from det_callbacks.verdict import Verdict
@@ -108,21 +108,14 @@ class Verifying(Session):
             verification.keep_tensors = self.keeper.write
         return verification
 
+    @property
     @override
-    def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
-        verification = self._running
-        if verification.is_resuming:
-            verification.compare_state(step, digest_state)
-        expectation = verification.expectation(step)
-        self.replay.begin(None if expectation is None else self._saved(step, REPLAY))
-        if self.keeper is not None:
-            self.keeper.begin(is_wanted=expectation is not None and self._saved(step, KEPT).exists)
-        return expectation
+    def detector(self) -> Verification | None:
+        return self._verification
 
-    def _saved(self, step: int, kind: str) -> SavedStep:
-        """Return what the reference saved of a step that it has."""
-        reference = self._running.reference
-        return SavedStep.of(reference, rank=self.peers.rank, segment=self._segment, step=step, kind=kind)
+    @override
+    def _keeps(self, step: int) -> bool:
+        return self._running.holds(step) and self._saved(step, KEPT).exists
 
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
