@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -187,15 +188,19 @@ class Script:
         self.announce(title, self.words)
         settings = {**self.settings, **change.settings}
         variables = {**self.variables, **change.variables}
-        variables[LAUNCH] = json.dumps({"arguments": {**self.arguments, **asked}, "settings": settings})
         if settings:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_STARTUP), variables.get("PYTHONPATH"))))
-        try:
-            with contextlib.ExitStack() as files:
+        with contextlib.ExitStack() as files:
+            claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
+            launch = {"arguments": {**self.arguments, **asked}, "settings": settings, "claim": str(claim)}
+            variables[LAUNCH] = json.dumps(launch)
+            try:
                 file = None if output is None else files.enter_context(output.open("wb"))
                 status = run_process(self.words, variables=variables, output=file)
-        except OSError as error:
-            raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
+            except OSError as error:
+                raise CheckError(f"{self.words[0]} cannot be started: {error}") from error
+            if claim.exists() and (text := claim.read_text(encoding="utf-8")):
+                return text
         if status < 0:
             return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
         return f"the script failed with status {status}: see what it printed" if status else ""

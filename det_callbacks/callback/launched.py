@@ -1,7 +1,10 @@
 """The callback that ``det-callbacks record``, ``verify`` and ``check`` put into the Trainers of a script."""
 
+import json
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +17,7 @@ from det_callbacks.callback.progress import say_beside
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
+from det_callbacks.variables import LAUNCH
 
 _kept: list["LaunchedCallback"] = []
 """The callback of this process: a script of several Trainers is one run."""
@@ -23,7 +27,7 @@ class LaunchedCallback(DeterminismCallback):
     """A DeterminismCallback that steps aside where the Trainer has one of the script's own."""
 
     gives_way = True
-    _has_said = False
+    _has_said = _has_claimed = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -43,15 +47,32 @@ class LaunchedCallback(DeterminismCallback):
             if trainer.is_global_zero and not self._has_said:
                 self._has_said = True
                 say_beside(trainer, "det_callbacks: the script has a DeterminismCallback of its own, which is used")
+        elif trainer.is_global_zero and not self._has_claimed:
+            self._claim(Path(json.loads(os.environ[LAUNCH])["claim"]))
         super().setup(trainer, pl_module, stage)
 
+    def _claim(self, file: Path) -> None:
+        """Refuse what another process of the command has begun: its verdict would be replaced by this one's.
 
-def launched_callback(*, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> LaunchedCallback:
+        Args:
+            file: is made by the first process, and not empty when there was another one, which the command looks at.
+        """
+        try:
+            file.touch(exist_ok=False)
+        except FileExistsError as error:
+            text = "The command trains in several processes that are no ranks of one training, and they are no one run"
+            file.write_text(text, encoding="utf-8")
+            raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
+        self._has_claimed = True
+
+
+def launched_callback(*, arguments: Mapping[str, Any], settings: Mapping[str, Any], claim: str) -> LaunchedCallback:
     """Return the callback of this process; from the first call on, its errors are printed without a traceback.
 
     Args:
         arguments: of ``DeterminismCallback``.
         settings: of ``DeterminismSettings.choose``; they were put in force when torch was imported.
+        claim: file that the process makes which trains.
     """
     if not _kept:
         chosen = DeterminismSettings.choose(**settings) if settings else None

@@ -59,6 +59,16 @@ def test_a_script_of_which_nothing_is_recorded_or_verified_ends_with_2(run_comma
     assert StoredRun.open(Path("own")).is_complete
 
 
+def test_processes_that_are_no_ranks_are_no_run(run_command: Run) -> None:
+    """The last of them would replace the verdict of the first."""
+    assert run_command("record", "run", "--level", "state").status == 0
+    done = run_command("verify", "run", "--level", "state", faults=["planted", "processes"])
+    assert done.status == 1
+    done = run_command("verify", "run", "--level", "state", faults=["processes"])
+    assert done.status == 2
+    assert "The command trains in several processes that are no ranks of one training" in done.text
+
+
 def test_our_errors_have_no_traceback_and_bad_options_start_nothing(run_command: Run) -> None:
     assert run_command("record", "run", "--level", "state").status == 0
     done = run_command("record", "run", "--level", "state")
