@@ -83,11 +83,11 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    if "unseeded" not in FAULTS:
-        pl.seed_everything(0, verbose=False)
-    print(f"training with {FAULTS}, seed {torch.initial_seed()}", flush=True)
     if "processes" in FAULTS and os.fork():  # the first has the fault, and its end is not looked at
         os.wait()
         FAULTS.remove("planted") if "planted" in FAULTS else None
+    if "unseeded" not in FAULTS:
+        pl.seed_everything(0, verbose=False)
+    print(f"training with {FAULTS}, seed {torch.initial_seed()}", flush=True)
     for _ in range(0 if "no fit" in FAULTS else 2 if "twice" in FAULTS else 1):
         train()
