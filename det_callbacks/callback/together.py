@@ -15,6 +15,7 @@ from torch import Tensor
 from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import RankError, SettingsError
 from det_callbacks.ranks import RankGroup
+from det_callbacks.report.console import ranks_text
 
 SYNC_EVERY_N_STEPS = 10
 """After how many steps the processes ask each other whether one differs, to stop together."""
@@ -165,10 +166,5 @@ def _difference(name: str, values: Sequence[Any]) -> str | None:
         return None
     # the larger group is taken for the right one, of equal ones that of the lowest rank
     majority, *minorities = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    shown = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in minorities[:MAX_NAMED])
-    return f"{name} is {shown}, and {majority[0]} on {_ranks(majority[1])}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    shown = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in minorities[:MAX_NAMED])
+    return f"{name} is {shown}, and {majority[0]} on {ranks_text(majority[1])}"
