@@ -170,8 +170,6 @@ class FitReader:
             yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"
         if epochs.ready > epochs.started:
             yield "it was saved while an epoch began, in the middle of its hooks"
-        elif epochs.processed == epochs.ready > 0 and not self.is_epoch_over():
-            yield "it was saved after the fit had stopped within an epoch; save at the end of a batch"
         if trainer.validating and not self._is_validation_over():
             yield "it was saved in the middle of a validation; save at its end"
         if batches.current.ready > batches.current.processed:

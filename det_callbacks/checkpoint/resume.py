@@ -197,11 +197,18 @@ class Resuming:
 
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
         """Set the data of a fit up, with the counts of the loops as they have to be."""
-        epochs, state = loop.epoch_progress.current, self._pending
+        epochs, state = loop.epoch_progress, self._pending
         # Also called before the loops are restored: a scheduler may ask for the number of steps.
-        if state is not None and state.is_epoch_over and epochs.processed == epochs.ready > 0:
-            # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
-            _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
+        if state is not None and epochs.current.processed == epochs.current.ready > 0:
+            if state.is_epoch_over:
+                # With max_steps Lightning takes the epoch for unfinished, and would train one batch too many in it.
+                _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # past the fit loop's own property
+            else:
+                # Where a fit stops in the middle of an epoch, Lightning counts the epoch as processed.
+                for progress in (epochs.current, epochs.total):
+                    progress.processed -= 1
+                    progress.completed = min(progress.completed, progress.processed)
+                loop.restarting = True
         original()
 
     def _before_iteration(self, loop: Any, original: Callable[[], None]) -> None:

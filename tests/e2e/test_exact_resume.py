@@ -95,6 +95,16 @@ def test_wherever_an_epoch_ends(limit: dict[str, int], validates: bool, tmp_path
         assert resume(tmp_path, f"{name}/7.ckpt", **options, **limit) == (7, 13)
 
 
+def test_a_fit_that_stopped_within_an_epoch_goes_on(tmp_path: Path) -> None:
+    record(tmp_path, max_epochs=2)
+    # Lightning counts the epoch as processed, and calls the hooks of its end
+    first = DeterminismCallback(tmp_path / "first", mode="record", level="state")
+    trainer = fit(first, SaveAfter(tmp_path / "epoch", 4, at="epoch"), max_epochs=2, max_steps=4)
+    trainer.save_checkpoint(tmp_path / "after" / "4.ckpt")
+    for name in ("epoch", "after"):
+        assert resume(tmp_path, f"{name}/4.ckpt", max_epochs=2) == (4, 13)
+
+
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 3))
     resume(tmp_path, "3.ckpt", SaveAfter(tmp_path, 5, 12))
