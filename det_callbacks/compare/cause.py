@@ -240,7 +240,7 @@ def _is_consumed_before_data(facts: Facts) -> bool:
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
         return True
     # a generator that the checkpoint did not bring back draws other samples, and augments them otherwise
-    is_same_data = facts.has_equal_samples or facts.batch.found_at is not None
+    is_same_data = facts.has_equal_samples or facts.batch.is_whole
     return facts.is_resumed and "rng" in facts.source_phases and not is_same_data
 
 

@@ -93,6 +93,7 @@ class BatchChange:
             the training step got what left the loaders.
         found_at: step of the reference whose batch holds samples of this one; None where none does, or none was looked
             for.
+        is_whole: whether that batch holds all of them, so that it is this one.
         was_searched: whether samples were looked for.
         first_index: loader, position in the batch and the two indices of the first sample that its sampler drew
             otherwise; None where it is not known.
@@ -102,6 +103,7 @@ class BatchChange:
     indices: str | None = None
     is_loaded_alike: bool | None = None
     found_at: int | None = None
+    is_whole: bool = False
     was_searched: bool = False
     first_index: tuple[str, int, str, str] | None = None
     settings: Mapping[str, tuple[str, str]]
@@ -155,23 +157,36 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     if ours is None or theirs is None:
         return None
     has_other_data = any(one.is_source and one.divergence.phase == "data" for one in difference.findings)
-    sketch = other_samples(ours, theirs, place[2]) if has_other_data else []
-    found_at = _find_samples(reference, *place, sketch) if sketch else None
-    return compare_windows(ours, theirs, place[2], found_at=found_at)
+    others = other_samples(ours, theirs, place[2]) if has_other_data else []
+    found_at, is_whole = None, False
+    if others:
+        samples = samples_of(theirs, place[2])
+        found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples)
+    return compare_windows(ours, theirs, place[2], found_at=found_at, is_whole=is_whole)
 
 
-def _find_samples(run: Run, rank: int, segment: int, step: int, wanted: Sequence[int]) -> int | None:
-    """Return the first step of an attempt with a batch that holds one of the samples, if most are somewhere in it."""
-    steps: dict[int, int] = {}
-    values = np.array(wanted, dtype=np.uint64)
+def _find_samples(
+    run: Run, rank: int, segment: int, step: int, *, others: Sequence[int], samples: Sequence[int]
+) -> tuple[int | None, bool]:
+    """Return the first step of an attempt with one of the other samples, and whether its batch has all of this one's.
+
+    A batch that has all goes before one that has some. None where most of the others are nowhere in the attempt.
+    """
+    steps: dict[int, set[int]] = {}
+    values = np.array(samples, dtype=np.uint64)
 
     def is_wanted(batch: pa.RecordBatch) -> pa.Array:
         return pa.array(np.isin(batch.column("value").to_numpy(), values))
 
     for row in _read_rows(run, rank, segment, step, is_wanted):
         if row.point == BATCH and row.name.startswith("sample "):
-            steps.setdefault(row.value, row.step)
-    return min(steps.values()) if steps and len(steps) >= MIN_FOUND * len(wanted) else None
+            steps.setdefault(row.value, set()).add(row.step)
+    found = [steps[value] for value in others if value in steps]
+    if not found or len(found) < MIN_FOUND * len(others):
+        return None, False
+    if whole := set.intersection(*(steps.get(value, set()) for value in samples)):
+        return min(whole), True
+    return min(map(min, found)), False
 
 
 def _read_rows(run: Run, rank: int, segment: int, step: int, keep: Filter) -> Iterator[Row]:
@@ -209,7 +224,9 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant)
 
 
-def compare_windows(reference: Window, current: Window, step: int, *, found_at: int | None = None) -> Evidence:
+def compare_windows(
+    reference: Window, current: Window, step: int, *, found_at: int | None = None, is_whole: bool = False
+) -> Evidence:
     """Return what two windows of the same step tell.
 
     Args:
@@ -217,6 +234,7 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
         current: of the run that differs.
         step: that differs.
         found_at: step of the reference with the samples of this batch, where it has them.
+        is_whole: whether all of them are there.
     """
     changes = [
         change
@@ -227,7 +245,7 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
     changes.sort(key=lambda change: order.get(change.differs_at, len(order)))
     return Evidence(
         generators=tuple(changes),
-        batch=_batch_change(reference, current, step, found_at),
+        batch=replace(_batch_change(reference, current, step), found_at=found_at, is_whole=is_whole),
         hooks=current.hooks,
         num_constant=min(reference.num_constant, current.num_constant),
     )
@@ -235,11 +253,13 @@ def compare_windows(reference: Window, current: Window, step: int, *, found_at: 
 
 def other_samples(reference: Window, current: Window, step: int) -> list[int]:
     """Return the samples of the batch of a step that are looked for in the reference: that it has not in that step."""
-    ours, theirs = (
-        [row.value for name, row in window.batch(step).items() if name.startswith("sample ")]
-        for window in (reference, current)
-    )
-    return [value for value in theirs if value not in ours][:SKETCHED]
+    ours = samples_of(reference, step)
+    return [value for value in samples_of(current, step) if value not in ours][:SKETCHED]
+
+
+def samples_of(window: Window, step: int) -> list[int]:
+    """Return the digests of the samples in the batch of a step."""
+    return [row.value for name, row in window.batch(step).items() if name.startswith("sample ")]
 
 
 def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
@@ -283,7 +303,7 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
     )
 
 
-def _batch_change(reference: Window, current: Window, step: int, found_at: int | None) -> BatchChange:
+def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     ours, theirs = reference.batch(step), current.batch(step)
 
     def is_alike(names: Iterable[str]) -> bool:
@@ -303,7 +323,6 @@ def _batch_change(reference: Window, current: Window, step: int, found_at: int |
     return BatchChange(
         indices=indices,
         is_loaded_alike=is_alike(loaded) if loaded else None,
-        found_at=found_at,
         was_searched=bool(other_samples(reference, current, step)),
         first_index=next(filter(None, firsts), None),
         settings={

@@ -76,8 +76,8 @@ def _advise_batch(facts: Facts) -> str:
 def _advise_drawn(facts: Facts) -> str:
     if facts.batch.indices != "other":
         return (
-            "Look at the order in which the data come: samples of this batch are in the reference at step "
-            f"{facts.batch.found_at}"
+            f"Look at the order in which the data come: {'the' if facts.batch.is_whole else 'some'} samples of this "
+            f"batch are those of the reference's step {facts.batch.found_at}"
         )
     if any(name.startswith(("num_workers", "sampler")) for name in facts.batch.settings):
         return "The loader is set otherwise, so the sampler drew other samples"
@@ -260,7 +260,9 @@ def _batch_lines(facts: Facts) -> list[str]:
         lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
         lines.append(f"batch: what left the loader {'agrees' if batch.is_loaded_alike else 'differs'}")
-    if batch.found_at is not None:
+    if batch.is_whole:
+        lines.append(f"batch: its samples are those that the reference had at step {batch.found_at}")
+    elif batch.found_at is not None:
         lines.append(f"batch: its samples are in the reference, one of them at step {batch.found_at}")
     elif batch.was_searched and batch.indices != "cut":
         lines.append("batch: its samples are nowhere in what the reference recorded")

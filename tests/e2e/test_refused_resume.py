@@ -153,6 +153,16 @@ def test_another_training_is_refused(options: dict[str, Any], reason: str, saved
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
 
 
+@pytest.mark.parametrize(("options", "cause"), [({"shuffle": False}, "data_order"), ({}, "rng")])
+def test_without_restoring_it_is_another_run(options: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    training = {"data": lambda: loader("none", **options)}
+    record(tmp_path, SaveAfter(tmp_path, 10), **training)
+    with pytest.raises(DivergenceError, match="Step 10, the first after resuming") as caught:
+        resume(tmp_path, "10.ckpt", how="plain", **training)
+    assert caught.value.verdict is not None
+    assert caught.value.verdict.cause == cause
+
+
 def test_a_finished_training(tmp_path: Path) -> None:
     record(tmp_path, SaveAfter(tmp_path, 7, at="epoch"), max_epochs=1)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
