@@ -1,34 +1,30 @@
-"""Collectives between two real processes on gloo: DDP, FSDP2, delays, and who started a difference.
+"""Collectives between two real processes on gloo: DDP, FSDP2 and delays.
 
-The processes are started once for all tests: each runs every scenario in the same order and writes what it saw.
+The processes are started once for all tests: each runs every scenario in the same order and says what it saw.
 """
 
+import ast
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.multiprocessing as mp
+from forked_ranks import run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from tracing import traced
 
 from det_callbacks import HashMode, digest_tensor
-from det_callbacks.compare.collectives import RankDifference, classify
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.ranks import RankGroup
 from det_callbacks.runs.steps import StepTrace
 
 pytestmark = pytest.mark.ddp
-WORLD_SIZE = 2
 NUM_STEPS = 3
 
 
@@ -39,14 +35,6 @@ def rows(trace: StepTrace) -> list[list[Any]]:
         for site, entry, bits in zip(trace.program.sites, trace.layout.entries, trace.digests, strict=True)
         if site.role in ("sent", "delivered")
     ]
-
-
-def traced(body: Callable[[], Any], model: nn.Module | None = None) -> StepTrace:
-    mode = HashMode(model)
-    with mode:
-        body()
-    assert mode.trace is not None
-    return mode.trace
 
 
 def network() -> nn.Sequential:
@@ -170,64 +158,18 @@ def delayed(rank: int) -> Any:
     return {"rows": rows(trace), "state": state, "skipped": dict(trace.program.ops_skipped)}
 
 
-def faults(rank: int) -> Any:
-    """Compare a step with one in which something was changed, on each rank; then put the findings together."""
-
-    def step(fault: str) -> StepTrace:
-        def body() -> None:
-            x = torch.arange(4.0) + rank
-            y = x * 3.0
-            if fault == "rank 1" and rank == 1:
-                y = torch.where(torch.arange(4) == 2, torch.nextafter(y, torch.tensor(1e9)), y)
-            y = y.exp()
-            dist.all_reduce(y)
-            if fault == "collective":
-                y.numpy()[1] = np.nextafter(y.numpy()[1], np.float32(1e9))
-            _ = y.square().sum()
-
-        return traced(body)
-
-    found = {}
-    for fault in ("nothing", "rank 1", "collective"):
-        reference, current = step("nothing"), step(fault)
-        difference = compare_steps(reference.view(rank=rank), current.view(rank=rank))
-        mine = difference.among_ranks
-        entries: list[RankDifference | None] = [None] * WORLD_SIZE
-        dist.all_gather_object(entries, mine)
-        found[fault] = {
-            "classification": asdict(classify(entries)),
-            "origins": [origin.op for origin in difference.origins],
-            "first": [difference.findings[0].role, difference.findings[0].divergence.is_origin] if mine else None,
-            "is_origin": [finding.is_origin for finding in difference.divergences],
-        }
-    return found
+SCENARIOS: dict[str, Callable[[int], Any]] = {"train": train_all, "collectives": collectives, "delayed": delayed}
 
 
-SCENARIOS: dict[str, Callable[[int], Any]] = {
-    "train": train_all,
-    "collectives": collectives,
-    "delayed": delayed,
-    "faults": faults,
-}
-
-
-def start(rank: int, folder: str) -> None:
+def scenarios(_: RankGroup, rank: int) -> str:
     warnings.simplefilter("ignore")  # a rank's own: what it prints is compared
-    store = dist.FileStore(f"{folder}/store", WORLD_SIZE)
-    torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    for name, scenario in SCENARIOS.items():
-        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(scenario(rank)))
-    dist.barrier()
-    os._exit(0)
+    return json.dumps({name: scenario(rank) for name, scenario in SCENARIOS.items()})
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    # forked, since importing torch takes a child longer than the tests
-    mp.start_processes(start, (str(folder),), nprocs=WORLD_SIZE, start_method="fork")
-    return lambda name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    ranks = [json.loads(ast.literal_eval(text)) for text in run(scenarios, tmp_path_factory.mktemp("ranks"))]
+    return lambda name: [rank[name] for rank in ranks]
 
 
 Said = Callable[[str], list[Any]]
@@ -252,16 +194,6 @@ def test_a_training_is_followed_and_not_disturbed(said: Said, strategy: str) -> 
         assert len(outside) <= 12
 
 
-def test_ddp_delivers_the_same_gradients_to_all_ranks(said: Said) -> None:
-    ranks = [rank["ddp"][0]["rows"] for rank in said("train")]
-    sent, delivered = (
-        [[row[3] for row in rank if row[:2] == [role, "c10d.allreduce_.default"]] for rank in ranks]
-        for role in ("sent", "delivered")
-    )
-    assert sent[0] != sent[1]
-    assert delivered[0] == delivered[1]
-
-
 def test_digests_are_those_of_what_went_in_and_came_out(said: Said) -> None:
     for rank, found in enumerate(said("collectives")):
         for name, seen in found.items():
@@ -281,31 +213,3 @@ def test_a_buffer_in_flight_has_no_digest(said: Said) -> None:
     assert late[2:4] == ["", digest_tensor(torch.full((4,), 2.0))]
     assert found["state"][-1] == ["weight", "in flight", 0]
     assert found["skipped"]["in_flight"] >= 2
-
-
-def test_who_started_it(said: Said) -> None:
-    zero, one = (rank["rank 1"] for rank in said("faults"))
-    assert zero["classification"] == one["classification"]
-    assert zero["classification"]["sides"] == ["receiver", "origin"]
-    assert zero["classification"]["collective"] is None
-    through = zero["classification"]["through"]
-    assert (through["op"], through["group"]) == ("c10d.allreduce_.default", "0-1")
-    assert zero["origins"] == []
-    assert zero["first"] == ["delivered", None]
-    assert zero["is_origin"][1:] == [False] * len(zero["is_origin"][1:])
-    assert len(zero["is_origin"]) > 1
-    assert one["origins"]
-
-
-def test_a_collective_that_gives_other_bits_is_the_origin_itself(said: Said) -> None:
-    for rank in said("faults"):
-        found = rank["collective"]["classification"]
-        assert found["sides"] == ["receiver", "receiver"]
-        assert found["collective"]["op"] == "c10d.allreduce_.default"
-        assert rank["collective"]["origins"] == []
-
-
-def test_equal_steps_have_nothing_to_tell(said: Said) -> None:
-    for rank in said("faults"):
-        found = rank["nothing"]["classification"]
-        assert found == {"sides": ["equal", "equal"], "collective": None, "through": None, "since": [None, None]}

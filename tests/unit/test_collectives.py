@@ -39,9 +39,9 @@ def summary(trace: StepTrace) -> list[tuple[str, str, str]]:
     ]
 
 
-def reduce_twice() -> None:
+def reduce_twice(group: Any = None) -> None:
     x = torch.full((4,), 2.0)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     (x + 1).sum()
 
 
@@ -66,13 +66,7 @@ def test_what_goes_in_and_what_comes_out_are_sites() -> None:
 def test_it_is_the_same_program_in_the_next_step_and_with_another_group() -> None:
     first = traced(reduce_twice)
     group = dist.new_group([0])  # its name counts the groups made so far
-
-    def in_group() -> None:
-        x = torch.full((4,), 2.0)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-        (x + 1).sum()
-
-    second = traced(in_group)
+    second = traced(lambda: reduce_twice(group))
     assert first.program.id == second.program.id == traced(reduce_twice).program.id
 
 
@@ -128,25 +122,16 @@ def test_every_collective(name: str) -> None:
         reader = "copy_.default" if name == "reduce_scatter_tensor" else "mul.Tensor"
         assert site_of(trace, reader).inputs == (delivered[0][0],)
         assert set(delivered[0][1].inputs) == {place for place, _ in rows(trace, "sent")}
-    assert with_names(trace, "input") == []
+    assert rows(trace, "input") == []
 
 
-def with_names(trace: StepTrace, role: str) -> list[str | None]:
-    return [site.name for _, site in rows(trace, role)]
+def reduce_later() -> Tensor:
+    return torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
 
 
 def test_a_functional_result_is_digested_when_it_is_waited_for() -> None:
     def body() -> None:
-        x = torch.ones(3)
-        functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
-
-    trace = traced(body)
-    assert summary(trace)[1] == ("delivered", "_c10d_functional.wait_tensor", "{}")
-
-
-def test_a_functional_result_that_nobody_waited_for_has_no_digest() -> None:
-    def body() -> None:
-        out = torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
+        out = reduce_later()
         _ = out * 2
         functional.wait_tensor(out)
         _ = out * 3
@@ -156,18 +141,14 @@ def test_a_functional_result_that_nobody_waited_for_has_no_digest() -> None:
     assert trace.digests[early] == 0
     assert trace.layout.entries[early].detail == "in flight"
     assert int(trace.digests[late]) == digest_tensor(torch.ones(3))
+    assert ("delivered", "_c10d_functional.wait_tensor", "{}") in summary(trace)
     assert trace.program.ops_skipped["in_flight"] == 1
 
 
 def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
     mode = HashMode()
     results: list[Tensor] = []
-    step_of(
-        mode,
-        lambda: results.append(
-            torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD.group_name)
-        ),
-    )
+    step_of(mode, lambda: results.append(reduce_later()))
 
     def later() -> None:
         _ = results[0] * 2
