@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -18,24 +17,19 @@ FEATURES = 12
 CLASSES = 3
 
 
-def pair(inputs: Tensor, label: Tensor) -> Any:
-    return inputs, label
-
-
 class Samples(Dataset[Any]):
     """32 random samples that are the same at every call."""
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Any] = pair) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(32, FEATURES, generator=generator)
         self.labels = torch.randint(CLASSES, (32,), generator=generator)
-        self.make = make
 
     def __len__(self) -> int:
         return 32
 
     def __getitem__(self, index: int) -> Any:
-        return self.make(self.inputs[index], self.labels[index])
+        return self.inputs[index], self.labels[index]
 
 
 class Classifier(pl.LightningModule):
@@ -185,27 +179,18 @@ class Pair(NamedTuple):
     labels: Tensor
 
 
-@dataclass
-class Boxed:
-    """A batch that is a dataclass; ``collate`` makes it of samples."""
-
-    inputs: dict[str, Tensor]
-    rest: tuple[Pair, list[float]]
-
-
-def box(samples: list[Any]) -> Boxed:
+def nest(samples: list[Any]) -> Any:
+    """Return a nested batch, each of another length."""
     inputs, labels = default_collate(samples)
     length = 2 + int(labels.sum()) % 5
-    return Boxed(inputs={"x": inputs[:length]}, rest=(Pair(inputs[:length], labels[:length]), [1.0]))
+    return {"x": inputs[:length], "rest": (Pair(inputs[:length], labels[:length]), [1.0])}
 
 
 class Nested(Classifier):
-    """Has nested batches, each of another length."""
-
-    collate = staticmethod(box)
+    collate = staticmethod(nest)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return cross_entropy(self(batch.inputs["x"]), batch.rest[0].labels)
+        return cross_entropy(self(batch["x"]), batch["rest"][0].labels)
 
 
 class Layers(Classifier):

@@ -14,13 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import (
-    DeterminismCallback,
-    DivergenceError,
-    SelectionError,
-    Verdict,
-    compare_runs,
-)
+from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, Verdict, compare_runs
 
 pytestmark = [
     *COMPILING,
@@ -116,43 +110,33 @@ def small_data() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, "aot_eager")])
 def test_faults_are_found_where_they_are(tmp_path: Path, backend: str, compile_it: Callable[..., Any]) -> None:
-    def run(mode: str, fault: str = "") -> Verdict | None:
+    def run(mode: str, fault: str = "") -> Any:
         options = {"overwrite": True} if mode == "record" else {}
         return fit(tmp_path, mode, net, small_data(), compile_it, backend, fault=fault, **options)[0]
 
     run("record")
     same = run("verify")
-    assert same is not None
-    assert same.verdict == "match"
-    assert same.counts.steps_compared == 4
+    assert (same.verdict, same.counts.steps_compared) == ("match", 4)
     region = next((name for name in same.coverage.opaque_regions), None)
     assert (region is not None) is (backend == "inductor")
 
     given = run("verify", "input")
-    assert given is not None
-    assert given.first_divergence is not None
-    assert (given.first_divergence.step, given.first_divergence.phase) == (2, "data")
-    assert given.cause == "data_content"
+    assert (given.first_divergence.step, given.first_divergence.phase, given.cause) == (2, "data", "data_content")
 
     inside = run("verify", "inside")
-    assert inside is not None
-    assert inside.first_divergence is not None
-    assert (inside.first_divergence.step, inside.first_divergence.op) == (0, "det_tests.twice.default")
-    assert inside.cause == "forward"
+    first = inside.first_divergence
+    assert (first.step, first.op, inside.cause) == (0, "det_tests.twice.default", "forward")
     if backend == "inductor":
         assert {origin.op for origin in inside.origins} <= {f"{region}.inside", f"{region}.outputs"}
         assert inside.origins
         assert f"{region}.inside" in inside.explanation
     else:
-        assert inside.first_divergence.is_origin is True
+        assert first.is_origin is True
 
-    if compile_it is whole:
-        return  # there is no eager part
-    eager = run("verify", "eager")
-    assert eager is not None
-    assert eager.first_divergence is not None
-    assert (eager.first_divergence.step, eager.first_divergence.op) == (2, "aten.mul.Tensor")
-    assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
+    if compile_it is not whole:  # of which no part is eager
+        eager = run("verify", "eager")
+        assert (eager.first_divergence.step, eager.first_divergence.op) == (2, "aten.mul.Tensor")
+        assert [origin.op for origin in eager.origins][:1] == ["aten.mul.Tensor"]
 
 
 def test_a_model_whose_every_module_is_compiled_is_never_verified_without_sites(

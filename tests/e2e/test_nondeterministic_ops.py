@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
 
-from det_callbacks import (
-    DeterminismCallback,
-    DeterminismSettings,
-    enforce_determinism,
-)
+from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
 from det_callbacks.runs.store import Run
 
@@ -35,40 +31,31 @@ def put(values: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.place = ""
+        self.place = place
 
-    def forward(self, inputs: Tensor, place: str) -> Tensor:
+    def forward(self, inputs: Tensor, stage: str) -> Tensor:
         outputs = self.linear(inputs)
-        if self.place == place == "forward":
-            outputs = outputs * put(outputs.detach())
-        if self.place == "backward" and place == "forward":
-            outputs = OnGradient.apply(outputs, put)
-        if self.place == place != "forward":
-            outputs = put(outputs)
-        return outputs
+        if (self.place, stage) == ("forward", "fit"):
+            return outputs * put(outputs.detach())
+        if (self.place, stage) == ("backward", "fit"):
+            return OnGradient.apply(outputs, put)
+        return put(outputs) if self.place == stage else outputs
 
 
 class Model(pl.LightningModule):
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, decoder: type[Decoder]) -> None:
         super().__init__()
         self.encoder = nn.Linear(4, 4)
-        self.decoder = Decoder()
-        self.decoder.place = place
+        self.decoder = decoder(place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.decoder(self.encoder(batch[0]), "forward").sum()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.decoder(self.encoder(batch[0]), "validation")
+        return self.decoder(self.encoder(batch[0]), "fit").sum()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("tested", self.decoder(self.encoder(batch[0]), "test").sum())  # a test that logs nothing is refused
-
-    def predict_step(self, batch: Any, batch_idx: int) -> None:
-        self.decoder(self.encoder(batch[0]), "predict")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -78,28 +65,28 @@ def settings(algorithms: str = "error", *allow: str) -> DeterminismSettings:
     return DeterminismSettings(seed=0, deterministic_algorithms=algorithms, allow=allow)
 
 
-def train(place: str, callback: DeterminismCallback | None, *, model: pl.LightningModule | None = None) -> Model:
-    """Fit, test or predict, as the place of the op needs; the settings must be in force already."""
-    model = Model(place) if model is None else model
-    callbacks = [] if callback is None else [callback]
-    trainer = quiet_trainer(*callbacks, num_sanity_val_steps=0)
+def train(place: str, callback: DeterminismCallback | None, *, decoder: type[Decoder] = Decoder) -> Model:
+    """Fit or test, as the place of the op needs; the settings must be in force already."""
+    model = Model(place, decoder)
+    trainer = quiet_trainer(*([] if callback is None else [callback]))
     inputs = torch.linspace(-1, 1, NUM_STEPS * 4 * 4).view(-1, 4)
     loader = DataLoader(TensorDataset(inputs), batch_size=4)
     if place == "test":
         trainer.test(model, loader, verbose=False)
-    elif place == "predict":
-        trainer.predict(model, loader)
     else:
-        trainer.fit(model, loader, loader)
+        trainer.fit(model, loader)
     return model
 
 
-def watched(folder: Path, place: str, wanted: DeterminismSettings, *, mode: str = "record", **options: Any) -> Model:
-    """Train with a callback; flags and filters must be what they were, whatever comes of it."""
+def watched(
+    folder: Path, place: str, wanted: DeterminismSettings, *, decoder: type[Decoder] = Decoder, level: str = "op"
+) -> Model:
+    """Record a training; flags and filters must be what they were, whatever comes of it."""
     with enforce_determinism(wanted):
         flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
+        callback = DeterminismCallback(folder, mode="record", settings=wanted, level=level)
         try:
-            return train(place, DeterminismCallback(folder, mode=mode, settings=wanted, **options))
+            return train(place, callback, decoder=decoder)
         finally:
             assert torch.get_deterministic_debug_mode() == flags
             assert list(warnings.filters) == filters
@@ -129,30 +116,17 @@ def of_torch(heard: list[warnings.WarningMessage]) -> list[str]:
     ]
 
 
-def trained(folder: Path, decoder: type[Decoder], wanted: DeterminismSettings, *, level: str = "op") -> None:
-    """Record a fit of a model with another decoder."""
-    with enforce_determinism(wanted):
-        model = Model("")
-        model.decoder = decoder()
-        train("", DeterminismCallback(folder, mode="record", level=level, settings=wanted), model=model)
-
-
-def phase_of(place: str) -> str:
-    return "backward" if place == "backward" else "forward"
-
-
 class Formula(Decoder):
     """Its backward is torch's own formula of ``put_``, which calls ``put``."""
 
-    def forward(self, inputs: Tensor, place: str) -> Tensor:
-        return put(self.linear(inputs)) if place == "forward" else inputs
+    def forward(self, inputs: Tensor, stage: str) -> Tensor:
+        return put(self.linear(inputs))
 
 
 class Hooked(Decoder):
-    def forward(self, inputs: Tensor, place: str) -> Tensor:
+    def forward(self, inputs: Tensor, stage: str) -> Tensor:
         outputs = self.linear(inputs)
-        if outputs.requires_grad:
-            outputs.register_hook(put)
+        outputs.register_hook(put)
         return outputs
 
 
@@ -167,7 +141,7 @@ def test_backward_of_torch_and_of_a_hook(
     decoder: Any, level: str, op: str, allowed: str, module: str, line: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NondeterministicOpError) as refused:
-        trained(tmp_path / "run", decoder, settings("error", allowed), level=level)
+        watched(tmp_path / "run", "", settings("error", allowed), decoder=decoder, level=level)
     found = listed(tmp_path / "run")[-1]
     assert (refused.value.op, found["op"], found["phase"], found["module"]) == (op, op, "backward", module)
     assert line in found["source"][0]
@@ -202,14 +176,14 @@ def test_the_same_allow_list_matches_and_another_is_named(tmp_path: Path) -> Non
 class Harmless(Decoder):
     """Ops that have no deterministic implementation on CUDA, and one on the CPU."""
 
-    def forward(self, inputs: Tensor, place: str) -> Tensor:
+    def forward(self, inputs: Tensor, stage: str) -> Tensor:
         outputs = self.linear(inputs)
         product = torch.bmm(torch.ones(1, 4, 4).to_sparse(), outputs.unsqueeze(0))
         return outputs + product.squeeze(0) + outputs.kthvalue(2, dim=1, keepdim=True).values
 
 
 def test_ops_that_are_deterministic_on_the_cpu_are_not_refused(tmp_path: Path) -> None:
-    trained(tmp_path / "run", Harmless, settings(), level="state")
+    watched(tmp_path / "run", "", settings(), decoder=Harmless, level="state")
     assert not (tmp_path / "run" / "rank-00000" / "nondeterministic_ops.json").exists()
 
 
@@ -217,7 +191,7 @@ def test_ops_that_are_deterministic_on_the_cpu_are_not_refused(tmp_path: Path) -
 def test_it_is_refused_let_through_or_warned_of(
     place: str, level: str, tmp_path: Path, heard: list[warnings.WarningMessage]
 ) -> None:
-    phase, is_fit = phase_of(place), place not in ("test", "predict")
+    phase = "backward" if place == "backward" else "forward"
     where = f"test_nondeterministic_ops.py:{put.__code__.co_firstlineno + 1} in put"
     with pytest.raises(NondeterministicOpError) as refused:
         watched(tmp_path / "refused", place, settings(), level=level)
@@ -235,7 +209,7 @@ def test_it_is_refused_let_through_or_warned_of(
     assert message.startswith(f"{PUT} in decoder at ")
     assert where in message
     assert of_torch(heard) == []
-    if is_fit:
+    if place != "test":
         assert not Run.open(tmp_path / "refused").is_complete
         for name, is_allowed, num_calls in (("refused", False, 1), ("allowed", True, 2), ("warned", False, 2)):
             (found,) = listed(tmp_path / name)

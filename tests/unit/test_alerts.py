@@ -1,7 +1,9 @@
 """Torch's alerts caught below the callback: by the watch outside traced steps, and by what both it and a trace use."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,18 +28,7 @@ def unpool(values: Tensor) -> Tensor:
     return torch.nn.functional.max_unpool2d(values.view(1, 2, 2), torch.tensor([[[0, 1], [2, 3]]]), 1)
 
 
-class Net(nn.Module):
-    """Calls a function in a module called "body"."""
-
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.body = Body(call)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.body(values)
-
-
-class Body(nn.Module):
+class Calling(nn.Module):
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.call = call
@@ -49,7 +40,7 @@ class Body(nn.Module):
 def watch(call: Callable[[Tensor], Tensor], *allow: str, num_calls: int = 1) -> tuple[NondeterministicOps, Tensor]:
     """Call a function in a watched model, as often as asked; the flags must be what they were."""
     flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
-    alerts, model = NondeterministicOps(allow), Net(call)
+    alerts, model = NondeterministicOps(allow), nn.Sequential(OrderedDict(body=Calling(call)))
     watching = NondeterministicOpWatch(alerts, model)
     watching.open()
     try:
@@ -72,31 +63,25 @@ def heard() -> Iterator[list[warnings.WarningMessage]]:
 
 
 @pytest.mark.parametrize(("call", "op"), [(put, PUT), (unpool, UNPOOL)])
-def test_under_error_it_is_refused_unless_allowed(call: Any, op: str, heard: list[warnings.WarningMessage]) -> None:
+def test_it_is_refused_let_through_or_warned_of(call: Any, op: str, heard: list[warnings.WarningMessage]) -> None:
+    line = f"tests/unit/test_alerts.py:{call.__code__.co_firstlineno + 1} in {call.__name__}"
     with enforce_determinism({}):
         with pytest.raises(NondeterministicOpError) as refused:
             watch(call)
         assert (refused.value.op, refused.value.module) == (op, "body")
-        assert f"tests/unit/test_alerts.py:{call.__code__.co_firstlineno + 1} in {call.__name__}" in str(refused.value)
-        alerts, output = watch(call, f"forward/body:{op}", num_calls=3)
-    (found,) = alerts.found
-    assert (found.op, found.is_allowed, found.num_calls) == (op, True, 3)
+        assert line in str(refused.value)
+        allowed, allowed_output = watch(call, f"forward/body:{op}", num_calls=3)
     assert heard == []
-    with enforce_determinism({"deterministic_algorithms": "disabled"}):
-        assert torch.equal(output, call(torch.arange(4.0)))
-
-
-@pytest.mark.parametrize(("call", "op"), [(put, PUT), (unpool, UNPOOL)])
-def test_under_warn_it_is_warned_of_once_and_counted(call: Any, op: str, heard: list[warnings.WarningMessage]) -> None:
     with enforce_determinism({"deterministic_algorithms": "warn"}):
-        alerts, output = watch(call, num_calls=3)
+        warned, warned_output = watch(call, num_calls=3)
     (warning,) = heard
     assert warning.category is NondeterministicOpWarning
-    assert str(warning.message).startswith(f"{op} in body at tests/unit/test_alerts.py:")
-    (found,) = alerts.found
-    assert (found.op, found.is_allowed, found.num_calls) == (op, False, 3)
-    with enforce_determinism({"deterministic_algorithms": "disabled"}):
-        assert torch.equal(output, call(torch.arange(4.0)))
+    assert str(warning.message).startswith(f"{op} in body at {line}")
+    for alerts, output, is_allowed in ((allowed, allowed_output, True), (warned, warned_output, False)):
+        (found,) = alerts.found
+        assert (found.op, found.is_allowed, found.num_calls) == (op, is_allowed, 3)
+        with enforce_determinism({"deterministic_algorithms": "disabled"}):
+            assert torch.equal(output, call(torch.arange(4.0)))
 
 
 def test_each_place_is_found_and_told_once(heard: list[warnings.WarningMessage]) -> None:
@@ -104,22 +89,10 @@ def test_each_place_is_found_and_told_once(heard: list[warnings.WarningMessage])
         put(values)
         return put(values)
 
-    def told() -> None:
-        num_told.append(len(alerts.found))
-
-    num_told: list[int] = []
-    alerts = NondeterministicOps()
-    alerts.on_new = told
-    watching = NondeterministicOpWatch(alerts, model := Net(twice))
     with enforce_determinism({"deterministic_algorithms": "warn"}):
-        watching.open()
-        model(torch.arange(4.0))
-        model(torch.arange(4.0))
-        watching.close()
-    alerts.close()
+        alerts, _ = watch(twice, num_calls=2)
     assert [found.source[1].rpartition(" ")[2] for found in alerts.found] == ["twice", "twice"]
     assert [found.num_calls for found in alerts.found] == [2, 2]
-    assert num_told == [1, 2]
     assert len(heard) == 2
 
 
@@ -169,14 +142,7 @@ def test_closing_below_another_mode_pops_no_stranger() -> None:
     torch.utils._python_dispatch._get_current_dispatch_mode().__exit__(None, None, None)  # the one left below
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "place"),
-    [
-        ("body", ("a.py:1 in f", "b.py:2 in g"), f"{PUT} in body at a.py:1 in f (forward)"),
-        ("", ("a.py:1 in f",), f"{PUT} outside any module at a.py:1 in f (forward)"),
-        ("?", (), f"{PUT} in an unknown module (forward)"),
-    ],
-)
-def test_a_place_in_words(module: str, source: tuple[str, ...], place: str) -> None:
-    found = NondeterministicOp(op=PUT, phase="forward", module=module, source=source, message="m", is_allowed=True)
-    assert found.place == place
+def test_a_place_in_words() -> None:
+    found = NondeterministicOp(op=PUT, phase="forward", module="", source=("a.py:1 in f",), message="", is_allowed=True)
+    assert found.place == f"{PUT} outside any module at a.py:1 in f (forward)"
+    assert replace(found, module="?", source=()).place == f"{PUT} in an unknown module (forward)"

@@ -1,5 +1,6 @@
 """Where a difference starts when parts of a step are compiled."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,20 +12,26 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from tracing import step_of, traced
 
+from det_callbacks.compare.step import StepDifference
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 
 pytestmark = COMPILING
 
 
-def test_one_ulp_in_an_input_comes_in_from_outside(backend: Any) -> None:
+def changed(backend: Any, step: Callable[[Any, bool], None]) -> StepDifference:
+    """Return what differs between a step of a compiled network and the same one with a change."""
     model = net()
     compiled = torch.compile(model, backend=backend)
     train(compiled)()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    reference = restored(model, state, lambda: traced(train(compiled, batch()), model))
-    current = restored(model, state, lambda: traced(train(compiled, nudged(batch())), model))
-    found = difference(reference, current)
+    reference = restored(model, state, lambda: traced(lambda: step(compiled, False), model))
+    return difference(reference, restored(model, state, lambda: traced(lambda: step(compiled, True), model)))
+
+
+def test_one_ulp_in_an_input_comes_in_from_outside(backend: Any) -> None:
+    given = {False: batch(), True: nudged(batch())}
+    found = changed(backend, lambda compiled, is_nudged: train(compiled, given[is_nudged])())
     first = found.divergences[0]
     assert (first.phase, first.op, first.is_origin) == ("input", "", False)
     entering = next(item for item in found.divergences if item.op == "compiled.Net_forward.inputs")
@@ -33,34 +40,22 @@ def test_one_ulp_in_an_input_comes_in_from_outside(backend: Any) -> None:
 
 
 def test_one_ulp_that_nobody_saw_being_written_is_no_origin(backend: Any) -> None:
-    model = net()
-    compiled = torch.compile(model, backend=backend)
-    train(compiled)()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def body(is_nudged: bool) -> None:
+    def step(compiled: Any, is_nudged: bool) -> None:
         x = batch() * 3
         if is_nudged:
             x.numpy()[1, 1] += 1e-6
         train(compiled, x)()
 
-    reference = restored(model, state, lambda: traced(lambda: body(False), model))
-    current = restored(model, state, lambda: traced(lambda: body(True), model))
-    first = difference(reference, current).divergences[0]
+    first = changed(backend, step).divergences[0]
     assert (first.op, first.name, first.is_origin) == ("compiled.Net_forward.inputs", "x", None)
 
 
 def test_one_ulp_inside_is_the_ops_where_each_is_seen_and_the_regions_else(backend: Any) -> None:
-    model = net()
-    compiled = torch.compile(model, backend=backend)
-    train(compiled)()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def run(is_nudged: bool) -> StepTrace:
+    def step(compiled: Any, is_nudged: bool) -> None:
         NUDGE["twice"] = is_nudged
-        return restored(model, state, lambda: traced(train(compiled), model))
+        train(compiled)()
 
-    found = difference(run(False), run(True))
+    found = changed(backend, step)
     first = found.divergences[0]
     assert first.op == "det_tests.twice.default"
     if backend == "aot_eager":

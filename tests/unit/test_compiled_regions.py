@@ -65,11 +65,6 @@ def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -
     assert {site.name for site in ends(trace, "outputs", "backward")} == {
         f"grad of {name}" for name, _ in model.named_parameters()
     }
-    assert {site.op for site in trace.program.sites if site.op.startswith("compiled.")} >= {
-        "compiled.Net_forward.graph",
-        "compiled.Net_forward.inputs",
-        "compiled.Net_forward.outputs",
-    }
     is_opaque = backend != "aot_eager"
     assert trace.program.opaque_regions == (("compiled.Net_forward",) if is_opaque else ())
     assert bool(ends(trace, "inside")) is is_opaque
@@ -158,12 +153,8 @@ def test_a_compiled_optimizer_writes_what_its_graph_holds() -> None:
     for _ in range(3):
         optimizer.zero_grad()
         trace = step_of(mode, body)
-    assert {site.name for site in ends(trace, "outputs", "optimizer")} == {
-        "weight",
-        "bias",
-        "momentum_buffer of weight",
-        "momentum_buffer of bias",
-    }
+    written = {site.name for site in ends(trace, "outputs", "optimizer")}
+    assert written == {"weight", "bias", "momentum_buffer of weight", "momentum_buffer of bias"}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -202,9 +193,9 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
 
 
-def test_a_wrapped_module_calls_no_attention_to_our_hooks() -> None:
+def test_a_wrapped_module_calls_no_attention_to_our_hooks_and_is_selected_by_those_inside() -> None:
     model = net()
-    model.blocks = torch.compile(model.blocks, backend="aot_eager")
+    model.blocks = torch.compile(model.blocks, backend=opaque_backend())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace = traced(train(model), model)
@@ -212,6 +203,10 @@ def test_a_wrapped_module_calls_no_attention_to_our_hooks() -> None:
     names = {site.name for site in ends(trace, "inputs")}
     assert "blocks._orig_mod.0.linear.weight" in names
     assert "blocks._orig_mod.0.norm.running_mean" in names
+    trace = traced(train(model), model, modules=("blocks._orig_mod.1",))
+    assert [site.module for site in ends(trace, "graph")] == ["blocks"]
+    assert trace.program.opaque_regions == ("compiled.Sequential_forward",)
+    assert not ends(traced(train(model), model, modules=("head",)), "graph")
 
 
 @pytest.mark.slow
@@ -285,12 +280,3 @@ def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names() -> None:
             with torch.no_grad():
                 step_of(mode, lambda: compiled(torch.ones(2, 3)))
     assert counter.frame_count == 1, "it is not compiled anew in each step"
-
-
-def test_a_module_inside_a_wrapped_one_is_selected_by_its_own_name() -> None:
-    model = net()
-    model.blocks = torch.compile(model.blocks, backend=opaque_backend())
-    trace = traced(train(model), model, modules=("blocks._orig_mod.1",))
-    assert [site.module for site in ends(trace, "graph")] == ["blocks"]
-    assert trace.program.opaque_regions == ("compiled.Sequential_forward",)
-    assert not ends(traced(train(model), model, modules=("head",)), "graph")
