@@ -30,11 +30,6 @@ def pattern_of(line: str) -> str:
     return ".*".join(re.escape(part.strip()) for part in line.split("..."))
 
 
-def run_readme(recipe: str, folder: Path, *, added: str = "") -> int:
-    """Run all commands of a recipe, as ``run_page`` does."""
-    return run_page(ROOT / "recipes" / recipe / "README.md", folder, added=added)
-
-
 def run_page(page: Path, folder: Path, *, added: str = "") -> int:
     """Run all commands of a page in a folder, and check what they promise; return how many there are.
 

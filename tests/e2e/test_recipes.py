@@ -15,7 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from processes import Ended, run_ranks
-from readme_commands import commands_of, pattern_of, run_readme
+from readme_commands import commands_of, pattern_of, run_page
 from safetensors import safe_open
 
 from det_callbacks import enforce_determinism
@@ -23,22 +23,23 @@ from det_callbacks.runs.store import Run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OVERHEAD = RECIPES / "overhead" / "README.md"
-_SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
 
 Load = Callable[..., list[ModuleType]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "num_commands"), [("digits", 10), ("resume", 8), pytest.param("ddp_audit", 5, marks=pytest.mark.ddp)]
+    ("recipe", "num_commands"),
+    [("digits", 10), ("resume", 8), ("compiled", 8), pytest.param("ddp_audit", 5, marks=pytest.mark.ddp)],
 )
 def test_the_readme_tells_the_truth(recipe: str, num_commands: int, tmp_path: Path) -> None:
-    assert run_readme(recipe, tmp_path) == num_commands
+    assert run_page(RECIPES / recipe / "README.md", tmp_path) == num_commands
 
 
 @pytest.mark.slow
 def test_the_readme_of_replay_tells_the_truth(tmp_path: Path) -> None:
-    assert run_readme("replay", tmp_path, added="model.is_forced=true") == 6  # the race is forced
+    page = RECIPES / "replay" / "README.md"
+    assert run_page(page, tmp_path, added="model.is_forced=true") == 6  # the race is forced
     run = Run.open(tmp_path / "refs" / "replayed")
     assert list(run.manifest.replay) == ["forward/pool:recipe.racing_sum.default"]
     files = sorted(run.path.rglob("*.safetensors"))
@@ -76,44 +77,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 def config_of(recipe: str, overrides: list[str]) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=str(RECIPES / recipe / "conf")):
         return compose("config", overrides=overrides)
-
-
-# compiled
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
-def test_the_readme_of_compiled_tells_the_truth(
-    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare, _ = load("compiled", "compare", "models")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(_SET_BY_INDUCTOR, os.environ.get(_SET_BY_INDUCTOR, "0"))
-
-    def run(overrides: list[str]) -> tuple[int, str]:
-        config, status = config_of("compiled", overrides), 0
-        try:
-            compare.main.__wrapped__(config)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        return status, capsys.readouterr().out
-
-    status, asked = 0, set()
-    for command, promised in commands_of((RECIPES / "compiled" / "README.md").read_text()):
-        if command == "echo $?":
-            assert promised == [str(status)]
-        elif command.startswith("python recipes/compiled/compare.py "):
-            overrides = shlex.split(command)[2:]
-            asked.add(overrides[0].removeprefix("question="))
-            status, printed = run(overrides)
-            for line in promised:
-                assert re.search(pattern_of(line), printed), f"{command}\npromised: {line}\nprinted:\n{printed}"
-    assert asked == set(compare.QUESTIONS)
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert (content["close"], content["first"]["name"]) == (False, "blocks.1.project")
-    status, printed = run(["question=planted", "plant=epsilon", "iterations=1"])
-    assert (status, "submodule output blocks.1.norm2 in iteration 0" in printed) == (1, True)
-    torch._dynamo.reset()
 
 
 # ddp_audit

@@ -100,19 +100,14 @@ def test_another_graph_is_a_difference_in_structure() -> None:
     assert (first.op.rpartition(".")[2], first.kind, first.is_origin) == ("graph", "structure", True)
 
 
-@pytest.mark.parametrize("compile_it", ["wrapped", pytest.param("in place", marks=pytest.mark.slow)])
-def test_eager_steps_are_those_of_the_code_that_was_compiled(backend: Any, compile_it: str) -> None:
+def test_eager_steps_are_those_of_the_code_that_was_compiled(backend: Any) -> None:
     plain_model, model = net(), net()
-    if compile_it == "wrapped":
-        trained = torch.compile(model, backend=backend)
-    else:
-        model.compile(backend=backend)
-        trained = model
+    trained = torch.compile(model, backend=backend)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     train(trained)()  # compiled before: it runs as eager code all the same
     assert counters["stats"]["unique_graphs"] == 1
     plain = restored(plain_model, state, lambda: traced(train(plain_model), plain_model))
-    root = nn.ModuleDict({"net": trained}) if compile_it == "wrapped" else model
+    root = nn.ModuleDict({"net": trained})
     trace = restored(model, state, lambda: traced(train(trained), root, compiled="eager"))
     with torch.compiler.set_stance("force_eager"):
         train(trained)()
