@@ -4,9 +4,9 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -38,18 +38,27 @@ def fork_process(
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
-    status = 1
-    try:
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    def body() -> None:
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)
         sys.argv = [*words[1:]]
         sys.path.insert(0, str(Path(words[1]).resolve().parent))
-        warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
-        torch.set_num_threads(1)  # threads of the parent's pool are not there
         GlobalHydra.instance().clear()
         runpy.run_path(words[1], run_name="__main__")
+
+    end_with(body)
+
+
+def end_with(body: Callable[[], Any]) -> NoReturn:
+    """Run a body in this forked process, and end it as Python would."""
+    status = 1
+    try:
+        # not those that pytest put there to capture what is printed
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
+        torch.set_num_threads(1)  # threads of the parent's pool are not there
+        body()
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)

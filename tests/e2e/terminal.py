@@ -7,15 +7,12 @@ import re
 import select
 import signal
 import struct
-import sys
 import termios
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from forks import end_with
 
 COLUMNS = 600  # a line of ours in one line
 ROWS = 60
@@ -28,7 +25,7 @@ def see(body: Callable[[], Any]) -> list[str]:
     """Run a body and return the lines that are on the terminal when it has ended, those that scrolled away included."""
     process, terminal = pty.fork()
     if process == 0:
-        _run(body)
+        end_with(lambda: _run(body))
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     written = bytearray()
     deadline = time.monotonic() + SECONDS
@@ -84,21 +81,8 @@ def shown(written: str) -> list[str]:
 
 
 def _run(body: Callable[[], Any]) -> None:
-    status = 0
-    try:
-        time.sleep(0.2)  # until the terminal has its size
-        # not those that pytest put there to capture what is printed
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
-        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-            os.environ.pop(name, None)
-        os.environ["TERM"] = "xterm-256color"
-        warnings.simplefilter("ignore")  # Python's, of a fork with threads
-        torch.set_num_threads(1)  # threads of the parent's pool are not there
-        body()
-    except BaseException:  # a forked child prints it and ends with status 1
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    time.sleep(0.2)  # until the terminal has its size
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = "xterm-256color"
+    body()

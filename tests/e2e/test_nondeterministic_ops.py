@@ -109,11 +109,8 @@ def of_ops(heard: list[warnings.WarningMessage]) -> list[str]:
 
 
 def of_torch(heard: list[warnings.WarningMessage]) -> list[str]:
-    return [
-        str(item.message)
-        for item in heard
-        if "put_ does not have a deterministic impl" in str(item.message) and item.category is UserWarning
-    ]
+    texts = [str(item.message) for item in heard if item.category is UserWarning]
+    return [text for text in texts if "put_ does not have a deterministic impl" in text]
 
 
 class Formula(Decoder):

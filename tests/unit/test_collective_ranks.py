@@ -18,7 +18,7 @@ from forked_ranks import run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tracing import traced
+from tracing import step_of, traced, with_role
 
 from det_callbacks import HashMode, digest_tensor
 from det_callbacks.ranks import RankGroup
@@ -63,18 +63,13 @@ def train(wrap: Callable[[nn.Module], nn.Module], rank: int, *, is_traced: bool)
         if not is_traced:
             step()
             continue
-        with mode:
-            step()
-        assert mode.trace is not None
-        digests.append(mode.trace.digests.tolist())
-        programs.append(mode.trace.program.id)
-        seen = rows(mode.trace)
+        trace = step_of(mode, step)
+        digests.append(trace.digests.tolist())
+        programs.append(trace.program.id)
+        seen = rows(trace)
     weights = [digest_tensor(parameter.detach()) for parameter in model.parameters()]
-    names = [
-        [trace_site.phase, trace_site.role, trace_site.name]
-        for trace_site in (mode.trace.program.sites if mode.trace else ())
-    ]
-    return {"weights": weights, "digests": digests, "programs": programs, "rows": seen, "sites": names}
+    outside = [site.name for site in with_role(mode.trace, "input")] if mode.trace else []
+    return {"weights": weights, "digests": digests, "programs": programs, "rows": seen, "outside": outside}
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -189,7 +184,7 @@ def test_a_training_is_followed_and_not_disturbed(said: Said, strategy: str) -> 
         assert [row for row in seen if row[:2] == ["delivered", reduce]]
         assert all(row[4] for row in seen if row[0] == "delivered")
         # buffers of collectives are no inputs: all that is read is a weight, a buffer or a gradient
-        outside = [name for _, role, name in first["sites"] if role == "input"]
+        outside = first["outside"]
         assert all(name is not None for name in outside) or strategy == "fsdp"
         assert len(outside) <= 12
 
