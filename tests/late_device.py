@@ -7,6 +7,7 @@ the copies are waited for.
 """
 
 import sys
+import warnings
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -151,6 +152,13 @@ def as_in_a_step(device: LateDevice) -> Iterator[None]:
             yield
     finally:
         device.num_steps -= 1
+
+
+def forbid_waiting(is_forbidden: bool) -> None:
+    """Make everything raise that torch knows to wait for a real CUDA device, or allow it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
+        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
 
 
 @contextmanager

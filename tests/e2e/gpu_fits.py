@@ -2,13 +2,14 @@
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from late_device import forbid_waiting
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -102,34 +103,19 @@ def fit(
     return trainer
 
 
-class _SwitchOff(Callback):
-    def __init__(self, switch: Callable[[bool], None]) -> None:
-        self._switch = switch
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._switch(False)
-
-
-class _SwitchOn(Callback):
-    def __init__(self, switch: Callable[[bool], None], first_step: int) -> None:
-        self._switch = switch
-        self._first_step = first_step
-
-    def on_train_batch_start(self, _trainer: Any, _module: Any, _batch: Any, index: int) -> None:
-        if index >= self._first_step:
-            self._switch(True)
-
-
 def within_steps(switch: Callable[[bool], None], *callbacks: Callback, first_step: int = 0) -> list[Callback]:
     """Return callbacks with a switch that is on after all of them began a step and off before any of them ends it."""
-    return [_SwitchOff(switch), *callbacks, _SwitchOn(switch, first_step)]
+    off = LambdaCallback(on_train_batch_end=lambda *_: switch(False))
+    on = LambdaCallback(on_train_batch_start=lambda *given: switch(True) if given[-1] >= first_step else None)
+    return [off, *callbacks, on]
 
 
-def forbid_waiting(is_forbidden: bool) -> None:
-    """Make everything raise that torch knows to wait for a CUDA device, or allow it again."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
-        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
+def fit_without_waits(model: LightningModule, *callbacks: Callback) -> None:
+    """Train; from the second step on (in the first kernels are compiled, and tried) nothing may wait for the device."""
+    try:
+        fit(model, *within_steps(forbid_waiting, *callbacks, first_step=1))
+    finally:
+        forbid_waiting(False)
 
 
 def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:

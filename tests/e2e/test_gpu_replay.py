@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_fits import forbid_waiting, within_steps
+from gpu_fits import within_steps
+from late_device import forbid_waiting
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

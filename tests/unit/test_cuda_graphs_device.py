@@ -1,12 +1,12 @@
 """CUDA graphs on a GPU: captured steps, graphed modules, reduce-overhead; a run repeats itself, and nothing waits."""
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from compiling import COMPILING, difference
+from late_device import forbid_waiting
 from torch import Tensor, nn
 from tracing import assert_same, step_of, with_role
 
@@ -14,21 +14,11 @@ from det_callbacks.digest import digest_tensor
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-pytestmark = COMPILING
-
-
-def forbid_waiting(is_forbidden: bool) -> None:
-    """Make everything raise that torch knows to wait for a CUDA device, or allow it again."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
-        torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
-
-
-@pytest.fixture(name="waits")
-def _waits() -> Iterator[Callable[[bool], None]]:
-    yield forbid_waiting
-    forbid_waiting(False)
+pytestmark = [
+    *COMPILING,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def network() -> nn.Module:
@@ -41,17 +31,17 @@ def batches(num_steps: int) -> list[Tensor]:
     return [torch.randn(16, 64, generator=generator).cuda() for _ in range(num_steps)]
 
 
-def traces_of(model: nn.Module, step: Callable[[Tensor], Any], *, forbid: Any, first_step: int) -> list[StepTrace]:
+def traces_of(model: nn.Module, step: Callable[[Tensor], Any], *, first_step: int) -> list[StepTrace]:
     """Return the traces of six steps; from one of them on nothing may wait for the device within."""
     mode = HashMode(model)
     traces = []
     for number, batch in enumerate(batches(6)):
         mode.begin(batch=batch)
-        forbid(number >= first_step)
+        forbid_waiting(number >= first_step)
         try:
             step(batch)
         finally:
-            forbid(False)
+            forbid_waiting(False)
         trace = mode.finish()
         assert trace is not None
         traces.append(trace)
@@ -91,9 +81,7 @@ def whole_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return step
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_captured_step_is_seen_from_outside(waits: Any) -> None:
+def test_a_captured_step_is_seen_from_outside() -> None:
     def traces(fault: bool = False) -> list[StepTrace]:
         model = network()
         step = whole_step(model)
@@ -104,7 +92,7 @@ def test_a_captured_step_is_seen_from_outside(waits: Any) -> None:
                 with torch.no_grad():
                     model[0].weight.add_(1e-3)
 
-        return traces_of(model, nudged, forbid=waits, first_step=1)
+        return traces_of(model, nudged, first_step=1)
 
     reference = traces()
     for one, other in zip(reference, traces(), strict=True):
@@ -119,8 +107,6 @@ def test_a_captured_step_is_seen_from_outside(waits: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_a_capture_within_a_recorded_step_works_as_ever() -> None:
     model = network()
     x = batches(1)[0]
@@ -142,10 +128,8 @@ def test_a_capture_within_a_recorded_step_works_as_ever() -> None:
     assert int(trace.digests[trace.program.sites.index(left)]) == digest_tensor(expected)
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
-def test_reduce_overhead(waits: Any) -> None:
+def test_reduce_overhead() -> None:
     def traces(fault_at: int = -1) -> list[StepTrace]:
         torch._dynamo.reset()
         model = network()
@@ -162,7 +146,7 @@ def test_reduce_overhead(waits: Any) -> None:
             optimizer.step()
 
         # warmed up, captured, and then replayed
-        return traces_of(model, step, forbid=waits, first_step=4)
+        return traces_of(model, step, first_step=4)
 
     reference = traces()
     assert len({trace.program.id for trace in reference[1:]}) == 1

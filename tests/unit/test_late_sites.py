@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from op_programs import PROGRAMS
 from torch import library, nn
 from tracing import assert_same, position_of, step_of, traced, verified
 
+from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.steps import StepTrace
+from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.named_tensors import address_of
 
@@ -27,21 +30,17 @@ def device() -> Iterator[LateDevice]:
         yield device
 
 
-def seeded(body: Callable[[], Any], mode: HashMode | None = None) -> StepTrace:
-    torch.manual_seed(0)
-    return traced(body) if mode is None else step_of(mode, body)
-
-
-def late_trace(body: Callable[[], Any], *, mask: int = 0, **selection: Any) -> StepTrace:
+def late_trace(body: Callable[[], Any]) -> StepTrace:
     """Return the trace of a step in which nothing waited for the device, and all digests were fetched at once."""
-    with late_device(mask) as device:
-        mode = HashMode(**selection)
+    with late_device() as device:
+        mode = HashMode()
 
         def step() -> None:
             with as_in_a_step(device):
                 body()
 
-        trace = seeded(step, mode)
+        torch.manual_seed(0)
+        trace = step_of(mode, step)
         assert device.waits == []
         assert device.num_collected == 1
     return trace
@@ -52,23 +51,13 @@ def late_trace(body: Callable[[], Any], *, mask: int = 0, **selection: Any) -> S
     "name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in PROGRAMS]
 )
 def test_most_ops_of_torch_are_traced_as_on_the_host(name: str) -> None:
-    host, late = seeded(PROGRAMS[name]), late_trace(PROGRAMS[name])
+    torch.manual_seed(0)
+    host, late = traced(PROGRAMS[name]), late_trace(PROGRAMS[name])
     if name in NOT_REPEATABLE:
         assert host.program.sites == late.program.sites
         assert any(site.op in NOT_REPEATABLE[name] for site in host.program.sites)
     else:
         assert_same(host, late)
-
-
-@pytest.mark.filterwarnings("ignore")  # as above
-def test_every_tensor_with_elements_is_late() -> None:
-    program = PROGRAMS["in_place"]
-    host, masked = seeded(program), late_trace(program, mask=0x5A5A)
-    sites = zip(host.program.sites, host.layout.entries, host.digests, masked.digests, strict=True)
-    tensors = [(site, one, other) for site, entry, one, other in sites if entry is not None and 0 not in entry.shape]
-    outputs = [(site, one, other) for site, one, other in tensors if site.role == "output"]
-    assert len(outputs) > 50
-    assert [site for site, one, other in outputs if one == other] == []
 
 
 class Written(nn.Module):
@@ -131,18 +120,6 @@ def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(device: Lat
         x[0, 0].item()  # a number, at the place that the input of mm had
 
     assert_same(traced(lambda: body(True)), traced(lambda: body(False)))
-
-
-def test_what_is_left_out_does_not_change_what_was_recorded(device: LateDevice) -> None:
-    def body(mode: HashMode, *, is_written: bool) -> StepTrace:
-        mode.begin()
-        x = torch.ones(3).exp()
-        mode.leaves_out(lambda: x.zero_() if is_written else None)()
-        trace = mode.finish()
-        assert trace is not None
-        return trace
-
-    assert_same(body(HashMode(), is_written=True), body(HashMode(), is_written=False))
 
 
 def assert_same_digests_of(op: str, *traces: StepTrace) -> None:
@@ -265,3 +242,58 @@ def test_an_op_that_looks_at_its_own_arguments_can_be_the_origin(device: LateDev
         numpy_double(torch.ones(3).exp())
 
     assert verified(body).unseen_writes == frozenset()
+
+
+# where no dispatch mode sees what writes memory, it is launched at once
+
+
+def of_observation(folder: Path) -> list[int]:
+    with ObserverContext(folder, "run"):
+        x = torch.ones(4)
+        observe("x", x)
+        x.add_(1)
+    return Run.open(folder / "run").view(0, 0, 0).record.digests.tolist()
+
+
+def of_region(folder: Path) -> list[int]:
+    with ObserverContext(folder, "run"):
+        enable_hash_mode()
+        x = torch.ones(4)
+        disable_hash_mode()
+        x.add_(1)
+    return Run.open(folder / "run").view(0, 0, 0).record.digests.tolist()
+
+
+def of_left_out(_: Path) -> list[int]:
+    with HashMode() as mode:
+        x = torch.ones(4)
+        mode.leaves_out(lambda: x.add_(1))()
+    assert mode.trace is not None
+    return mode.trace.digests.tolist()
+
+
+@pytest.mark.parametrize("run", [of_observation, of_region, of_left_out])
+def test_what_is_written_unseen_is_read_before(tmp_path: Path, run: Callable[[Path], list[int]]) -> None:
+    on_host = run(tmp_path / "host")
+    with late_device() as device:
+        assert run(tmp_path / "late") == on_host
+    assert device.num_launched
+
+
+def test_what_is_asked_for_together_is_launched_together() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    with late_device() as device, HashMode(model, level="state"):
+        pass
+    assert num_launched(device) == [10]
+
+
+def test_where_every_op_is_seen_outputs_wait_for_each_other() -> None:
+    with late_device() as device, HashMode():
+        x = torch.ones(2)
+        for _ in range(5):
+            x = x * 2
+    assert num_launched(device) == [6], "the ones and the five products"
+
+
+def num_launched(device: LateDevice) -> list[int]:
+    return [number for number in device.num_launched if number]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from late_device import late_device
-from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from tracing import position_of, site_of, traced
+from tracing import position_of, site_of, traced, verified
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import UNWRITTEN
@@ -22,67 +21,51 @@ def _everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def differing_step(body, model: nn.Module | None = None):
-    """Trace a body whose argument changes its last op, expecting what it does without the change."""
-    reference = traced(lambda: body(False), model)
-    mode = HashMode(model)
-    mode.begin(expected=Expectation.of(reference.digests))
-    body(True)
-    trace = mode.finish()
-    assert trace is not None
-    return reference, trace
+OUTSIDE = torch.ones(4)
 
 
-def test_a_tensor_written_through_numpy_is_an_unseen_write():
-    def body(is_written: bool):
-        x = torch.ones(4)
-        if is_written:
-            x.numpy()[2] = 7
-        x.sum()
-
-    _, trace = differing_step(body)
-    assert trace.unseen_writes == {position_of(trace, "sum.default")}
+def written_whole(is_written: bool) -> str:
+    x = torch.ones(4)
+    if is_written:
+        x.numpy()[2] = 7
+    x.sum()
+    return "sum.default"
 
 
-def test_a_part_written_through_numpy_is_an_unseen_write():
-    def body(is_written: bool):
-        x = torch.empty(2, 4)
-        x[0].copy_(torch.ones(4))
-        x[1].copy_(torch.ones(4))
-        if is_written:
-            x.numpy()[1, 2] = 7
-        x.sum()
-
-    _, trace = differing_step(body)
-    assert trace.unseen_writes == {position_of(trace, "sum.default")}
+def written_in_part(is_written: bool) -> str:
+    x = torch.empty(2, 4)
+    x[0].copy_(torch.ones(4))
+    x[1].copy_(torch.ones(4))
+    if is_written:
+        x.numpy()[1, 2] = 7
+    x.sum()
+    return "sum.default"
 
 
-def test_an_in_place_op_on_a_tensor_written_through_numpy_is_noticed():
-    outside = torch.ones(4)
-
-    def body(is_written: bool):
-        outside.exp()
-        if is_written:
-            outside.numpy()[0] = 3
-        outside.mul_(2)
-        outside.fill_(1)
-
-    _, trace = differing_step(body)
-    assert trace.unseen_writes == {position_of(trace, "mul_.Tensor")}
+def rewritten_in_place(is_written: bool) -> str:
+    OUTSIDE.exp()
+    if is_written:
+        OUTSIDE.numpy()[0] = 3
+    OUTSIDE.mul_(2)
+    OUTSIDE.fill_(1)
+    return "mul_.Tensor"
 
 
 # on a device it is told only when it comes after the launch that reads what was there before (docs, what it sees)
-def test_a_write_in_another_thread_is_unseen():
-    def body(is_written: bool):
-        x = torch.ones(4)
-        if is_written:
-            worker = threading.Thread(target=lambda: x.mul_(3))
-            worker.start()
-            worker.join()
-        torch.exp(x)
+def written_in_another_thread(is_written: bool) -> str:
+    x = torch.ones(4)
+    if is_written:
+        worker = threading.Thread(target=lambda: x.mul_(3))
+        worker.start()
+        worker.join()
+    torch.exp(x)
+    return "exp.default"
 
-    _, trace = differing_step(body)
-    assert trace.unseen_writes == {position_of(trace, "exp.default")}
+
+@pytest.mark.parametrize("body", [written_whole, written_in_part, rewritten_in_place, written_in_another_thread])
+def test_what_no_op_wrote_is_an_unseen_write(body):
+    trace = verified(body)
+    assert trace.unseen_writes == {position_of(trace, body(False))}
 
 
 @pytest.mark.usefixtures("_everywhere")
@@ -96,8 +79,8 @@ def test_an_op_that_computes_something_else_is_no_unseen_write():
         y.sum()
         x.t().exp()
 
-    reference, trace = differing_step(body)
-    assert len(reference.digests) != len(trace.digests)
+    trace = verified(body)
+    assert len(traced(lambda: body(False)).digests) != len(trace.digests)
     assert trace.unseen_writes == frozenset()
 
 
@@ -108,8 +91,8 @@ def test_nothing_is_unseen_where_everything_agrees():
         x.numpy()[2] = 7
         x.sum()
 
-    reference, trace = differing_step(body)
-    np.testing.assert_array_equal(reference.digests, trace.digests)
+    trace = verified(body)
+    np.testing.assert_array_equal(traced(lambda: body(False)).digests, trace.digests)
     assert trace.unseen_writes == frozenset()
 
 

@@ -72,15 +72,6 @@ def digests_by_name(trace: StepTrace, phase: str) -> dict[str, int]:
     }
 
 
-def differing_labels(first: StepTrace, second: StepTrace) -> list[str]:
-    """Return the labels of the sites whose digests differ between two steps of one program."""
-    return [
-        label(site)
-        for site, one, other in zip(first.program.sites, first.digests, second.digests, strict=True)
-        if one != other
-    ]
-
-
 def assert_same(first: StepTrace, second: StepTrace) -> None:
     """Check that two steps are equal in everything that is compared between runs."""
     assert first.program.sites == second.program.sites
