@@ -7,9 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config  # first use of deterministic algorithms imports it, which sets a variable and a filter
@@ -27,8 +26,7 @@ _FOREIGN_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
 _FOREIGN_FILES = frozenset({".git", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(NamedTuple):
     """One thing of the process: how to read it, and how to make it again what was read."""
 
     read: Callable[[], Any]
@@ -37,43 +35,30 @@ class Watched:
 
 def watched_things(root: Path = ROOT) -> dict[str, Watched]:
     """Return all that is watched, by name."""
-    cudnn: Any = torch.backends.cudnn
-    deterministic: Any = torch.utils.deterministic
+    dist = torch.distributed
     return {
         "what compiles a graph": _attribute(OutputGraph, "call_user_compiler"),
-        "stance of the compiler": Watched(
-            read=lambda: eval_frame._stance,
-            put_back=lambda stance: eval_frame._set_stance(stance),
-        ),
+        "stance of the compiler": Watched(lambda: eval_frame._stance, lambda stance: eval_frame._set_stance(stance)),
         "dispatch modes": _modes(_get_current_dispatch_mode_stack),
         "function modes": _modes(_get_current_function_mode_stack),
         "module hooks": _dictionaries(module_hooks),
         "optimizer hooks": _dictionaries(optimizer_hooks),
-        "deterministic algorithms": Watched(
-            read=lambda: torch.get_deterministic_debug_mode(), put_back=torch.set_deterministic_debug_mode
-        ),
-        "fill_uninitialized_memory": _attribute(deterministic, "fill_uninitialized_memory"),
-        "cudnn.enabled": _attribute(cudnn, "enabled"),
-        "cudnn.benchmark": _attribute(cudnn, "benchmark"),
-        "cudnn.deterministic": _attribute(cudnn, "deterministic"),
-        "matmul precision": Watched(
-            read=torch.get_float32_matmul_precision, put_back=torch.set_float32_matmul_precision
-        ),
-        "default dtype": Watched(read=torch.get_default_dtype, put_back=torch.set_default_dtype),
-        "number of threads": Watched(read=torch.get_num_threads, put_back=torch.set_num_threads),
-        "grad mode": Watched(read=torch.is_grad_enabled, put_back=torch.set_grad_enabled),
-        "anomaly mode": Watched(read=torch.is_anomaly_enabled, put_back=torch.autograd.set_detect_anomaly),
-        "process group": Watched(
-            read=torch.distributed.is_initialized, put_back=lambda _: torch.distributed.destroy_process_group()
-        ),
-        "environment variables": Watched(read=_variables, put_back=_put_variables_back),
-        "warning filters": Watched(read=lambda: list(warnings.filters), put_back=_put_filters_back),
-        "working directory": Watched(read=lambda: str(Path.cwd()), put_back=os.chdir),
-        "files in the root": Watched(
-            # Not deleted: what came into the root at that moment may be someone's work.
-            read=lambda: frozenset(os.listdir(root)) - _FOREIGN_FILES,
-            put_back=lambda _: None,
-        ),
+        "deterministic algorithms": Watched(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "fill_uninitialized_memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+        "cudnn.enabled": _attribute(torch.backends.cudnn, "enabled"),
+        "cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+        "cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+        "matmul precision": Watched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "default dtype": Watched(torch.get_default_dtype, torch.set_default_dtype),
+        "number of threads": Watched(torch.get_num_threads, torch.set_num_threads),
+        "grad mode": Watched(torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly mode": Watched(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        "process group": Watched(dist.is_initialized, lambda _: dist.destroy_process_group()),
+        "environment variables": Watched(_variables, _put_variables_back),
+        "warning filters": Watched(lambda: list(warnings.filters), _put_filters_back),
+        "working directory": Watched(lambda: str(Path.cwd()), os.chdir),
+        # Not deleted: what came into the root at that moment may be someone's work.
+        "files in the root": Watched(lambda: frozenset(os.listdir(root)) - _FOREIGN_FILES, lambda _: None),
     }
 
 
@@ -104,7 +89,7 @@ def _shown(before: Any, now: Any) -> str:
 
 
 def _attribute(owner: Any, name: str) -> Watched:
-    return Watched(read=lambda: getattr(owner, name), put_back=lambda value: setattr(owner, name, value))
+    return Watched(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
 def _modes(stack: Callable[[], list[AbstractContextManager[Any]]]) -> Watched:
@@ -112,7 +97,7 @@ def _modes(stack: Callable[[], list[AbstractContextManager[Any]]]) -> Watched:
         while len(stack()) > len(before):
             stack()[-1].__exit__(None, None, None)
 
-    return Watched(read=lambda: list(stack()), put_back=pop_new)
+    return Watched(lambda: list(stack()), pop_new)
 
 
 def _dictionaries(owner: Any) -> Watched:
@@ -124,7 +109,7 @@ def _dictionaries(owner: Any) -> Watched:
             hooks.clear()
             hooks.update(old)
 
-    return Watched(read=lambda: [dict(hooks) for hooks in found], put_back=put_back)
+    return Watched(lambda: [dict(hooks) for hooks in found], put_back)
 
 
 def _variables() -> dict[str, str]:

@@ -6,6 +6,7 @@ collects within a step, or has a tensor's elements come to the host there, is no
 the copies are waited for.
 """
 
+import ctypes
 import sys
 import warnings
 from collections.abc import Hashable, Iterator, Sequence, Set
@@ -19,6 +20,7 @@ from det_callbacks.digest import digest_memory
 from det_callbacks.digest.device import Choice, Span, late
 from det_callbacks.digest.device.late import Transfers
 from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.named_tensors import address_of
 from det_callbacks.trace.recorder import Recorder
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
@@ -129,6 +131,22 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
         mock.patch.object(LateSites, "settle", settling),
     ):
         yield device
+
+
+@contextmanager
+def doubles_are_late() -> Iterator[LateDevice]:
+    """Have the package take tensors of float64, and no others, for those of a device."""
+    device = LateDevice()
+    with (
+        mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
+        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
+    ):
+        yield device
+
+
+def overwrite_unseen(tensor: torch.Tensor) -> None:
+    """Write as C++ code does that was given the tensor."""
+    ctypes.memset(address_of(tensor), 7, tensor.nbytes)
 
 
 @contextmanager

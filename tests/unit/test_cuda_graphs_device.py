@@ -14,11 +14,8 @@ from det_callbacks.digest import digest_tensor
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 
-pytestmark = [
-    *COMPILING,
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [*COMPILING, pytest.mark.gpu, needs_gpu]
 
 
 def network() -> nn.Module:

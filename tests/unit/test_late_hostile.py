@@ -1,21 +1,16 @@
 """Late digests where several threads, Ctrl-C, other patches, and memory of two devices come in between."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from late_device import LateDevice, late_device
+from late_device import LateDevice, doubles_are_late, late_device
 from torch import library
-from tracing import position_of, site_of, traced, verified
+from tracing import site_of, traced
 
-from det_callbacks.compare.step import compare_steps
 from det_callbacks.digest import digest_tensor
-from det_callbacks.digest.device import Choice, late
 from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.trace import named_tensors, storages
@@ -29,17 +24,6 @@ from det_callbacks.trace.storages import StorageLedger
 @pytest.fixture
 def device() -> Iterator[LateDevice]:
     with late_device() as device:
-        yield device
-
-
-@contextmanager
-def doubles_are_late() -> Iterator[LateDevice]:
-    """Have the package take tensors of float64, and no others, for those of a device."""
-    device = LateDevice()
-    with (
-        mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
-    ):
         yield device
 
 
@@ -77,54 +61,6 @@ def test_ops_of_two_threads_keep_their_own_digests() -> None:
     assert found["aten.exp.default"] == digest_tensor(y.exp())
     inputs = [trace.digests[place] for place in site_of(trace, "exp.default").inputs]
     assert inputs == [digest_tensor(y)]
-
-
-def raw_fill(tensor: torch.Tensor, byte: int) -> None:
-    ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_op_that_reads_what_a_raw_kernel_made_in_fresh_memory_is_no_origin(is_late: bool) -> None:
-    def body(byte: int) -> None:
-        x = torch.empty(4)
-        raw_fill(x, byte)
-        torch.cat([x, torch.empty(0)])
-
-    with late_device() if is_late else nullcontext():
-        reference, current = (traced(lambda byte=byte: body(byte)) for byte in (0, 1))
-    found = compare_steps(reference.view(), current.view())
-    assert [(item.op, item.is_origin) for item in found.divergences] == [("aten.cat.default", None)]
-
-
-def test_memory_of_the_host_that_nobody_saw_written_is_seen_before_a_device_reads_it() -> None:
-    def body(is_written: bool) -> None:
-        torch.ones(1, dtype=torch.float64)
-        x = torch.ones(3)
-        if is_written:
-            x.numpy()[0] = 5
-        x.to(torch.float64)
-
-    with doubles_are_late():
-        trace = verified(body)
-    assert trace.unseen_writes == {position_of(trace, "_to_copy.default")}
-
-
-FACTOR = {"now": 2.0}
-
-
-@library.custom_op("det_tests::to_double", mutates_args=())
-def to_double(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float64) * FACTOR["now"]
-
-
-def test_an_op_of_a_device_that_reads_the_host_can_be_the_origin() -> None:
-    def body(is_changed: bool) -> None:
-        torch.ones(1, dtype=torch.float64)
-        FACTOR["now"] = 3.0 if is_changed else 2.0
-        to_double(torch.ones(3).exp())
-
-    with doubles_are_late():
-        assert verified(body).unseen_writes == frozenset()
 
 
 @pytest.mark.parametrize("kind", [StorageLedger, NameTable])

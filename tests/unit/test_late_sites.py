@@ -1,23 +1,21 @@
 """Sites whose digests are known at the step's end only: the same trace as on the host, and nothing waits before."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice, as_in_a_step, late_device
+from late_device import LateDevice, as_in_a_step, late_device, overwrite_unseen
 from op_programs import PROGRAMS
-from torch import library, nn
-from tracing import assert_same, position_of, step_of, traced, verified
+from torch import nn
+from tracing import assert_same, position_of, step_of, traced
 
 from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.named_tensors import address_of
 
 EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
 NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}
@@ -184,11 +182,6 @@ def test_looking_at_a_step_under_way_settles_what_is_known(device: LateDevice) -
     assert_same_digests_of("add_.Tensor", trace, traced(body))
 
 
-def overwrite_unseen(tensor: torch.Tensor) -> None:
-    """Write as C++ code does that was given the tensor."""
-    ctypes.memset(address_of(tensor), 7, tensor.nbytes)
-
-
 @pytest.mark.parametrize(
     "do",
     [
@@ -211,37 +204,6 @@ def test_what_waits_is_launched_before_what_nobody_sees_through(
     trace = mode.finish()
     assert trace is not None
     assert_same_digests_of("exp.default", trace, traced(lambda: torch.ones(3).exp()))
-
-
-def test_an_input_that_is_alive_at_the_end_shows_what_nobody_saw(device: LateDevice) -> None:
-    held = []
-
-    def body(is_written: bool) -> None:
-        x = torch.ones(3).exp()
-        x.resize_(3)  # launches what waits
-        if is_written:
-            overwrite_unseen(x)
-        x.sum()
-        held.append(x)
-
-    trace = verified(body)
-    assert trace.unseen_writes == {position_of(trace, "sum.default")}
-
-
-@library.custom_op("det_tests::numpy_double", mutates_args=())
-def numpy_double(x: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(x.numpy() * FACTOR["now"])
-
-
-FACTOR = {"now": 2.0}
-
-
-def test_an_op_that_looks_at_its_own_arguments_can_be_the_origin(device: LateDevice) -> None:
-    def body(is_changed: bool) -> None:
-        FACTOR["now"] = 3.0 if is_changed else 2.0
-        numpy_double(torch.ones(3).exp())
-
-    assert verified(body).unseen_writes == frozenset()
 
 
 # where no dispatch mode sees what writes memory, it is launched at once

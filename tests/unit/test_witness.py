@@ -1,3 +1,4 @@
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -5,7 +6,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from late_device import late_device
+from late_device import doubles_are_late, late_device, overwrite_unseen
+from torch import library
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tracing import position_of, site_of, traced, verified
 
@@ -22,6 +24,8 @@ def _everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 OUTSIDE = torch.ones(4)
+HELD: list[torch.Tensor] = []
+FACTOR = {"now": 2.0}
 
 
 def written_whole(is_written: bool) -> str:
@@ -62,10 +66,73 @@ def written_in_another_thread(is_written: bool) -> str:
     return "exp.default"
 
 
-@pytest.mark.parametrize("body", [written_whole, written_in_part, rewritten_in_place, written_in_another_thread])
-def test_what_no_op_wrote_is_an_unseen_write(body):
-    trace = verified(body)
+def written_after_it_was_launched(is_written: bool) -> str:
+    x = torch.ones(3).exp()
+    x.resize_(3)  # launches what waits
+    if is_written:
+        overwrite_unseen(x)
+    x.sum()
+    HELD.append(x)  # only what is alive at the step's end can be looked at again
+    return "sum.default"
+
+
+def written_before_a_device_reads_it(is_written: bool) -> str:
+    torch.ones(1, dtype=torch.float64)
+    x = torch.ones(3)
+    if is_written:
+        x.numpy()[0] = 5
+    x.to(torch.float64)
+    return "_to_copy.default"
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (written_whole, nullcontext),
+        (written_in_part, nullcontext),
+        (rewritten_in_place, nullcontext),
+        (written_in_another_thread, nullcontext),
+        (written_after_it_was_launched, late_device),
+        (written_before_a_device_reads_it, doubles_are_late),
+    ],
+)
+def test_what_no_op_wrote_is_an_unseen_write(body, place):
+    with place():
+        trace = verified(body)
     assert trace.unseen_writes == {position_of(trace, body(False))}
+
+
+@library.custom_op("det_tests::numpy_double", mutates_args=())
+def numpy_double(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * FACTOR["now"])
+
+
+@library.custom_op("det_tests::to_double", mutates_args=())
+def to_double(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64) * FACTOR["now"]
+
+
+@pytest.mark.parametrize(("op", "place"), [(numpy_double, late_device), (to_double, doubles_are_late)])
+def test_an_op_that_looks_at_its_arguments_itself_can_be_the_origin(op, place):
+    def body(is_changed: bool):
+        torch.ones(1, dtype=torch.float64)
+        FACTOR["now"] = 3.0 if is_changed else 2.0
+        op(torch.ones(3).exp())
+
+    with place():
+        assert verified(body).unseen_writes == frozenset()
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_an_op_that_reads_what_a_raw_kernel_made_in_fresh_memory_is_no_origin():
+    def body(byte: int):
+        x = torch.empty(4)
+        ctypes.memset(x.data_ptr(), byte, x.nbytes)
+        torch.cat([x, torch.empty(0)])
+
+    reference, current = (traced(lambda byte=byte: body(byte)) for byte in (0, 1))
+    found = compare_steps(reference.view(), current.view())
+    assert [(item.op, item.is_origin) for item in found.divergences] == [("aten.cat.default", None)]
 
 
 @pytest.mark.usefixtures("_everywhere")
