@@ -1,6 +1,6 @@
 """Run folders for tests, all that can be read from one, and strategies for what it holds."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -159,12 +159,3 @@ def everything_in(path: Path) -> dict[str, Any]:
                 run.layout(record.layout_id),
             )
     return {"manifest": run.manifest, "steps": steps, "incomplete": run.incomplete_reason}
-
-
-def flipped(content: bytes, *, every: int = 1, bits: Callable[[int], Iterable[int]]) -> Iterator[tuple[int, bytes]]:
-    """Yield copies with one bit flipped: the ``bits`` of every so many bytes."""
-    for place in range(0, len(content), every):
-        for bit in bits(place):
-            changed = bytearray(content)
-            changed[place] ^= 1 << bit
-            yield place, bytes(changed)

@@ -12,33 +12,27 @@ import pytest
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, os, random, sys
-import numpy as np
+import json, sys
 import torch
 from det_callbacks import SettingsError, enforce_determinism
 from det_callbacks.settings import settings_in_force
+from process_state import process_state
 
 OTHERS = {"seed": 3, "deterministic_algorithms": "error", "cudnn_benchmark": True, "num_threads": 1,
           "nccl_proto": "LL", "float32_matmul_precision": "medium"}
 
-def state():
-    return [repr(random.getstate()), repr(np.random.get_state()), torch.get_rng_state().tolist(),
-            torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
-            torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_float32_matmul_precision(),
-            dict(os.environ)]
-
 def outcome(**settings):
-    before = state()
+    before = process_state()
     try:
         enforced = enforce_determinism({**OTHERS, **settings})
     except SettingsError as error:
-        return {"message": str(error), "exit_code": error.exit_code, "is_unchanged": state() == before}
+        return {"message": str(error), "exit_code": error.exit_code, "is_unchanged": process_state() == before}
     in_force = settings_in_force()
     left = [name for name, value in in_force.items() if getattr(enforced.settings, name) not in (None, value)]
     enforced.restore()
-    after = state()
+    after = process_state()
     return {"message": None, "in_force": in_force, "left": left,
-            "is_unchanged": [a == b for a, b in zip(before, after)]}
+            "is_unchanged": [value == after[name] for name, value in before.items()]}
 
 def interop():
     first = outcome(num_interop_threads=5)
@@ -66,7 +60,7 @@ def run(tmp_path: Path, *cases: str, **variables: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "error", "train.py", *cases],
         cwd=tmp_path,
-        env={**environment, **variables},
+        env={**environment, **variables, "PYTHONPATH": str(Path(__file__).parents[1] / "unit")},
         capture_output=True,
         text=True,
         check=False,

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import RaiseAt
 from styles import Classifier, Samples
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
@@ -62,6 +63,9 @@ def refused(folder: Path, model: Counted, **options: Any) -> str:
 def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_path: Path) -> None:
     early = Counted()
     names = [name for name, _ in early.named_parameters()]
+    with enforce_determinism(SETTINGS), enforce_determinism({"seed": 2}):
+        pass
+    assert "seed=0 comes too late: the model is there" in refused(tmp_path / "run", Counted()), "it is taken back"
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
@@ -73,6 +77,10 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
         late = Counted()
         late.last = early.last
         assert "(last.weight, last.bias) existed when it was set" in refused(tmp_path / "run", late)
+        pl.seed_everything(0, workers=False, verbose=False)
+        message = refused(tmp_path / "run", Counted())
+        assert "should be PL_SEED_WORKERS=1 and is PL_SEED_WORKERS=0" in message
+        pl.seed_everything(0, workers=True, verbose=False)
         # without a seed in the settings the age of the model does not matter
         fit(tmp_path / "unseeded", early, settings=DeterminismSettings())
         late = Counted()
@@ -123,18 +131,12 @@ def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end"])
 def test_an_exception_puts_settings_back_too(hook: str, tmp_path: Path) -> None:
-    class Failing(pl.Callback):
-        pass
-
-    def fail(*_: Any) -> None:
-        raise ValueError("planted")
-
-    failing = Failing()
-    setattr(failing, hook, fail)
     callback = DeterminismCallback(tmp_path / "run", mode="record", settings={"num_threads": 1})
     before = torch.get_num_threads()
     with pytest.raises(ValueError, match="planted"):
-        quiet_trainer(callback, failing).fit(Counted(), DataLoader(Samples(), batch_size=8))
+        quiet_trainer(callback, RaiseAt(hook, ValueError("planted"), call=1)).fit(
+            Counted(), DataLoader(Samples(), batch_size=8)
+        )
     assert torch.get_num_threads() == before
 
 

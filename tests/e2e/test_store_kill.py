@@ -1,59 +1,78 @@
 """A writer killed at any moment leaves whole steps, and a folder that says it is incomplete."""
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from store_writer import MANIFEST, STEPS_OF_A_FIT, content_of, write
+from stored_runs import SELECTION, digests_of, small_layout, small_program
 
+from det_callbacks.environment import capture_environment
 from det_callbacks.errors import ReferenceNotFoundError
+from det_callbacks.runs.program import Layout, Program
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 
-HERE = Path(__file__).parent
 KILLS = 30
 LONGEST = 0.5
 """Seconds that a writer has at most: some dozens of programs and hundreds of steps."""
+STEPS_OF_A_FIT = 60
+STEPS_OF_A_PROGRAM = 7
+MANIFEST = {"selection": SELECTION, "settings": {}, "environment": capture_environment().to_dict()}
 
 
-@pytest.fixture(scope="module")
-def kill_a_writer() -> Iterator[Callable[[Path, float], None]]:
-    """Start a writer in a folder and kill it after some seconds."""
-    server = subprocess.Popen(
-        [sys.executable, str(HERE / "store_writer.py")],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdin
-    assert server.stdout
-    stdin, stdout = server.stdin, server.stdout
-    assert stdout.readline() == "ready\n"
+def content_of(segment: int, step: int) -> tuple[Program, Layout, np.ndarray]:
+    """Return what is written in a step; programs and layouts change often, so that their writing is hit too."""
+    number = (segment * STEPS_OF_A_FIT + step) // STEPS_OF_A_PROGRAM
+    num_sites = 1 + number % 400
+    program = small_program(num_sites, op=f"aten.op{number}.default")
+    return program, small_layout(num_sites), digests_of(step, num_sites, seed=segment)
 
-    def start_and_kill(path: Path, seconds: float) -> None:
-        stdin.write(f"{path}\n")
-        stdin.flush()
-        pid = int(stdout.readline())
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-        assert int(stdout.readline()) == -signal.SIGKILL, "the writer ended by itself"
 
-    yield start_and_kill
-    stdin.close()
-    assert server.wait(30) == 0
-    stdout.close()
+def write(writer: RunWriter, segment: int, step: int) -> None:
+    """Write a step."""
+    program, layout, digests = content_of(segment, step)
+    writer.put_program(program)
+    writer.put_layout(layout)
+    writer.append(step, 0, program.id, layout.id, digests)
+
+
+def write_until_killed(path: Path) -> None:
+    """Start a run, or go on with one where it ended, never stop, and tell of each step after it was written."""
+    segment, step = 0, 0
+    if (path / "run.json").exists():
+        # the last fit may have been killed before any of its steps was told of
+        segment = Run.open(path).rank(0).segments[-1]
+        step = max((known + 1 for fit, known in told_by(path) if fit == segment), default=0)
+        writer = RunWriter.resume(path, manifest=MANIFEST)
+    else:
+        writer = RunWriter.create(path, manifest=MANIFEST, overwrite=True)
+    with path.with_suffix(".told").open("a", buffering=1) as told:
+        while True:
+            if step == STEPS_OF_A_FIT:
+                writer.start_segment()
+                segment, step = segment + 1, 0
+            write(writer, segment, step)
+            told.write(f"{segment} {step}\n")
+            step += 1
+
+
+def kill_a_writer(path: Path, seconds: float) -> None:
+    """Start a writer in a folder and kill it after some seconds; forked, since imports take longer than all of it."""
+    process = multiprocessing.get_context("fork").Process(target=write_until_killed, args=(path,))
+    process.start()
+    time.sleep(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the writer ended by itself"
 
 
 def told_by(path: Path) -> list[tuple[int, int]]:
     """Return (segment, step) of what the writer said it had written; a line may be cut off."""
-    told = path.parent / f"{path.name}.told"
+    told = path.with_suffix(".told")
     lines = told.read_text().splitlines(keepends=True) if told.exists() else []
     return [(int(words[0]), int(words[1])) for line in lines if line.endswith("\n") and (words := line.split())]
 
@@ -92,7 +111,7 @@ def record_whole(path: Path, num_fits: int) -> Path:
 
 
 @pytest.mark.soak
-def test_whole_steps_survive_every_kill(tmp_path: Path, kill_a_writer: Callable[[Path, float], None]) -> None:
+def test_whole_steps_survive_every_kill(tmp_path: Path) -> None:
     moments = random.Random(7)
     counts = []
     for number in range(KILLS):

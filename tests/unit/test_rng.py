@@ -16,6 +16,7 @@ from torch import nn
 
 from det_callbacks import HashMode, enforce_determinism
 from det_callbacks.checkpoint.held import MAX_ITEMS, find_generators
+from det_callbacks.environment import capture_environment
 from det_callbacks.rng import GeneratorStates, RewindPoint, digest_generator, home_devices, is_default, used_generators
 from det_callbacks.settings.model import DeterminismSettings
 from det_callbacks.trace import generators as traced
@@ -66,6 +67,7 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert not [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
     assert not [name for name in GeneratorStates.capture().states if "cuda" in name]
     RewindPoint(with_python=False).put_back()
+    assert capture_environment().entries["gpu.names"].value == []
     assert cuda.queued == []
 
 
@@ -111,12 +113,7 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch: pyt
 # what is recorded
 
 
-def drawn_on(
-    mode: HashMode,
-    cuda: StandInDevices,
-    monkeypatch: pytest.MonkeyPatch,
-    *indices: int,
-) -> None:
+def drawn_on(mode: HashMode, cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
     """Record a step that draws on devices; the ops run on the CPU, and are taken for those of the devices."""
     drawing = iter(indices)
 
@@ -177,27 +174,18 @@ def test_in_a_capture_nothing_is_read(cuda: StandInDevices) -> None:
 # checkpoints
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "current", "missing", "offsets"),
-    [
-        (1, 0, ["torch.cuda:3"], [8]),  # the current device goes on though it has another index
-        (4, 1, [], [0, 8, 0, 12]),
-        (4, 3, ["torch.cuda:3"], [0, 0, 0, 8]),  # one device does not get two states
-    ],
-)
-def test_a_device_that_is_not_there_is_named_and_the_others_go_on(
-    cuda: StandInDevices,
-    monkeypatch: pytest.MonkeyPatch,
-    num_devices: int,
-    current: int,
-    missing: list[str],
-    offsets: list[int],
+def test_each_device_gets_its_own_state_and_one_that_is_not_there_is_named(
+    cuda: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
     states = stored(GeneratorStates.capture())
-    other = StandInDevices(num_devices, current=current).install(monkeypatch)
-    assert states.restore() == missing
-    assert positions(other) == offsets
+    for num_devices, current, missing, offsets in (
+        (1, 0, ["torch.cuda:3"], [8]),  # the current device goes on though it has another index
+        (4, 1, [], [0, 8, 0, 12]),
+        (4, 3, ["torch.cuda:3"], [0, 0, 0, 8]),  # one device does not get two states
+    ):
+        other = StandInDevices(num_devices, current=current).install(monkeypatch)
+        assert (states.restore(), positions(other)) == (missing, offsets)
 
 
 def test_states_wait_where_cuda_was_not_used_yet(cuda: StandInDevices) -> None:
@@ -300,37 +288,32 @@ class Slotted:
 
 
 def test_generators_are_found_wherever_an_object_keeps_them() -> None:
-    generators = [random.Random(index) for index in range(7)]
+    generators = [random.Random(index) for index in range(8)]
     slotted = Slotted()
     slotted.rng = generators[0]
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    module[1].noise = torch.Generator()
-
-    def closure() -> float:
-        return generators[1].random()
-
+    module[1].noise = generators[7] = torch.Generator()
     inner = generators[2]
     root = SimpleNamespace(
         slotted=slotted,
         listed=[1, (generators[3],)],
         keyed={"a": generators[4]},
         partial=functools.partial(print, generators[5]),
-        bound=generators[6].random,
+        bound=generators[6].choice,
         function=lambda: inner.random(),
         module=module,
         own=torch.default_generator,
         system=random.SystemRandom(),
-        closure=closure,
+        closure=lambda: generators[1].random(),
     )
     root.itself = root
     found = find_generators({"root": root})
-    assert found["root.slotted.rng"] is generators[0]
-    assert found["root.listed[1][0]"] is generators[3]
-    assert found["root.keyed['a']"] is generators[4]
-    assert found["root.partial.args[0]"] is generators[5]
-    assert found["root.function.inner"] is inner
-    assert found["root.module.1.noise"] is module[1].noise
-    assert found["root.closure.generators[1]"] is generators[1]
+    places = [
+        *("slotted.rng", "closure.generators[1]", "function.inner", "listed[1][0]", "keyed['a']", "partial.args[0]"),
+        *("bound.__self__", "module.1.noise"),
+    ]
+    for place, generator in zip(places, generators, strict=True):
+        assert found[f"root.{place}"] is generator
     assert all(one is not torch.default_generator for one in found.values())
     assert not any("system" in path for path in found)
     root = SimpleNamespace(samples=[random.Random(0)] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))

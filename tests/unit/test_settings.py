@@ -14,15 +14,14 @@ import torch._inductor.config as inductor
 from lightning.fabric.utilities.seed import seed_everything
 from omegaconf import OmegaConf
 from process_state import NOTHING, process_state, sdpa
-from torch import nn
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings import SETTINGS, DeterminismSettings, enforce, enforce_determinism, settings_in_force
-from det_callbacks.settings.enforce import require_seed
 
 pytestmark = pytest.mark.usefixtures("same_process_afterwards")
 
 matmul: Any = torch.backends.cuda.matmul
+ALL_SDPA = ("math", "flash", "mem_efficient", "cudnn")
 
 
 def variable(name: str, text: str) -> Callable[[], bool]:
@@ -33,52 +32,29 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-# From there every setting is another one than below, so that "in force" cannot be true by accident.
-OTHERS: dict[str, Any] = {
-    "seed": 99,
-    "deterministic_algorithms": "disabled",
-    "fill_uninitialized_memory": True,
-    "cublas_workspace_config": ":4096:8",
-    "cudnn_benchmark": False,
-    "cudnn_deterministic": False,
-    "cudnn_allow_tf32": True,
-    "float32_matmul_precision": "highest",
-    "fp16_reduced_precision_reduction": True,
-    "bf16_reduced_precision_reduction": True,
-    "sdpa_backends": ("math", "flash", "mem_efficient", "cudnn"),
-    "inductor_deterministic": False,
-    "inductor_max_autotune": False,
-    "nccl_algo": "Ring",
-    "nccl_proto": "Simple",
-    "nccl_min_nchannels": 1,
-    "nccl_max_nchannels": 8,
-    "num_threads": 2,
-    "flash_attention_deterministic": False,
-    "nvte_allow_nondeterministic_algo": True,
-}
-
-CASES: list[tuple[str, Any, Callable[[], bool]]] = [
-    ("seed", 0, lambda: torch.initial_seed() == 0 and os.environ["PL_GLOBAL_SEED"] == "0"),
-    ("deterministic_algorithms", "error", lambda: torch.get_deterministic_debug_mode() == 2),
-    ("deterministic_algorithms", "warn", lambda: torch.get_deterministic_debug_mode() == 1),
-    ("fill_uninitialized_memory", False, lambda: not torch.utils.deterministic.fill_uninitialized_memory),
-    ("cublas_workspace_config", ":16:8", variable("CUBLAS_WORKSPACE_CONFIG", ":16:8")),
-    ("cudnn_benchmark", True, lambda: torch.backends.cudnn.benchmark),
-    ("cudnn_deterministic", True, lambda: torch.backends.cudnn.deterministic),
-    ("cudnn_allow_tf32", False, lambda: not torch.backends.cudnn.allow_tf32),
-    ("float32_matmul_precision", "medium", lambda: torch.get_float32_matmul_precision() == "medium"),
-    ("fp16_reduced_precision_reduction", False, lambda: not matmul.allow_fp16_reduced_precision_reduction),
-    ("bf16_reduced_precision_reduction", False, lambda: not matmul.allow_bf16_reduced_precision_reduction),
-    ("sdpa_backends", ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
-    ("inductor_deterministic", True, lambda: inductor.deterministic),
-    ("inductor_max_autotune", True, lambda: inductor.max_autotune),
-    ("nccl_algo", "Tree", variable("NCCL_ALGO", "Tree")),
-    ("nccl_proto", "LL", variable("NCCL_PROTO", "LL")),
-    ("nccl_min_nchannels", 2, variable("NCCL_MIN_NCHANNELS", "2")),
-    ("nccl_max_nchannels", 4, variable("NCCL_MAX_NCHANNELS", "4")),
-    ("num_threads", 1, lambda: torch.get_num_threads() == 1),
-    ("flash_attention_deterministic", True, variable("FLASH_ATTENTION_DETERMINISTIC", "1")),
-    ("nvte_allow_nondeterministic_algo", False, variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")),
+# name, another value that is in force before, a value, and whether torch or the environment says that it is in force
+CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
+    ("seed", 99, 0, lambda: torch.initial_seed() == 0 and os.environ["PL_GLOBAL_SEED"] == "0"),
+    ("deterministic_algorithms", "disabled", "error", lambda: torch.get_deterministic_debug_mode() == 2),
+    ("deterministic_algorithms", "disabled", "warn", lambda: torch.get_deterministic_debug_mode() == 1),
+    ("fill_uninitialized_memory", True, False, lambda: not torch.utils.deterministic.fill_uninitialized_memory),
+    ("cublas_workspace_config", ":4096:8", ":16:8", variable("CUBLAS_WORKSPACE_CONFIG", ":16:8")),
+    ("cudnn_benchmark", False, True, lambda: torch.backends.cudnn.benchmark),
+    ("cudnn_deterministic", False, True, lambda: torch.backends.cudnn.deterministic),
+    ("cudnn_allow_tf32", True, False, lambda: not torch.backends.cudnn.allow_tf32),
+    ("float32_matmul_precision", "highest", "medium", lambda: torch.get_float32_matmul_precision() == "medium"),
+    ("fp16_reduced_precision_reduction", True, False, lambda: not matmul.allow_fp16_reduced_precision_reduction),
+    ("bf16_reduced_precision_reduction", True, False, lambda: not matmul.allow_bf16_reduced_precision_reduction),
+    ("sdpa_backends", ALL_SDPA, ("math", "cudnn"), lambda: sdpa() == (True, False, False, True)),
+    ("inductor_deterministic", False, True, lambda: inductor.deterministic),
+    ("inductor_max_autotune", False, True, lambda: inductor.max_autotune),
+    ("nccl_algo", "Ring", "Tree", variable("NCCL_ALGO", "Tree")),
+    ("nccl_proto", "Simple", "LL", variable("NCCL_PROTO", "LL")),
+    ("nccl_min_nchannels", 1, 2, variable("NCCL_MIN_NCHANNELS", "2")),
+    ("nccl_max_nchannels", 8, 4, variable("NCCL_MAX_NCHANNELS", "4")),
+    ("num_threads", 2, 1, lambda: torch.get_num_threads() == 1),
+    ("flash_attention_deterministic", False, True, variable("FLASH_ATTENTION_DETERMINISTIC", "1")),
+    ("nvte_allow_nondeterministic_algo", True, False, variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")),
 ]
 
 # In a process of their own (tests/e2e/test_late_settings.py), or with a Trainer (`allow`).
@@ -87,35 +63,26 @@ TESTED_ELSEWHERE = {"allow", "num_interop_threads", "mkl_cbwr", "aten_cpu_capabi
 
 def test_every_setting_is_tested() -> None:
     names = {field.name for field in fields(DeterminismSettings)}
-    assert {name for name, _, _ in CASES} | TESTED_ELSEWHERE == names == {*SETTINGS, "allow"}
+    assert {name for name, *_ in CASES} | TESTED_ELSEWHERE == names == {*SETTINGS, "allow"}
     assert {name for name, setting in SETTINGS.items() if not setting.is_restorable} == TESTED_ELSEWHERE - {"allow"}
 
 
-@pytest.mark.parametrize(("name", "value", "in_force"), CASES)
+@pytest.mark.parametrize(("name", "other", "value", "in_force"), CASES)
 def test_it_is_set_found_in_force_and_restored_after_an_exception(
-    name: str, value: Any, in_force: Callable[[], bool]
+    name: str, other: Any, value: Any, in_force: Callable[[], bool]
 ) -> None:
     def fail() -> None:
         assert in_force()
         assert settings_in_force()[name] == value
         raise KeyError
 
-    with enforce_determinism(OTHERS):
+    with enforce_determinism({case[0]: case[1] for case in CASES}):  # "in force" cannot be true by accident
         before = process_state()
         assert not in_force()
-        assert settings_in_force()[name] == OTHERS[name]
+        assert settings_in_force()[name] == other
         with pytest.raises(KeyError), enforce_determinism({**NOTHING, name: value}):
             fail()
         assert process_state() == before
-
-
-def test_the_defaults_enforce_algorithms_and_choose_nothing_else() -> None:
-    with enforce_determinism(DeterminismSettings()) as enforced:
-        changed = {name for name in SETTINGS if getattr(enforced.settings, name) is not None}
-        names = {"deterministic_algorithms", "cublas_workspace_config", "cudnn_benchmark", "cudnn_deterministic"}
-        assert changed == names
-        assert torch.get_deterministic_debug_mode() == 2
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_a_task_cannot_leak_what_it_changed_itself() -> None:
@@ -188,22 +155,6 @@ def test_what_is_no_seed_or_no_precision_is_said() -> None:
         torch.set_float32_matmul_precision("highest")
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         assert settings_in_force()["float32_matmul_precision"] == "mixed"
-
-
-def test_weights_older_than_the_seed_are_named_until_the_seed_is_taken_back() -> None:
-    early = nn.Linear(2, 2, device="meta")
-    message = r"2 of the model's 2 parameters \(weight, bias\) existed when it was set"
-    with enforce_determinism({"seed": 1}):
-        with enforce_determinism({"seed": 2}):
-            pass
-        with pytest.raises(SettingsError, match=message):
-            require_seed(1, early)
-        require_seed(1, nn.Linear(2, 2))
-        seed_everything(1, workers=False, verbose=False)
-        with pytest.raises(SettingsError, match="should be PL_SEED_WORKERS=1 and is PL_SEED_WORKERS=0"):
-            require_seed(1, nn.Linear(2, 2))
-    with pytest.raises(SettingsError, match="seed=1 comes too late: the model is there, and the seed should be 1"):
-        require_seed(1, early)
 
 
 # wrong values

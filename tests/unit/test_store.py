@@ -72,6 +72,8 @@ def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
         (one.record.segment, one.record.step, one.record.epoch, one.program, one.layout, one.record.digests.tolist())
         for one in views
     ]
+    sources = [[site.source for site in one.program.sites] for one in views]
+    assert sources == [[site.source for site in program.sites] for *_, program, _, _, _ in written]
     assert [(*content, one.record.chain) for content, one in zip(found, views, strict=True)] == written
     assert (run.is_complete, run.incomplete_reason, run.ranks, run.keeps) == (True, None, [0], "all")
     assert (rank.segments, rank.num_steps) == (list(range(len(fits))), len(written))
@@ -306,38 +308,18 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, mom
     assert Run.open(path).is_complete
 
 
-@KILLED
-def test_a_kill_before_the_end_of_a_fit_leaves_an_incomplete_run(tmp_path, monkeypatch):
-    writer = create(tmp_path / "run")
-    append(writer, [0])
-
-    def killed(*_: object, complete: bool) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer, "_end", killed)
-    with pytest.raises(KeyboardInterrupt):
-        writer.start_segment()
-    assert not Run.open(tmp_path / "run").is_complete
-
-
 # one folder for all processes
 
 
-class Follower:
-    """Rank 1 of two, who is told what rank 0 made elsewhere."""
-
-    rank = 1
-    world_size = 2
+class Follower(OneOf):
+    """Is told what rank 0 made elsewhere."""
 
     def agree(self, action: object, *, task: str) -> list[object]:
         return [["ab12", ".run.json.7.tmp", "node-0"], None]
 
-    def do(self, action, *, task: str) -> object:
-        return action()
-
 
 def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):
     with pytest.raises(RankError, match=r"does not see the folder .* which rank 0 made on node-0") as caught:
-        create(tmp_path / "run", peers=Follower())
+        create(tmp_path / "run", peers=Follower(1, 2))
     assert caught.value.rank == 1
     assert not (tmp_path / "run").exists()

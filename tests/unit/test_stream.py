@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_runs import DIGESTS, digests_of, flipped
+from stored_runs import DIGESTS, digests_of
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import STEPS_PER_BATCH, EvidenceWriter, Row, read_evidence
@@ -122,9 +122,11 @@ def test_no_flipped_bit_gives_other_content(path):
     right = read(whole)
     assert right[1] is None
     errors = []
-    for place, content in flipped(whole, every=3, bits=lambda place: [place % 8]):
+    for place in range(0, len(whole), 3):
+        content = bytearray(whole)
+        content[place] ^= 1 << place % 8
         try:
-            found = read(content)
+            found = read(bytes(content))
         except ReferenceFormatError as error:
             errors.append(str(error))
         else:
@@ -144,8 +146,16 @@ def resized(message: bytes, more: int, *, where: int) -> bytes:
 def test_what_is_no_run_of_whole_steps_is_damage(path):
     first, second, third = messages([0, 1, 2])
     whole = HEADER + first + END_OF_STREAM
+    record = pa.ipc.read_record_batch(pa.ipc.read_message(first), STREAM_SCHEMA)
+    laid_out_otherwise = [
+        pa.Table.from_batches([record, record]).combine_chunks().to_batches()[0],
+        pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in STREAM_SCHEMA], schema=STREAM_SCHEMA),
+        record.set_column(0, STREAM_SCHEMA.field("step"), pa.array([-1], pa.int64())),
+        record.set_column(1, STREAM_SCHEMA.field("epoch"), pa.array([-1], pa.int32())),
+    ]
     cannot_be_read = r"is damaged: the step at byte \d+ cannot be read"
     cases = {
+        **{HEADER + batch.serialize().to_pybytes(): cannot_be_read for batch in laid_out_otherwise},
         **{HEADER + resized(first, more, where=0) + second: cannot_be_read for more in (8, 2**40, -8)},
         **{HEADER + first + resized(second, 504, where=where) + END_OF_STREAM: cannot_be_read for where in range(3)},
         HEADER + b"garbage" * 9: cannot_be_read,
@@ -189,21 +199,6 @@ def test_the_first_step_has_to_continue_what_came_before(path):
     assert file.read(0).step == 5
     with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
         file.continue_from(98)
-
-
-def test_what_is_laid_out_otherwise_is_damage(path):
-    record = pa.ipc.read_record_batch(pa.ipc.read_message(messages([0])[0]), STREAM_SCHEMA)
-    batches = [
-        pa.Table.from_batches([record, record]).combine_chunks().to_batches()[0],
-        pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in STREAM_SCHEMA], schema=STREAM_SCHEMA),
-    ]
-    for name in ("step", "epoch"):
-        index = STREAM_SCHEMA.get_field_index(name)
-        negative = pa.array([-1], STREAM_SCHEMA.field(name).type)
-        batches.append(record.set_column(index, STREAM_SCHEMA.field(name), negative))
-    for batch in batches:
-        with pytest.raises(ReferenceFormatError, match="cannot be read"):
-            open_stream(path, HEADER + batch.serialize().to_pybytes())
 
 
 def test_a_file_that_changes_after_it_was_opened_is_noticed(path):

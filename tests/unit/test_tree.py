@@ -2,21 +2,18 @@
 
 import json
 import math
-import random
 import struct
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from tracing import assert_same, site_of, step_of, traced
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.evidence import evidence_path
-from det_callbacks.runs.program import argument_bits, plain_value, scalar_bits
+from det_callbacks.runs.program import plain_value
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -157,22 +154,6 @@ def test_a_run_keeps_the_numbers_of_a_call_and_the_comparison_shows_them(tmp_pat
     assert shown.divergence.is_origin is None, "nobody can tell what the op was called with"
 
 
-def test_alternating_steps_find_their_programs_again():
-    def step(number: int) -> None:
-        torch.exp(X)
-        if number % 2:
-            torch.sin(X)
-        torch.cos(X)
-
-    mode = HashMode()
-    traces = [step_of(mode, lambda number=number: step(number)) for number in range(4)]
-    num_nodes = mode.recorder.trie.num_nodes
-    assert len({trace.program.id for trace in traces}) == 2
-    for number in range(4):
-        assert step_of(mode, lambda number=number: step(number)).program is traces[number].program
-    assert mode.recorder.trie.num_nodes == num_nodes
-
-
 def test_the_trie_is_bounded(monkeypatch):
     monkeypatch.setattr("det_callbacks.trace.program_trie.MAX_NODES", 200)
     mode = HashMode()
@@ -189,19 +170,6 @@ def test_the_trie_is_bounded(monkeypatch):
     assert_same(first, step_of(mode, lambda: step(5)))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.floats(allow_nan=True) | st.integers(-(2**70), 2**70) | st.booleans() | st.complex_numbers())
-def test_every_number_has_a_form(value):
-    word, tag = scalar_bits(value)
-    assert 0 <= word < 2**64
-    if tag == "float":
-        assert struct.pack("<Q", word) == struct.pack("<d", value)
-    elif tag == "int":
-        assert word == value % 2**64
-    json.dumps(plain_value(value), allow_nan=False)
-    assert argument_bits([value])[:2] == (word, tag)
-
-
 def test_occurrences_are_counted_per_place():
     trace = traced(lambda: [torch.exp(X), torch.sin(X), torch.exp(X), torch.exp(X)])
     assert [site_of(trace, "exp.default", number).occurrence for number in range(3)] == [0, 1, 2]
@@ -211,29 +179,20 @@ def test_occurrences_are_counted_per_place():
 # A step has the same program in a process that is new, after other steps, while it verifies, and after a resume
 
 
-class Random(nn.Module):
-    """A model drawn by a seed, whose inputs have another length in each step."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        draw = random.Random(seed)
-        self.table = nn.Embedding(20, 8)
-        kinds = [
-            lambda: nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(draw.random())),
-            lambda: nn.LayerNorm(8),
-            lambda: nn.Dropout(draw.choice([0.1, 0.5])),
-            lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True),
-            lambda: nn.Softmax(draw.choice([1, 2])),
-        ]
-        self.layers = nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(1, 4))))
-        self.head = nn.Linear(8, 20)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], dtype=torch.float32) / tokens.shape[1]
-        return self.head(self.layers(self.table(tokens) + places[:, None]))
+def network() -> nn.Sequential:
+    """Return a network that draws, whose inputs may have another length in each step."""
+    return nn.Sequential(
+        nn.Embedding(20, 8),
+        nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True),
+        nn.LayerNorm(8),
+        nn.LeakyReLU(0.3),
+        nn.Dropout(0.5),
+        nn.Softmax(1),
+        nn.Linear(8, 20),
+    )
 
 
-def step_of_random(model: nn.Module, optimizer: torch.optim.Optimizer, length: int) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, length: int) -> None:
     torch.manual_seed(length)
     optimizer.param_groups[0]["lr"] = 0.1 / length
     optimizer.zero_grad()
@@ -241,17 +200,11 @@ def step_of_random(model: nn.Module, optimizer: torch.optim.Optimizer, length: i
     optimizer.step()
 
 
-@settings(max_examples=5, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    history=st.lists(st.integers(2, 9), max_size=3),
-    optimizer=st.sampled_from([torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]),
-)
-def test_a_program_is_a_function_of_the_step_alone(seed, history, optimizer):
-    torch.manual_seed(seed)
-    model = Random(seed)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_program_is_a_function_of_the_step_alone(optimizer):
+    model = network()
     update = optimizer(model.parameters(), lr=0.1)
-    step_of_random(model, update, 3)  # the optimizer makes its state
+    train_step(model, update, 3)  # the optimizer makes its state
     tensors = [*model.parameters(), *(value for state in update.state.values() for value in state.values())]
     saved = [tensor.detach().clone() for tensor in tensors]
 
@@ -259,23 +212,22 @@ def test_a_program_is_a_function_of_the_step_alone(seed, history, optimizer):
         mode = HashMode(model)
         mode.optimizers = [update]
         for length in lengths:
-            step_of(mode, lambda length=length: step_of_random(model, update, length))
+            step_of(mode, lambda length=length: train_step(model, update, length))
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
         torch.manual_seed(5)
         mode.begin(expected=expected)
-        step_of_random(model, update, 5)
+        train_step(model, update, 5)
         found = mode.finish()
         assert found is not None
         return found
 
     fresh = trace_after([])
-    other = Expectation.of(traced(lambda: X.exp()).digests)
     for found in (
-        trace_after(history),
+        trace_after([2, 9, 2]),
+        trace_after([5]),
         trace_after([], Expectation.of(fresh.digests)),
-        trace_after(history, other),
+        trace_after([4], Expectation.of(traced(lambda: X.exp()).digests)),
     ):
-        assert found.program.id == fresh.program.id
         assert_same(fresh, found)
