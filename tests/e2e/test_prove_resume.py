@@ -42,19 +42,14 @@ def test_it_holds(tmp_path: Path) -> None:
         "interrupted.ckpt.resume",
         "resumed",
     }
-    verdict = prove(tmp_path, Manual, stop_at=7, level="op", folder=tmp_path / "mine")
-    assert (verdict.verdict, verdict.coverage.steps) == ("match", (7, 9))
-    assert (tmp_path / "mine" / "reference").exists()
 
-
-def test_with_a_validation(tmp_path: Path) -> None:
-    def make_trainer() -> pl.Trainer:
-        return quiet_trainer(max_epochs=3, default_root_dir=tmp_path, val_check_interval=2)
-
-    def data() -> tuple[Any, Any]:
+    def with_validation() -> tuple[Any, Any]:
         return loader(), DataLoader(Augmented(num_samples=4), batch_size=2)
 
-    assert prove_resume(make_trainer, Noisy, data, stop_at=4, steps=10, level="state").verdict == "match"
+    options = {"trainer": {"val_check_interval": 2}, "folder": tmp_path / "mine"}
+    verdict = prove(tmp_path, Manual, with_validation, stop_at=7, level="op", **options)
+    assert (verdict.verdict, verdict.coverage.steps) == ("match", (7, 9))
+    assert (tmp_path / "mine" / "reference").exists()
 
 
 @pytest.mark.parametrize(

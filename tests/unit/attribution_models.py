@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from attribution_networks import Attending, Gpt, Recurrent, Views
+from attribution_networks import Gpt, Recurrent, Views
 from module_oracle import name_frames, standing_in
 from torch import Tensor, library, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -32,33 +31,6 @@ class Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 1.0
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].exp()
-
-
-class SetUp(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        return x.mul(y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        return grad * y, grad * x
 
 
 class Through(torch.autograd.Function):
@@ -86,7 +58,7 @@ class Customs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
-        return Once.apply(SetUp.apply(y, self.one(y))) * Scale.apply(Turn.apply(y), 0.5)
+        return y.exp() * self.one(y) * Scale.apply(Turn.apply(y), 0.5)
 
 
 class Functional(nn.Module):
@@ -122,20 +94,6 @@ class Softened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return soften(self.two(soften(self.one(x), 0.5)), 2.0)
-
-
-class Shared(nn.Module):
-    """One module called twice, a parameter of its own, and tensor hooks that compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.shared(self.norm(self.shared(x)) * self.scale)
-        y.register_hook(lambda grad: grad.clamp(-1, 1) * 0.5)
-        return y + self.scale.sum()
 
 
 class Inner(nn.Module):
@@ -190,33 +148,11 @@ def _plain(model: nn.Module, make_input: Callable[[], Tensor]) -> tuple[nn.Modul
 
 
 def _penalised() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Functional4(8), nn.LayerNorm(8), nn.Softplus(), nn.Linear(8, 1))
-    name_frames(model)
-
-    def step() -> None:
-        x = torch.randn(5, 4, requires_grad=True)
-        out = model(x)
-        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.mean() + (grad.norm(dim=1) - 1).square().mean()).backward()
-
-    return model, step
-
-
-class Functional4(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scale.apply(x + self.bias, 2.0) ** 2
-
-
-def _penalised_inside() -> tuple[nn.Module, Step]:
     class Penalty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             inner = Inner("penalty.net.1", nn.Linear(4, 4), reentrant=False)
-            self.net = nn.Sequential(nn.Linear(4, 4), inner, nn.Tanh(), nn.Linear(4, 1))
+            self.net = nn.Sequential(nn.Linear(4, 4), inner, nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1))
 
         def forward(self, x: Tensor) -> Tensor:
             x = x.detach().requires_grad_()
@@ -233,18 +169,6 @@ def _penalised_inside() -> tuple[nn.Module, Step]:
             return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
 
     return _plain(Outer(), lambda: torch.randn(3, 4))
-
-
-def _retained() -> tuple[nn.Module, Step]:
-    model = Shared()
-    name_frames(model)
-
-    def step() -> None:
-        out = model(torch.randn(3, 4))
-        (out * 2).sum().backward(retain_graph=True)
-        out.square().mean().backward()
-
-    return model, step
 
 
 def _lbfgs() -> tuple[nn.Module, Step]:
@@ -356,17 +280,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "gpt, checkpointed": lambda: _plain(Gpt(reentrant=False), _tokens),
     "gpt, checkpointed reentrantly": lambda: _plain(Gpt(reentrant=True), _tokens),
     "recurrent": lambda: _plain(Recurrent(), lambda: torch.randn(5, 3, 4)),
-    "attention": lambda: _plain(Attending(), lambda: torch.randn(2, 5, 8)),
     "views": lambda: _plain(Views(), lambda: torch.randn(3, 6)),
     "functions": lambda: _plain(Customs(), _rows),
     "custom op": lambda: _plain(Softened(), _rows),
     "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
     "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
     "gradient penalty": _penalised,
-    "gradient penalty inside": _penalised_inside,
-    "retained graph": _retained,
-    "lbfgs": _lbfgs,
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
+    "lbfgs": _lbfgs,
     "optimizer steps in the backward pass": _stepped_in_backward,
     "checkpoints, retained, whole, autocast": _retained_checkpoint,
     "torch.func": _functional,

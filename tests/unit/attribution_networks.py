@@ -51,16 +51,6 @@ class Recurrent(nn.Module):
         return self.head(self.gru(self.lstm(x)[0])[0])
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x + self.mha(x, x, x)[0])
-
-
 class Gate(nn.Module):
     """Writes into views: chunks, rows, masks."""
 

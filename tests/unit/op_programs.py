@@ -30,56 +30,46 @@ def module(layer: nn.Module, *inputs: Tensor) -> None:
         layer.eval()(*inputs)
 
 
-def pointwise() -> None:
-    x, y = torch.rand(4, 5) * 0.8 + 0.1, torch.rand(4, 5) + 0.5
+def elementwise() -> None:
+    x, y = torch.rand(4, 6) * 0.8 + 0.1, torch.rand(4, 6) + 0.5
     for name in (
-        *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma"),
-        *("erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2"),
-        *("logit", "neg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt"),
-        *("square", "tan", "tanh", "trunc", "i0", "positive", "nan_to_num", "isnan", "signbit", "logical_not"),
+        *(
+            "abs",
+            "acos",
+            "digamma",
+            "erfinv",
+            "exp",
+            "expm1",
+            "floor",
+            "lgamma",
+            "log",
+            "logit",
+            "round",
+            "rsqrt",
+            "sgn",
+        ),
+        *("sigmoid", "sinc", "tan", "i0", "positive", "nan_to_num", "isnan", "logical_not"),
     ):
-        back(getattr(torch, name), x + 1 if name == "acosh" else x)
-    for name in (
-        *("add", "sub", "mul", "div", "pow", "atan2", "fmod", "remainder", "maximum", "minimum", "fmax", "fmin"),
-        *("hypot", "logaddexp", "logaddexp2", "xlogy", "copysign", "eq", "ge", "lt", "ne", "true_divide", "nextafter"),
-    ):
+        back(getattr(torch, name), x)
+    for name in ("add", "mul", "div", "pow", "atan2", "fmod", "maximum", "logaddexp", "xlogy", "copysign", "eq"):
         back(getattr(torch, name), x, y)
-    back(torch.lerp, x, y, torch.rand(4, 5))
-    back(lambda a, b: torch.addcmul(a, a, b) + torch.addcdiv(a, b, b), x, y)
-    back(lambda a: a.clamp(0.2, 0.6) + a.clamp_min(0.3) + a.polygamma(1) + a.mvlgamma(1), x + 1)
+    back(lambda a, b: torch.addcmul(a, a, b) + torch.addcdiv(a, b, b) + torch.lerp(a, b, b), x, y)
+    back(lambda a: a.clamp(0.2, 0.6) + a.clamp_min(0.3) + a.polygamma(1), x + 1)
     back(lambda a, b: torch.where(a > 0.5, a, b).masked_fill(a < 0.3, 0.0), x, y)
-    for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "gcd", "floor_divide", "__lshift__"):
-        getattr(torch.arange(1, 7), name)(torch.arange(1, 7))
-
-
-def activations() -> None:
-    x = torch.randn(3, 6)
-    for function in (
-        *(F.relu, F.relu6, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh),
-        *(F.leaky_relu, F.logsigmoid, F.softplus, F.softsign, F.softshrink, F.hardshrink, F.tanhshrink, F.glu),
-        *(F.log_softmax, F.softmax, F.softmin, F.normalize, F.rrelu, F.gumbel_softmax),
-    ):
-        back(lambda a, function=function: function(a, -1) if "soft" in function.__name__[-7:] else function(a), x)
-    module(nn.PReLU(), x)
-    module(nn.RReLU(), x)
-    for layer in (nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)):
-        module(layer, x)
-    module(nn.Dropout2d(0.5), torch.randn(2, 3, 4, 4))
+    for function in (F.relu, F.elu, F.gelu, F.mish, F.hardswish, F.leaky_relu, F.softplus, F.softshrink, F.rrelu):
+        back(function, x - 0.5)
+    for function in (F.glu, F.softmax, F.log_softmax, F.gumbel_softmax):
+        back(lambda a, function=function: function(a, dim=-1), x)
+    for layer in (nn.PReLU(), nn.RReLU(), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)):
+        module(layer, x - 0.5)
 
 
 def reductions() -> None:
     x = torch.rand(4, 5) + 0.1
-    for name in (
-        *("sum", "mean", "prod", "std", "var", "norm", "amax", "amin", "max", "min", "median", "nanmedian", "nansum"),
-        *("nanmean", "logcumsumexp", "cumsum", "cumprod", "argmax", "argmin", "all", "any", "count_nonzero", "mode"),
-        *("aminmax", "std_mean", "var_mean", "logsumexp", "cummax", "cummin"),
-    ):
-        function = getattr(torch, name)
-        needs_dim = name.startswith(("log", "cum")) or name in ("mode", "aminmax")
-        if needs_dim:
-            back(lambda a, function=function: function(a, dim=-1), x)
-        else:
-            back(function, x)
+    for name in ("sum", "mean", "prod", "std", "norm", "amax", "max", "median", "nansum", "argmax", "all", "var_mean"):
+        back(getattr(torch, name), x)
+    for name in ("logsumexp", "logcumsumexp", "cumsum", "cumprod", "cummax", "mode", "aminmax"):
+        back(lambda a, name=name: getattr(torch, name)(a, dim=-1), x)
     back(lambda a: a.sum(0) + a.mean(0) + a.amax(0) + a.prod(0) + a.norm(dim=0) + a.quantile(0.3, 0), x)
     back(lambda a: torch.cdist(a, a + 1) + torch.cov(a) + F.cosine_similarity(a, a + 1).sum(), x)
     back(lambda a: a.trace() + a.diff().sum() + torch.trapezoid(a).sum() + a.renorm(2, 0, 0.5).sum(), x)
@@ -140,17 +130,12 @@ def products() -> None:
     back(F.bilinear, a, a, torch.randn(2, 4, 4))
     square = torch.randn(4, 4) + 4 * torch.eye(4)
     for function in (
-        *(torch.linalg.inv, torch.linalg.det, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.eigvals),
-        *(torch.linalg.svdvals, torch.linalg.pinv, torch.matrix_exp, torch.linalg.lu, torch.linalg.matrix_norm),
+        *(torch.linalg.inv, torch.linalg.slogdet, torch.linalg.qr, torch.linalg.eigvals, torch.linalg.pinv),
+        *(torch.matrix_exp, torch.linalg.lu),
         lambda x: torch.linalg.cholesky(x @ x.mT),
-        lambda x: torch.linalg.eigh(x @ x.mT)[0],
         lambda x: torch.linalg.svd(x)[1],
-        lambda x: torch.linalg.solve(x, x[:, :2]),
         lambda x: torch.linalg.lstsq(x, x[:, :2]).solution,
         lambda x: torch.linalg.solve_triangular(x.triu(), x, upper=True),
-        lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(x @ x.mT)),
-        lambda x: torch.linalg.householder_product(x, x[0]),
-        lambda x: torch.linalg.matrix_power(x, 3) + torch.linalg.cross(x[:, :3], x[:, 1:]).sum(),
     ):
         back(function, square)
 
@@ -163,10 +148,9 @@ def convolutions() -> None:
         nn.Conv2d(4, 6, 3, stride=2, dilation=2),
         nn.ConvTranspose2d(4, 6, 3, stride=2),
         nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
-        *(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), nn.AdaptiveMaxPool2d(3), nn.LPPool2d(2, 2)),
-        *(nn.FractionalMaxPool2d(2, output_size=3), nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2)),
-        *(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.Unfold(2), nn.LocalResponseNorm(2)),
-        *(nn.Upsample(scale_factor=2, mode=mode) for mode in ("nearest", "bilinear", "bicubic", "nearest-exact")),
+        *(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), nn.FractionalMaxPool2d(2, output_size=3)),
+        *(nn.PixelShuffle(2), nn.ChannelShuffle(2), nn.ReflectionPad2d(1), nn.Unfold(2), nn.LocalResponseNorm(2)),
+        *(nn.Upsample(scale_factor=2, mode=mode) for mode in ("nearest", "bicubic")),
     ):
         module(layer, image)
         module(layer.train(), image.contiguous(memory_format=torch.channels_last))
@@ -174,15 +158,9 @@ def convolutions() -> None:
         module(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(216, 3)), image)
     with torch.backends.mkldnn.flags(enabled=False):
         module(nn.Conv2d(4, 6, 3), image)
-    for layer in (nn.Conv1d(4, 6, 3), nn.ConvTranspose1d(4, 6, 3), nn.MaxPool1d(2), nn.AvgPool1d(2)):
+    for layer in (nn.Conv1d(4, 6, 3), nn.MaxPool1d(2)):
         module(layer, image[:, :, 0])
-    for layer in (
-        nn.Conv3d(4, 6, 3),
-        nn.MaxPool3d(2),
-        nn.AvgPool3d(2),
-        nn.AdaptiveAvgPool3d(2),
-        nn.AdaptiveMaxPool3d(2),
-    ):
+    for layer in (nn.Conv3d(4, 6, 3), nn.MaxPool3d(2), nn.AdaptiveMaxPool3d(2)):
         module(layer, torch.randn(2, 4, 4, 4, 4))
     back(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), image)
     back(lambda x, theta: F.grid_sample(x, F.affine_grid(theta, (2, 4, 5, 5))), image, torch.randn(2, 2, 3))
@@ -229,13 +207,10 @@ def recurrences() -> None:
 def attention() -> None:
     heads = [torch.randn(2, 2, 5, 8) for _ in range(3)]
     back(F.scaled_dot_product_attention, *heads)
-    back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *heads)
-    back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.randn(5, 5)), *heads)
     back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.2), *heads)
     x = torch.randn(2, 5, 8)
     module(nn.MultiheadAttention(8, 2, batch_first=True), x, x, x)
     module(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), x)
-    module(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), x, x)
 
 
 def embeddings() -> None:
@@ -251,19 +226,12 @@ def embeddings() -> None:
 
 def losses() -> None:
     x, y, labels = torch.rand(4, 5), torch.rand(4, 5), torch.tensor([0, 2, 4, 1])
-    for function in (
-        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div),
-        *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
-    ):
+    for function in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div):
         back(lambda a, function=function: function(a, y), x)
-    for function in (F.cross_entropy, F.nll_loss, F.multi_margin_loss):
-        back(lambda a, function=function: function(a, labels), x)
+    back(lambda a: F.nll_loss(a, labels) + F.multi_margin_loss(a, labels), x)
     back(lambda a: F.cross_entropy(a, labels, label_smoothing=0.1, ignore_index=2, weight=torch.rand(5)), x)
     back(lambda a: F.cross_entropy(a[:, :, None, None], labels[:, None, None]), x)
     back(lambda a: F.multilabel_margin_loss(a, torch.tensor([[0, 2, -1, -1, -1]] * 4)), x)
-    back(lambda a: F.margin_ranking_loss(a, y, torch.ones(4, 5)) + F.triplet_margin_loss(a, y, y + 1), x)
-    back(lambda a: F.cosine_embedding_loss(a, y, torch.ones(4)) + F.gaussian_nll_loss(a, y, y), x)
-    back(lambda a: F.hinge_embedding_loss(a, torch.ones(4, 5)) + F.multilabel_soft_margin_loss(a, y), x)
     logits, targets = torch.randn(8, 2, 5), torch.tensor([[1, 2, 3], [2, 3, 1]])
     back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, torch.tensor([8, 6]), torch.tensor([3, 2])), logits)
     back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, (8, 6), (3, 2)), logits)
@@ -284,10 +252,8 @@ def optimizers() -> None:
         torch.optim.Adam: ({}, {"amsgrad": True}, {"foreach": True}, {"fused": True}),
         torch.optim.AdamW: ({}, {"foreach": True}, {"fused": True}, {"fused": True, "amsgrad": True}),
         torch.optim.Adagrad: ({}, {"foreach": True}, {"fused": True}),
-        torch.optim.RMSprop: ({"momentum": 0.5, "centered": True}, {"foreach": True}),
-        torch.optim.NAdam: ({}, {"foreach": True}),
-        torch.optim.Rprop: ({}, {"foreach": True}),
-        torch.optim.Adamax: ({}, {"foreach": True}),
+        torch.optim.RMSprop: ({"momentum": 0.5, "centered": True},),
+        torch.optim.Rprop: ({"foreach": True},),
         torch.optim.LBFGS: ({},),
     }
     for kind, variants in kinds.items():
@@ -336,7 +302,7 @@ def sparse_and_quantised() -> None:
 PROGRAMS: dict[str, Callable[[], None]] = {
     program.__name__: program
     for program in (
-        *(pointwise, activations, reductions, sorting_and_indexing, in_place, products, convolutions, normalisations),
-        *(recurrences, attention, embeddings, losses, transforms, optimizers, sparse_and_quantised),
+        *(elementwise, reductions, sorting_and_indexing, in_place, products, convolutions, normalisations, recurrences),
+        *(attention, embeddings, losses, transforms, optimizers, sparse_and_quantised),
     )
 }

@@ -5,11 +5,12 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks.trace import source
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.source import Entry, capture_source, engine_entry
+from det_callbacks.trace.source import capture_source
+
+SITE_PACKAGES = source._TORCH.removesuffix("/torch")
 
 
 def called(code: str, filename: str, **scope: object) -> object:
@@ -53,31 +54,27 @@ def test_the_text_of_a_line_is_read_where_its_file_is_known_beyond_doubt(tmp_pat
     assert source.read_text([found]) == {}
 
 
-def test_equal_code_in_two_files_keeps_its_file():
+def test_files_are_shown_without_what_belongs_to_the_machine():
+    shown = {
+        "one.py": "one.py",
+        "two.py": "two.py",  # equal code in another file
+        "/home/someone/project/train.py": "project/train.py",  # no home directory gets into a run
+        f"{SITE_PACKAGES}/timm/layers.py": "timm/layers.py",  # installed packages are users' code
+    }
     text = "def f():\n    return capture()\n"
-    one = called(text, "one.py", capture=capture_source)
-    two = called(text, "two.py", capture=capture_source)
-    assert (one[0], two[0]) == ("one.py:2 in f", "two.py:2 in f")
+    assert [called(text, name, capture=capture_source)[0] for name in shown] == [f"{s}:2 in f" for s in shown.values()]
 
 
-def test_no_home_directory_gets_into_a_run():
-    lines = called("def f():\n    return capture()\n", "/home/someone/project/train.py", capture=capture_source)
-    assert lines[0] == "project/train.py:2 in f"
-
-
-def test_installed_packages_are_users_code_but_not_the_training_loop():
-    site_packages = source._TORCH.removesuffix("/torch")
-    library = called("def f():\n    return capture()\n", f"{site_packages}/timm/layers.py", capture=capture_source)
-    assert library[0] == "timm/layers.py:2 in f"
+def test_the_training_loop_is_not_users_code():
     loop = called(
         "def f():\n    return step()\n",
-        f"{site_packages}/lightning/pytorch/loops/training_epoch_loop.py",
+        f"{SITE_PACKAGES}/lightning/pytorch/loops/training_epoch_loop.py",
         step=lambda: capture_source(),
     )
     assert len(loop) == 1
     assert loop[0].endswith("in <lambda>")
     hooks = called(
-        "def f():\n    return capture()\n", f"{site_packages}/lightning/pytorch/core/hooks.py", capture=capture_source
+        "def f():\n    return capture()\n", f"{SITE_PACKAGES}/lightning/pytorch/core/hooks.py", capture=capture_source
     )
     assert not any("lightning" in line for line in hooks)
 
@@ -103,65 +100,48 @@ def test_an_optimizer_without_user_code_shows_its_own_line():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.step()  # the wrappers of the first call
-    site_packages = source._TORCH.removesuffix("/torch")
     weight.grad = torch.ones(2)
     mode = HashMode()
     with mode:
         called(
             "def f():\n    return step()\n",
-            f"{site_packages}/lightning/pytorch/loops/optimization/automatic.py",
+            f"{SITE_PACKAGES}/lightning/pytorch/loops/optimization/automatic.py",
             step=optimizer.step,
         )
     (line,) = line_of("aten.add_.Tensor", mode)
     assert line.startswith("torch/optim/sgd.py:")
 
 
-class Asking(TorchDispatchMode):
-    """Asks at every op of a backward pass how the engine came to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[tuple[str, Entry]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch._C._current_graph_task_id() != -1:
-            self.entries.append((func._opname, engine_entry()))
-        return func(*args, **(kwargs or {}))
-
-
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x * 2
+        return x + x
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.mul(2)
-
-
-def test_entries_of_the_engine():
-    x = torch.ones(3, requires_grad=True)
-    y = Double.apply(x.sin())
-    y.register_hook(lambda grad: grad.neg())
-    z = y.exp().sum()
-    with Asking() as asking:
-        z.backward()
-    entries = dict(asking.entries)
-    assert entries["neg"] is Entry.HOOK
-    assert entries["expand"] is Entry.ENGINE
-    assert entries["cos"] is Entry.ENGINE
-    assert [entry for name, entry in asking.entries if name == "mul"] == [Entry.ENGINE, Entry.FUNCTION, Entry.ENGINE]
+        return grad.div(0.5)
 
 
 @pytest.mark.parametrize("packing", [lambda x: x * 1.0, lambda x: x])
-def test_saved_tensor_hooks_are_hooks(packing):
+def test_ops_of_hooks_have_a_source_of_their_own_and_others_that_of_the_forward_op(packing):
+    def unpack(packed):
+        return packed.abs()
+
+    def negate(grad):
+        return grad.neg()
+
     x = torch.ones(3, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(packing, lambda packed: packed.abs()):
-        z = x.sin().sum()
-    with Asking() as asking:
-        z.backward()
-    assert dict(asking.entries)["abs"] is Entry.HOOK
-    assert dict(asking.entries)["cos"] is Entry.ENGINE
+    mode = HashMode()
+    with mode:
+        with torch.autograd.graph.saved_tensors_hooks(packing, unpack):
+            y = x.sin()
+        y = Double.apply(y)
+        y.register_hook(negate)
+        y.exp().sum().backward()
+    assert line_of("aten.abs.default", mode)[0].endswith(" in unpack")
+    assert line_of("aten.neg.default", mode)[0].endswith(" in negate")
+    assert line_of("aten.cos.default", mode) == line_of("aten.sin.default", mode)
+    assert line_of("aten.div.Tensor", mode) == line_of("aten.add.Tensor", mode)
 
 
 def test_walking_the_stack_holds_nothing():
