@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from det_callbacks import NumericsReport, compare_modules
 
@@ -22,36 +21,26 @@ class ConvNet(nn.Module):
         return self.net(images)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 2 * width)
-        self.contract = nn.Linear(2 * width, width)
-
-    def attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        query, key, value = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
-        )
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.project(attended.transpose(1, 2).reshape(batch, length, width))
+class Block(nn.TransformerEncoderLayer):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x))
-        return x + self.contract(gelu(self.expand(self.norm2(x))))
+        x = x + self._sa_block(self.norm1(x), None, None)
+        return x + self._ff_block(self.norm2(x))
+
+
+class WithoutResidual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._sa_block(self.norm1(x), None, None)
+        return self._ff_block(self.norm2(x))
 
 
 class Transformer(nn.Module):
     def __init__(self, width: int = 32, layers: int = 3) -> None:
         super().__init__()
         self.tokens = nn.Embedding(50, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 50, bias=False)
 
@@ -87,12 +76,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-class WithoutResidual(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x))
-        return self.contract(gelu(self.expand(self.norm2(x))))
-
-
 def drop_residual(model: Transformer, layer: int) -> tuple[str, str]:
     """Drop the second residual of a block; return phase and name of what is wrong first."""
     model.blocks[layer].__class__ = WithoutResidual
@@ -105,16 +88,12 @@ def change_epsilon(model: Transformer, layer: int) -> tuple[str, str]:
 
 
 def store_transposed(model: Transformer, layer: int) -> tuple[str, str]:
-    weight = model.blocks[layer].project.weight
+    weight = model.blocks[layer].self_attn.out_proj.weight
     weight.data = weight.data.t().contiguous()
-    return "initial", f"blocks.{layer}.project.weight"
+    return "initial", f"blocks.{layer}.self_attn.out_proj.weight"
 
 
-WRONG: tuple[Callable[[Any, int], tuple[str, str]], ...] = (
-    drop_residual,
-    change_epsilon,
-    store_transposed,
-)
+WRONG: tuple[Callable[[Any, int], tuple[str, str]], ...] = (drop_residual, change_epsilon, store_transposed)
 
 
 class Apply(nn.Module):

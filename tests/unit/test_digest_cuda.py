@@ -6,7 +6,7 @@ import device_cases
 import pytest
 import torch
 
-from det_callbacks.digest import digest_tensor, digest_tensors
+from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import DigestQueue, device_choice
 from det_callbacks.digest.device.queue import MAX_BYTES
 from det_callbacks.digest.device.triton_digest import TritonDigest
@@ -55,6 +55,8 @@ def test_ten_thousand_random_tensors(method: TritonDigest) -> None:
             for device in ("cuda", "cpu")
         )
         assert digest_tensors(there) == digest_tensors(here)
+        for one, other in zip(there[:50], here, strict=False):
+            assert (digest_tensor(one), digest_output(one)) == (digest_tensor(other), digest_output(other))
 
 
 @pytest.mark.parametrize("num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes")

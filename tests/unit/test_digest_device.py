@@ -4,15 +4,16 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import device_cases
 import pytest
 import torch
 from late_kernels import late_kernels
 from test_digest_queue import LateDevice
+from test_digest_unobserved import CountingDispatch
 
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import (
@@ -133,14 +134,13 @@ def test_the_kernels_compile_once_for_gpus_that_are_not_there(tmp_path: Path) ->
     assert output.splitlines() == [f"{name} {capability}" for capability in (80, 90) for name in names]
 
 
-def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() -> None:
     device = LateDevice()
     device_cases.check(device, 60, largest=5 * 256 * 1024, seed=7)
     assert disagreement(device, device_cases.HOST) is None
     device.collect = lambda launched: [1] * 5
-    assert (
-        disagreement(device, device_cases.HOST) == "a late device gave other bits than the host for 263173 bytes at 0"
-    )
+    said = "a late device gave other bits than the host for 263173 bytes at 0"
+    assert disagreement(device, device_cases.HOST) == said
 
 
 def test_a_tensor_by_itself_is_queued_when_it_is_large() -> None:
@@ -198,9 +198,24 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it(does_write: 
     assert queue.finish() == expected
 
 
-def reason_with(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.mark.parametrize(
+    ("is_interpreted", "error", "reason"),
+    [
+        (False, AssertionError("libcuda.so cannot found!"), "AssertionError: libcuda.so cannot found!"),
+        (False, AttributeError("no such name"), "AttributeError: no such name"),
+        (True, None, "TRITON_INTERPRET is set"),
+    ],
+)
+def test_an_odd_triton_is_not_taken_and_says_why(
+    is_interpreted: bool, error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = late_kernels()
+    kernels.IS_INTERPRETED, kernels.TritonError = is_interpreted, ValueError
+    kernels.Launchers = mock.Mock(side_effect=error)
+    monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
     monkeypatch.setitem(sys.modules, "det_callbacks.digest.device.triton_kernels", kernels)
-    return str(device_choice.__wrapped__(torch.device("cuda", 0)))
+    said = str(device_choice.__wrapped__(torch.device("cuda", 0)))
+    assert said.startswith(f"a copy to the host; no Triton: {reason}")
 
 
 def test_without_triton_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,45 +226,16 @@ def test_without_triton_each_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -
     assert str(device_choice(torch.device("mps", 0))) == "a copy to the host"
 
 
-def raising(error: Exception) -> Callable[[], None]:
-    def launchers() -> None:
-        raise error
-
-    return launchers
-
-
-@pytest.mark.parametrize("error", [AssertionError("libcuda.so cannot found!"), AttributeError("no such name")])
-def test_an_odd_triton_is_not_taken_and_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = late_kernels()
-    kernels.IS_INTERPRETED, kernels.TritonError, kernels.Launchers = False, ValueError, raising(error)
-    monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
-    said = reason_with(kernels, monkeypatch)
-    assert said == f"a copy to the host; no Triton: {type(error).__name__}: {error}"
-
-
-def test_triton_s_interpreter_is_kept_from_the_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = late_kernels()
-    kernels.IS_INTERPRETED, kernels.TritonError = True, ValueError
-    assert "no Triton: TRITON_INTERPRET is set" in reason_with(kernels, monkeypatch)
-
-
 def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     def choice(_device: torch.device) -> Choice:
         torch.ones(2)
         return Choice(method=LateDevice())
 
     monkeypatch.setattr(late, "device_choice", choice)
     value = torch.arange(4.0)
-    with Mode():
+    with CountingDispatch() as mode:
         assert LateDigests().computes_on(value.device)
-    assert seen == []
+    assert mode.seen == []
 
 
 def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,15 +253,3 @@ def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: p
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     with device_cases.as_on_a_device(LateDevice(), alone_bytes=1000):
         assert [digest_tensor(part) for part in parts] == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_triton_is_chosen_and_agrees() -> None:
-    found = device_choice(torch.device("cuda", torch.cuda.current_device()))
-    assert str(found).startswith("Triton"), found
-    there, here = (
-        device_cases.tensors(500, largest=40 << 20, seed=1, device=torch.device(device)) for device in ("cuda", "cpu")
-    )
-    assert digest_tensors(there) == digest_tensors(here)
-    assert [digest_tensor(case) for case in there] == [digest_tensor(case) for case in here]

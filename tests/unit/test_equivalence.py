@@ -2,12 +2,11 @@
 
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from attribution_models import MODELS
-from nondeterministic_ops import Planted, entropy, noisy, noisy_
+from nondeterministic_ops import Planted, entropy, noisy
 from tiers import rest_slow
 from torch import Tensor, library, nn
 
@@ -146,20 +145,3 @@ def test_what_is_kept_of_a_long_block_does_not_grow_with_its_ops():
         nodes = [event for kept in mode._places.backward._threads.values() for event in kept.first.values()]
     assert len(nodes) > 100
     assert len(set(map(id, nodes))) < 10
-
-
-class NoisyOptimizer(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                noisy_(parameter.data)
-
-
-def test_an_optimizer_is_its_own_phase():
-    layer = nn.Linear(2, 2)
-    optimizer = NoisyOptimizer(layer.parameters())
-    with BitwiseEquivalenceMode(model=layer) as mode:
-        optimizer.step()
-        noisy(torch.ones(1))
-    assert [found.phase for found in mode.get_mismatches()] == ["optimizer", "optimizer", "forward"]
-    assert mode.get_mismatches()[0].source[0].startswith("tests/unit/test_equivalence.py:")

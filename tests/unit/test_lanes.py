@@ -127,17 +127,6 @@ def test_random_launches_give_the_digests_of_their_moment(seed: int, monkeypatch
         assert method.collect(waiting[queue]) == expected[queue]
 
 
-def test_sums_that_would_not_fit_are_finished_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_digest, "FIRST_LANE_TILES", 16)
-    method = StreamedDigest()
-    values = random_bytes(10 * TILE, 5 * TILE, 2 * TILE)
-    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
-    assert method.names() == ["sum_blocks", "hash_leaves", "hash_words", "sum_blocks", "hash_leaves"]
-    values = random_bytes(2 * LEAF_BYTES + 5)  # more than there is room for: in two parts
-    assert method.collect([method.launch(spans(values), "main")]) == digests(values)
-    assert method.names() == ["sum_blocks", "hash_leaves", "sum_blocks", "hash_leaves", "hash_words"]
-
-
 @pytest.mark.parametrize("num_bytes", [LEAF_BYTES + 1, 8 << 30, (8 << 30) + 1, 9 << 30], ids=lambda size: f"{size}")
 def test_hashes_of_hashes_go_level_by_level(num_bytes: int) -> None:
     counts = [-(-num_bytes // LEAF_BYTES)]

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -184,9 +183,3 @@ def test_what_has_no_elements_in_common_is_refused() -> None:
             tensor_numbers(LABEL, one, other)
     with pytest.raises(ValueError, match="not two tensors of 3 elements"):
         numbers.tensor_numbers(TensorNumbers(tensor="x", shape=(3,)), np.zeros(12, np.uint8), np.zeros(8, np.uint8))
-
-
-def test_they_survive_json() -> None:
-    found = tensor_numbers(LABEL, torch.tensor([1.0, math.nan]), torch.tensor([2.0, 1.0]))
-    assert msgspec.convert(found.to_dict(), TensorNumbers) == found
-    assert hash(msgspec.convert(found.to_dict(), TensorNumbers)) == hash(found)

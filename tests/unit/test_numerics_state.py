@@ -134,7 +134,7 @@ def test_two_attention_backends_and_autocast() -> None:
     assert report.close, str(report)
     assert not report.equal
     assert report.first is not None
-    assert report.first.name == "blocks.0.project"  # the first that reads what an attention gave
+    assert report.first.name == "blocks.0.self_attn"
     half = compare_modules(
         model,
         model,

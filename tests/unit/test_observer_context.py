@@ -5,13 +5,12 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from observing import names, record, sites
 from torch.utils._debug_mode import DebugMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from det_callbacks import (
     DivergenceError,
@@ -27,17 +26,9 @@ from det_callbacks import (
     observe,
     observe_non_deterministic,
 )
-from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import SavedStep
-
-
-@pytest.fixture(autouse=True)
-def _no_observer_is_left() -> Any:
-    yield
-    assert not is_in_torch_dispatch_mode()
-    assert REGISTRY.sink is None
 
 
 def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
