@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 # How to train faster: more workers of a loader, another logging interval.
 # Lightning's advice on workers and logging
@@ -24,3 +25,9 @@ def quiet_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         },
         callbacks=list(callbacks),
     )
+
+
+def has_same_weights(one: pl.LightningModule, other: pl.LightningModule) -> bool:
+    """Tell whether parameters and buffers of two modules are equal, none of them NaN."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(first, second) for first, second in pairs)

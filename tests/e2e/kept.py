@@ -123,7 +123,6 @@ def verify(folder: Path, model: Callable[[], Any] = Small, *, current: Path | No
 
 
 def numbers_of(verdict: Verdict) -> Numbers:
-    assert verdict.first_divergence is not None
     assert verdict.first_divergence.numbers is not None, "no numbers"
     return verdict.first_divergence.numbers
 

@@ -15,6 +15,7 @@ from styles import STYLES, Classifier, Samples, train
 from tiers import rest_slow
 from torch import Tensor, library, nn
 from torch.utils.data import DataLoader
+from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
 from det_callbacks import (
     AuditError,
@@ -25,11 +26,7 @@ from det_callbacks import (
 )
 from det_callbacks.patterns import OpPattern
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers:UserWarning",  # Lightning's advice on speed
-    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",
-    "ignore:.*`isinstance.treespec, LeafSpec.` is deprecated",  # Lightning's, of torch 2.13
-)
+pytestmark = LIGHTNING_ADVICE
 
 
 class Noise(nn.Module):
@@ -72,8 +69,7 @@ def audit(folder: Path, **options: Any) -> DeterminismCallback:
 
 
 def assert_equal_trainings(one: Any, other: Any) -> None:
-    for (name, value), (_, audited) in zip(one[0].state_dict().items(), other[0].state_dict().items(), strict=True):
-        assert torch.equal(value, audited), name
+    assert has_same_weights(one[0], other[0])
     for loss, audited_loss in zip(one[1], other[1], strict=True):
         assert (loss is None and audited_loss is None) or torch.equal(loss, audited_loss)
     assert torch.equal(one[2]["torch"], other[2]["torch"])
@@ -85,7 +81,6 @@ def test_nothing_is_reported_and_nothing_changes(style: str, tmp_path: Path) -> 
     module, options = STYLES[style]
     callback = audit(tmp_path / "audit", only_steps=(0, 1, 3))
     assert_equal_trainings(train(module, **options), train(module, callback, **options))
-    assert callback.audit_report is not None
     assert callback.audit_report.findings == ()
     assert callback.audit_report.num_compared > 20
     assert json.loads((tmp_path / "audit" / "audit.json").read_text()) == callback.audit_report.to_dict()
@@ -97,7 +92,6 @@ def test_three_nondeterministic_ops_are_found_and_no_other(tmp_path: Path) -> No
     with pytest.raises(AuditError, match="3 ops gave other bits") as caught:
         train(Noisy, callback, epochs=1)
     report = callback.audit_report
-    assert report is not None
     assert caught.value.exit_code == 1
     assert caught.value.report == report
     assert pickle.loads(pickle.dumps(caught.value)).report == report
@@ -164,7 +158,6 @@ def test_a_fault_that_comes_once_is_transient(
     advice = "suspect the hardware" if judgement == "transient" else "Make these ops deterministic"
     with pytest.warns(DivergenceWarning, match=advice):
         train(module, callback, epochs=1)
-    assert callback.audit_report is not None
     (found,) = callback.audit_report.findings
     assert (found.judgement, found.steps) == (judgement, steps)
     assert found.op.startswith("audited.faulty")
@@ -179,8 +172,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     model, callback = Stops(), audit(tmp_path / "audit")
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])  # fmt: skip
+    trainer = quiet_trainer(callback)
     with pytest.raises(KeyError, match="mine"):
         trainer.fit(model, DataLoader(Samples(), batch_size=8))
     assert "training_step" not in vars(trainer.strategy)
@@ -210,7 +202,6 @@ def test_the_first_steps_of_a_fit_are_audited_whatever_their_numbers(tmp_path: P
 
     callback = audit(tmp_path / "audit")
     train(Classifier, StartsLate(), callback, epochs=1)
-    assert callback.audit_report is not None
     assert len(callback.audit_report.steps) == 3
     assert callback.audit_report.steps[0] > 30
 
@@ -227,7 +218,6 @@ def test_a_step_may_draw_its_batches_itself_and_steps_that_did_not_come_are_said
 
     callback = audit(tmp_path / "ops", only_steps=(1, 100))
     train(Draws, callback, epochs=1)
-    assert callback.audit_report is not None
     assert callback.audit_report.findings == ()
     assert "audited 1 step" in (told := capsys.readouterr().out)
     assert "1 step never came (100)" in told

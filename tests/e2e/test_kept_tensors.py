@@ -16,9 +16,9 @@ from processes import run_ranks
 from processes import train as train_ranks
 from styles import Classifier
 from torch import Tensor, nn
-from trainers import LIGHTNING_ADVICE
+from trainers import LIGHTNING_ADVICE, has_same_weights
 
-from det_callbacks import CoverageWarning, DeterminismCallback, SelectionError, Verdict, compare_runs
+from det_callbacks import CoverageWarning, DeterminismCallback, Verdict, compare_runs
 from det_callbacks.cli import main
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.tensors import files
@@ -56,7 +56,6 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(
     assert (output.tensor, output.shape, output.dtype) == ("output 0", (4, 6), "float32")
     assert (output.num_differing, output.num_elements, output.max_ulps, output.ulps) == (1, 24, 1, (23, 1))
     assert output.first == output.worst == (1, 3)
-    assert output.first_values is not None
     one, other = (torch.tensor(float(text)) for text in output.first_values)
     assert int(other.view(torch.int32)) - int(one.view(torch.int32)) == 1
     assert output.max_absolute == float((one.double() - other.double()).abs())
@@ -97,7 +96,6 @@ def test_a_nan_on_one_side_is_apart(reference: Path, tmp_path: Path) -> None:
     assert (output.num_differing, output.num_nan, output.num_inf, output.max_ulps) == (3, 1, 1, 6)
     assert output.ulps == (21, 0, 0, 1)
     assert (output.first, output.worst) == ((0, 1), (2, 5))
-    assert output.worst_values is not None
     assert output.worst_values[1] == "nan"
     offline = compare_runs(reference, tmp_path / "current")
     json.dumps(offline.to_dict(), allow_nan=False)
@@ -122,7 +120,6 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(tmp_path: Path) -> None
     reference = record(tmp_path / "ref", [f"optimizer/{op}"], model)
     verdict = verify(reference, model, around=planted(op, lambda out, args: ulps_at(args[0][2], (1, 4), num=2)))
     first = verdict.first_divergence
-    assert first is not None
     assert (first.phase, first.op, first.output, first.name) == ("optimizer", op, 2, "last.weight")
     output = output_of(verdict)
     assert (output.tensor, output.num_differing, output.max_ulps, output.first) == ("output 2", 1, 2, (1, 4))
@@ -153,29 +150,12 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
     kept = fit(DeterminismCallback(tmp_path / "ref", mode="record", keep_tensors=["*"]), model)
     assert torch.equal(torch.random.get_rng_state(), state)
-    for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert has_same_weights(plain, kept)
     fit(DeterminismCallback(tmp_path / "plain", mode="record"), model)
     assert compare_runs(tmp_path / "plain", tmp_path / "ref").verdict == "match"
     assert verify(tmp_path / "ref", model).verdict == "match"
     assert not list((tmp_path / "current").rglob("kept"))
     assert not list((tmp_path / "plain").rglob("kept"))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"keep_tensors": "aten.mm.default"}, "keep_tensors must be a list of patterns"),
-        ({"keep_tensors": ["nothing"]}, "keep_tensors: The op pattern 'nothing' names no op"),
-        ({"keep_tensors": ["sideways/aten.mm.default"]}, "keep_tensors: .* asks for the phase 'sideways'"),
-        ({"keep_tensors": ["*"], "tensor_budget_mib": "8"}, "tensor_budget_mib must be a number of MiB above 0"),
-        ({"keep_tensors": ["*"], "level": "module"}, 'keep_tensors needs level="op"'),
-        ({"keep_tensors": ["*"], "mode": "audit"}, "An audit looks at every op .* and keeps nothing"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SelectionError, match=says):
-        DeterminismCallback(tmp_path / "ref", **{"mode": "record", **options})
 
 
 def test_a_pattern_that_meant_no_op_is_said(tmp_path: Path) -> None:
@@ -194,7 +174,6 @@ def test_bits_that_were_put_back_are_those_that_are_kept(tmp_path: Path) -> None
     assert verify(reference, model, around=noisy(lambda out, args: out.fill_(0.5))).verdict == "match"
     change = planted(ADDMM, lambda out, args: ulps_at(out, (1, 3)), call=0)
     verdict = verify(reference, model, around=change, current=tmp_path / "again")
-    assert verdict.first_divergence is not None
     assert verdict.first_divergence.op == ADDMM
 
 

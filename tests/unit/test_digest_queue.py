@@ -55,19 +55,6 @@ def digests(*values: float, length: int = 4) -> list[int]:
     return [digest_tensor(filled(value, length)) for value in values]
 
 
-def test_tensors_wait_and_are_launched_and_fetched_once() -> None:
-    device = LateDevice()
-    queue = DigestQueue(device)
-    assert [add(queue, filled(value)) for value in (1, 2, 3)] == [0, 1, 2]
-    assert device.launches == []
-    assert queue.finish() == digests(1, 2, 3)
-    assert device.launches == [(3, None)]
-    assert device.num_collected == 1
-    assert queue.finish() == []
-    assert add(queue, filled(4)) == 0
-    assert queue.finish() == digests(4)
-
-
 @pytest.mark.parametrize(
     "write",
     [lambda pending: pending, lambda pending: pending[1:3], lambda pending: pending.view(torch.int32)],

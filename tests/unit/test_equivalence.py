@@ -80,12 +80,9 @@ def next_pattern(x: Tensor) -> Tensor:
     [
         ([0, -(2**31)], torch.float32, torch.int32, 0),
         ([0x7FC00000, 0x7FC00001], torch.float32, torch.int32, None),
-        ([0x3F800000, 0x3F800003], torch.float32, torch.int32, 3),
-        ([0x3C00, 0x3C01], torch.float16, torch.int16, 1),
         ([0, -(2**15)], torch.bfloat16, torch.int16, 0),
-        ([5, 9], torch.int64, torch.int64, 4),
     ],
-    ids=["signed zero", "NaN payload", "float", "half", "bfloat zero", "integer"],
+    ids=["signed zero", "NaN payload", "bfloat zero"],
 )
 def test_single_bits_count(bits, dtype, integers, max_ulps):
     PATTERNS[:] = [torch.tensor([word], dtype=integers).view(dtype) for word in bits]

@@ -106,7 +106,6 @@ def test_any_text_is_a_name(tmp_path: Path) -> None:
         with ObserverContext(tmp_path, "r" if reference is None else "c", reference) as observer:
             for name in names:
                 observe_non_deterministic(name, torch.rand(2))
-    assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "r"]
 
@@ -178,7 +177,6 @@ def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -
         replayed = observe_non_deterministic("t", other)
     assert repr(replayed) == repr(tree)
     assert replayed["tensor"] is other["tensor"]
-    assert observer.verdict is not None
     assert observer.verdict.verdict == "match"
     assert observer.verdict.coverage.replayed == {"t": {"count": 13, "differing": 13, "mib_per_step": 4e-06}}
 
@@ -267,7 +265,6 @@ def test_a_tensor_without_data_is_compared_by_what_it_is(tmp_path: Path) -> None
         said = nullcontext() if verdict == "match" else pytest.warns(DivergenceWarning)
         with said, ObserverContext(tmp_path, f"c{shape}", tmp_path / "r") as observer:
             observe("v", torch.empty(shape, device="meta"))
-        assert observer.verdict is not None
         assert observer.verdict.verdict == verdict
 
 
@@ -325,8 +322,6 @@ def test_a_gradient_of_another_branch_is_left_alone(tmp_path: Path) -> None:
         with ObserverContext(tmp_path, name, reference):
             observe_non_deterministic_grad("right", right)  # whose backward runs first
             ((left + right) * scale).sum().backward()  # one tensor is the gradient of both
-        assert a.grad is not None
-        assert b.grad is not None
         return a.grad.tolist(), b.grad.tolist()
 
     assert gradients("r", 2.0) == ([2.0], [2.0])
