@@ -3,6 +3,8 @@
 They are made from byte i of the pattern being the top byte of i * 2654435761 modulo 2**32.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from beta_tensors import BETA_TENSORS
 from det_callbacks.digest import (
     DIGEST_VERSION,
     digest_bytes,
+    digest_file,
     digest_memory,
     digest_output,
     digest_tensor,
@@ -84,11 +87,13 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), BYTES.items())
-def test_bytes(num_bytes: int, expected: str) -> None:
+def test_bytes(num_bytes: int, expected: str, tmp_path: Path) -> None:
     data = pattern(num_bytes)
+    (tmp_path / "file").write_bytes(data)
     tensor = torch.from_numpy(data)
     digests = [digest_bytes(data), digest_memory(data.ctypes.data, num_bytes), digest_tensor(tensor)]
-    digests += [digest_output(tensor), *digest_tensors([tensor])]
+    digests += [digest_output(tensor), *digest_tensors([tensor]), digest_file(tmp_path / "file")[1]]
+    assert digest_file(tmp_path / "file")[0] == num_bytes
     assert {format_digest(digest) for digest in digests} == {expected}
 
 

@@ -1,12 +1,13 @@
 """A small training that keeps tensors, and one change of what one op wrote, planted below the trace."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from faults import Around
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,9 +73,7 @@ def ulps_at(tensor: Tensor, *places: tuple[int, ...], num: int = 1) -> None:
         integers[place] += num
 
 
-def planted(
-    op: str, change: Callable[[Any, Any], object], *, step: int = 2, call: int = 0
-) -> Callable[[pl.LightningModule], AbstractContextManager[object]]:
+def planted(op: str, change: Callable[[Any, Any], object], *, step: int = 2, call: int = 0) -> Around:
     @contextmanager
     def around(model: pl.LightningModule) -> Iterator[None]:
         with Planted(model, op, change, step=step, call=call) as mode:
@@ -87,7 +86,7 @@ def planted(
 def fit(
     callback: DeterminismCallback | None,
     model: Callable[[], pl.LightningModule] = Small,
-    around: Callable[[pl.LightningModule], AbstractContextManager[object]] = lambda model: nullcontext(),
+    around: Around = lambda model: nullcontext(),
 ) -> pl.LightningModule:
     """Train four steps (an epoch) from one seed."""
     pl.seed_everything(5, verbose=False)

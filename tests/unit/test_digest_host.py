@@ -4,14 +4,13 @@ import ctypes
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import digest_reference
 import numpy as np
 import pytest
 
 from det_callbacks import host_digest as host
-from det_callbacks.digest import digest_bytes, digest_file, digest_memory
+from det_callbacks.digest import digest_bytes, digest_memory
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -19,27 +18,6 @@ MIB = 1024 * KIB
 
 def random_bytes(num_bytes: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(num_bytes)
-
-
-def digest_address(data: bytes) -> int:
-    array = np.frombuffer(data, dtype=np.uint8)
-    return digest_memory(array.ctypes.data, array.nbytes)
-
-
-@pytest.mark.parametrize(
-    "num_bytes",
-    [
-        *(0, 1, 3, 1023, 1024, 1025, 2047, 2048, 100_000),
-        *(256 * KIB - 1, 256 * KIB, 256 * KIB + 1, 512 * KIB, MIB + 7),
-    ],
-)
-def test_equal_to_the_other_implementation(num_bytes: int, tmp_path: Path) -> None:
-    data = random_bytes(num_bytes)
-    expected = digest_reference.digest(data)
-    assert digest_bytes(data) == expected
-    assert digest_address(data) == expected
-    (tmp_path / "file").write_bytes(data)
-    assert digest_file(tmp_path / "file") == (num_bytes, expected)
 
 
 def test_a_third_level_is_equal_to_the_other_implementation() -> None:
