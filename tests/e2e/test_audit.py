@@ -17,13 +17,7 @@ from torch import Tensor, library, nn
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
-from det_callbacks import (
-    AuditError,
-    DeterminismCallback,
-    DivergenceWarning,
-    NothingComparedError,
-    SelectionError,
-)
+from det_callbacks import AuditError, DeterminismCallback, DivergenceWarning, NothingComparedError, SelectionError
 from det_callbacks.patterns import OpPattern
 
 pytestmark = LIGHTNING_ADVICE

@@ -13,11 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, has_same_weights, quiet_trainer
 
-from det_callbacks import (
-    DeterminismCallback,
-    DivergenceError,
-    DivergenceWarning,
-)
+from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning
 
 pytestmark = [
     LIGHTNING_ADVICE,

@@ -249,13 +249,7 @@ def whole(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("damage", "side"),
-    [
-        (flip, "ref"),
-        (forge, "current"),
-        (Path.unlink, "ref"),
-        (Path.unlink, "current"),
-    ],
+    ("damage", "side"), [(flip, "ref"), (forge, "current"), (Path.unlink, "ref"), (Path.unlink, "current")]
 )
 def test_damage_is_said_and_never_a_number(
     whole: Path, tmp_path: Path, damage: Callable[[Path], None], side: str

@@ -14,13 +14,7 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest import (
-    components,
-    digest_memory,
-    digest_output,
-    digest_tensor,
-    digest_tensors,
-)
+from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import Choice, DeviceDigest, disagreement, late, triton_digest
 from det_callbacks.digest.device.triton_digest import TritonDigest
 

@@ -1,16 +1,15 @@
 """Two runs of a few hand-made steps, recorded or verified, and the verdict on them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from step_builder import StepBuilder, reducing_step, training_step
 from stored_runs import OneOf, join
 
 from det_callbacks.judge import compare_runs
-from det_callbacks.runs.program import Layout, Program, StepView
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -22,11 +21,7 @@ Pair = tuple[StepBuilder, StepBuilder]
 
 
 def manifest_of(environment: Mapping[str, Any] | None = None, selection: Selection | None = None) -> dict[str, Any]:
-    return {
-        "selection": (selection or Selection()).to_dict(),
-        "environment": dict(environment or {}),
-        "settings": {},
-    }
+    return {"selection": (selection or Selection()).to_dict(), "environment": dict(environment or {}), "settings": {}}
 
 
 def record(
@@ -126,34 +121,18 @@ def judge(
     return compare_runs(*runs)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A hand-made step, as the trace hands it over."""
-
-    builder: StepBuilder
-
-    @property
-    def _view(self) -> StepView:
-        return self.builder.view(ops_seen=3)
-
-    @property
-    def program(self) -> Program:
-        return self._view.program
-
-    @property
-    def layout(self) -> Layout:
-        return self._view.layout
-
-    @property
-    def layout_id(self) -> int:
-        return self.layout.id
-
-    @property
-    def digests(self) -> np.ndarray:
-        return self._view.record.digests
-
-    def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, segment: int = 0) -> StepView:
-        return self.builder.view(rank=rank, step=step, segment=segment, ops_seen=3)
+def trace_of(builder: StepBuilder) -> Any:
+    """Return a hand-made step as the trace hands it over."""
+    view = builder.view(ops_seen=3)
+    return SimpleNamespace(
+        program=view.program,
+        layout=view.layout,
+        layout_id=view.layout.id,
+        digests=view.record.digests,
+        view=lambda *, rank=0, step=0, epoch=0, segment=0: builder.view(
+            rank=rank, step=step, segment=segment, ops_seen=3
+        ),
+    )
 
 
 def detector(reference: Path, current: Path, *, environment: Any = None, **options: Any) -> Verification:
@@ -168,5 +147,5 @@ def run_fits(verification: Verification, fits: Sequence[Steps], *, is_resumed: b
             verification.close(complete=True)
         verification.begin_fit(number, is_resumed=is_resumed and not number)
         for step, builder in fit.items():
-            verification.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+            verification.add(trace_of(builder), step=step, epoch=0)
         verification.end_fit()

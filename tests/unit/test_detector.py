@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import require_one_verdict
-from pairs import Trace, detector, record, run_fits, steps_of
+from pairs import detector, record, run_fits, steps_of, trace_of
 from step_builder import StepBuilder, reducing_step, training_step
 
 from det_callbacks import verification as verifying
@@ -110,7 +110,7 @@ def test_a_verification_that_was_stopped_before_its_end_is_no_match(reference: P
     live = detector(reference, tmp_path / "current")
     live.begin_fit(0)
     for step, builder in steps_of(range(4)).items():
-        live.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+        live.add(trace_of(builder), step=step, epoch=0)
     assert live.stop("KeyboardInterrupt") is None
     with pytest.raises(NothingComparedError, match=r"stopped by KeyboardInterrupt after step 3.*That is no match"):
         compare_runs(reference, tmp_path / "current")
@@ -121,7 +121,7 @@ def test_steps_after_a_stop_are_not_missing(ends: str, reference: Path, tmp_path
     live = detector(reference, tmp_path / "current")
     live.begin_fit(0)
     for step, builder in steps_of(range(4), s3={"noise_at": 1}).items():
-        live.add(Trace(builder), step=step, epoch=0)  # type: ignore[arg-type]
+        live.add(trace_of(builder), step=step, epoch=0)
     verdict = live.stop("StopError") if ends == "stop" else live.finish(is_early=True)
     assert verdict is not None
     assert (verdict.cause, verdict.counts.steps_compared) == ("forward", 4)

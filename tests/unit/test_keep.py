@@ -61,23 +61,10 @@ def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0
     """Return the divergence of a site that both have."""
     digests = []
     for one in (first, second):
-        (place,) = [
-            index
-            for index, site in enumerate(one.program.sites)
-            if (site.op, site.occurrence, site.output, site.role) == (op, occurrence, output, "output")
-        ]
-        digests.append(format_digest(int(one.digests[place])))
-    site = second.program.sites[place]
-    return replace(
-        ADD,
-        phase=site.phase,
-        module=site.module,
-        op=op,
-        occurrence=occurrence,
-        output=output,
-        reference_digest=digests[0],
-        current_digest=digests[1],
-    )
+        places = [(site.op, site.occurrence, site.output, site.role) for site in one.program.sites]
+        digests.append(format_digest(int(one.digests[places.index((op, occurrence, output, "output"))])))
+    place = {"op": op, "occurrence": occurrence, "output": output}
+    return replace(ADD, **place, reference_digest=digests[0], current_digest=digests[1])
 
 
 def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Numbers | None:

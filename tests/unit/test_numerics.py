@@ -9,10 +9,7 @@ import torch
 from numerics_models import MODELS, WRONG, Transformer, compared, mlp, names, only
 from torch import Tensor, nn
 
-from det_callbacks import (
-    NumericsError,
-    compare_modules,
-)
+from det_callbacks import NumericsError, compare_modules
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compiling import COMPILING
-from numerics_models import MODELS, Transformer, mlp
+from numerics_models import MODELS, Apply, Transformer, mlp
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 
@@ -81,20 +81,10 @@ def test_what_is_not_compiled_is_no_result() -> None:
 def test_giving_up_after_recompilations_is_an_error() -> None:
     """Dynamo would go on in eager mode, which agrees with itself."""
 
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, power: float) -> Tensor:
-            return self.layer(x) * str(power).count("1")
-
+    branching = Apply(lambda weight, x, power: weight * x * str(power).count("1"))
     inputs = [(torch.ones(2, 4), str(number)) for number in range(4)]
-    with (
-        dynamo_config.patch(recompile_limit=2),
-        pytest.raises(ModuleRunError, match="in iteration 2"),
-    ):
-        compare_compiled(Branching(), inputs, backend="eager", iterations=4)
+    with dynamo_config.patch(recompile_limit=2), pytest.raises(ModuleRunError, match="in iteration 2"):
+        compare_compiled(branching, inputs, backend="eager", iterations=4)
 
 
 def test_wrong_arguments_and_a_backend_that_fails() -> None:

@@ -78,12 +78,7 @@ def test_the_paths_of_nested_values(tmp_path: Path) -> None:
         left: Tensor
         right: str
 
-    tree = {
-        "k": [torch.ones(1), None],
-        3: point(1, 2.0),
-        "d": Pair(torch.ones(1), "text"),
-        "c": 1j,
-    }
+    tree = {"k": [torch.ones(1), None], 3: point(1, 2.0), "d": Pair(torch.ones(1), "text"), "c": 1j}
     with ObserverContext(tmp_path, "run"):
         assert observe("name", tree) is tree
     assert names(tmp_path / "run") == [
