@@ -4,27 +4,25 @@ import random
 import weakref
 from collections.abc import Callable, Hashable, Sequence, Set
 
+import late_device
 import pytest
 import torch
-from late_device import bytes_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from det_callbacks.digest import digest_memory, digest_tensor
+from det_callbacks.digest import digest_tensor
 from det_callbacks.digest.device import DigestQueue, Span
 from det_callbacks.errors import DetCallbacksError
 
 
-class LateDevice:
-    """A device that reads a tensor when its launch is due and yields digests only at the end."""
-
-    name = "a late device"
+class LateDevice(late_device.LateDevice):
+    """One with streams, whose launches may fail."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.launches: list[tuple[int, Hashable]] = []
-        self.num_collected = 0
         self.current: Hashable = None
         self.failure: Exception | None = None
-        self.waits: list[tuple[Hashable, Hashable]] = []
+        self.waits: list[tuple[Hashable, Hashable]] = []  # of one stream for another
 
     def stream(self) -> Hashable:
         return self.current
@@ -36,11 +34,7 @@ class LateDevice:
         if self.failure is not None:
             raise self.failure
         self.launches.append((len(spans), stream))
-        return [bytes_of(span).clone() for span in spans]
-
-    def collect(self, launched: Sequence[list[torch.Tensor]]) -> list[int]:
-        self.num_collected += 1
-        return [digest_memory(flat.data_ptr(), flat.nbytes) for part in launched for flat in part]
+        return super().launch(spans, stream, unheld)
 
 
 def add(queue: DigestQueue, value: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from beta_tensors import BETA_TENSORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice, as_in_a_step, late_device
@@ -153,9 +154,7 @@ def freed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch calls sparse layouts beta
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls nested tensors a prototype
-@pytest.mark.filterwarnings("ignore:.*[Qq]uantiz.*")  # torch deprecates quantised tensors, and has them
+@BETA_TENSORS
 @pytest.mark.parametrize(
     ("make", "says"),
     [
