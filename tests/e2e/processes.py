@@ -1,6 +1,7 @@
 """Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test."""
 
 import faulthandler
+import json
 import os
 import socket
 import sys
@@ -114,3 +115,14 @@ def train(
     size = 32 // (batches * world_size)
     trainer.fit(module, DataLoader(Samples(), batch_size=size), **(fit or {}))
     return trainer, module
+
+
+def linked(reference: Path, folder: Path) -> Path:
+    """Return a folder in which the recorded run is the reference."""
+    (folder / "run").symlink_to(reference / "run")
+    return folder
+
+
+def verdict_in(folder: Path) -> dict[str, Any]:
+    verdict: dict[str, Any] = json.loads((folder / "current" / "verdict.json").read_text())
+    return verdict

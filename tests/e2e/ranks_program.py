@@ -50,12 +50,7 @@ STRATEGIES: dict[str, tuple[Any, Any, int]] = {
 def run(mode: Any, folder: Path, name: str) -> None:
     strategy, model, world_size = STRATEGIES[name]
     callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current")
-    train(
-        callback,
-        model=model,
-        strategy=strategy() if callable(strategy) else strategy,
-        world_size=world_size,
-    )
+    train(callback, model=model, strategy=strategy() if callable(strategy) else strategy, world_size=world_size)
 
 
 if __name__ == "__main__":

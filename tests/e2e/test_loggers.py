@@ -4,7 +4,6 @@ import csv
 import logging
 import random
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,23 +146,19 @@ def test_the_users_columns_stay_as_they_are(tmp_path: Path) -> None:
     assert not any(name.startswith("determinism") for name in plain[0])
 
 
-@pytest.mark.parametrize("on_divergence", ["collect", pytest.param("raise", marks=pytest.mark.slow)])
-def test_what_differs_is_logged(on_divergence: Any, reference: Path, tmp_path: Path) -> None:
+def test_what_differs_is_logged(reference: Path, tmp_path: Path) -> None:
     floats = FloatsOnly()
-    callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence=on_divergence)
+    callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence="collect")
     with pytest.raises(DivergenceError):
         fit(callback, floats, factor_at=4)
     verdict = callback.verdict
     assert verdict is not None
-    first, second, *others = (row for _, row in floats.ours())
+    first, second, last = (row for _, row in floats.ours())
     assert (first["differing"], "chain" in first) == (0.0, True)
     assert second["differing"] > 0
     assert "chain" not in second  # the curve ends where the runs part
-    if on_divergence == "raise":
-        assert [step for step, _ in floats.ours()] == [2, 4]
-    else:  # the loss of the epoch, a metric, differs too and is known when the fit has ended
-        (last,) = others
-        assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing - 1, 8.0)
+    # the loss of the epoch, a metric, differs too and is known when the fit has ended
+    assert (last["differing"], last["steps_verified"]) == (verdict.counts.sites_differing - 1, 8.0)
 
 
 @pytest.mark.parametrize("factor_at", [None, 4])
@@ -181,41 +176,14 @@ def test_stores_of_artifacts_get_the_verdict_and_the_report(
     monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
     current = tmp_path / "current"
     with suppress(DivergenceError):
-        options: dict[str, Any] = {"log_every_n_steps": 3, "default_root_dir": tmp_path}
-        loggers = [cast(Any, WandbLogger)(), cast(Any, MLFlowLogger)()]
-        fit(DeterminismCallback(reference, current=current), *loggers, factor_at=factor_at, **options)
+        loggers = [cast(Any, kind)() for kind in (WandbLogger, MLFlowLogger)]
+        callback = DeterminismCallback(reference, current=current)
+        fit(callback, *loggers, factor_at=factor_at, default_root_dir=tmp_path)
     names = ["verdict.json"] if factor_at is None else ["verdict.json", "report.html"]
     stems = [name.partition(".")[0] for name in names]
     assert kept == [
         *((str(current / name), f"determinism-{stem}", "determinism") for name, stem in zip(names, stems, strict=True)),
         *(("run7", str(current / name), "determinism") for name in names),
-    ]
-
-
-@pytest.mark.slow
-def test_wandb_and_mlflow_keep_them_offline(reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_SERVICE", "_RJEM_MALLOC_CONF"):  # which they set
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlruns'}")
-    wandb = WandbLogger(save_dir=tmp_path, offline=True)
-    artifacts: list[Any] = []
-    log_artifact: Any = wandb.experiment.log_artifact
-    monkeypatch.setattr(
-        wandb.experiment, "log_artifact", lambda *args, **options: artifacts.append(log_artifact(*args, **options))
-    )
-    with pytest.raises(DivergenceError):
-        fit(DeterminismCallback(reference, current=tmp_path / "current"), wandb, mlflow, factor_at=4)
-    wandb.experiment.finish()
-    kept = {path.name for path in (tmp_path / "mlruns").rglob("artifacts/determinism/*")}
-    assert kept == {"verdict.json", "report.html"}
-    assert [(it.type, list(it.manifest.entries)) for it in artifacts] == [
-        ("determinism", ["verdict.json"]),
-        ("determinism", ["report.html"]),
     ]
 
 
@@ -252,9 +220,6 @@ def test_it_is_logged_when_and_where_the_trainer_logs(options: Any, rows: Any, t
     if options["log_every_n_steps"]:
         assert [step for step, row in logger.logged if "loss" in row] == [step for step, _ in rows]
     assert [(step, row["steps_recorded"]) for step, row in logger.ours()] == rows
-
-
-# progress bars at a terminal
 
 
 def see(*callbacks: pl.Callback, factor_at: int | None = None) -> tuple[str, list[str]]:
@@ -299,8 +264,6 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(
 
 
 class Own(TQDMProgressBar):
-    """Shows what it likes."""
-
     def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {"mine": "yes"}
 
@@ -336,17 +299,3 @@ def test_what_a_user_shows_stays(seen_reference: Path, tmp_path: Path, capsys: p
     assert len(bar.shown) == 4
     assert all(re.fullmatch(r"loss=\d\.\d", line) for line in bar.shown)
     assert "det_callbacks: recorded 4 steps, " in capsys.readouterr().out
-
-
-def test_the_terminal_is_one() -> None:
-    for written, lines in (
-        ("three\rONE", ["ONEee"]),
-        ("bar\r\x1b[Kline\r\nbar", ["line", "bar"]),
-        ("a\r\nb\x1b[A\r\x1b[2Kc", ["c", "b"]),
-        ("\x1b[1;32mgreen\x1b[0m\x1b[?25l", ["green"]),
-        ("x" * (terminal.COLUMNS + 1), ["x" * terminal.COLUMNS, "x"]),
-    ):
-        assert terminal.shown(written) == lines
-    show: Callable[[str], list[str]] = terminal.shown
-    with pytest.raises(ValueError, match="not known"):
-        show("\x1b[5S")

@@ -1,6 +1,8 @@
-"""However one process of a run ends, all others end too, and leave a folder that opens; a slow one is waited for."""
+"""How fits of several processes end: all together, and what they leave opens; a slow process is waited for."""
 
+import multiprocessing
 import os
+import random
 import signal
 import time
 from functools import partial
@@ -9,17 +11,31 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from processes import Ended, run_ranks, train
+from judged import require_one_verdict
+from processes import Ended, linked, run_ranks, train, verdict_in
 from styles import Classifier, Samples
+from tiers import rest_slow
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, ReferenceFormatError, SettingsError, Verdict, compare_runs, verification
+from det_callbacks import (
+    DeterminismCallback,
+    DivergenceError,
+    ReferenceFormatError,
+    SettingsError,
+    Verdict,
+    compare_runs,
+    verification,
+)
+from det_callbacks.callback import take_unfinished, together
+from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import RankGroup
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
+STEPS = 8
+SLOW = pytest.mark.slow
 
 
 class EndAt(pl.Callback):
@@ -35,8 +51,6 @@ class EndAt(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "refuse":
             raise SettingsError("one of ours")
-        if self.how == "raise":
-            raise ValueError("the user's own")
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
@@ -46,9 +60,7 @@ class EndAt(pl.Callback):
     [
         ("kill", 0, -signal.SIGKILL),
         ("refuse", 1, 2),
-        pytest.param("kill", 1, -signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("raise", 1, 1, marks=pytest.mark.slow),
-        pytest.param("interrupt", 1, 1, marks=pytest.mark.slow),
+        pytest.param("interrupt", 1, 1, marks=SLOW),
     ],
 )
 def test_the_others_end(how: str, rank: int, exit_code: int, tmp_path: Path) -> None:
@@ -66,7 +78,7 @@ def test_the_others_end(how: str, rank: int, exit_code: int, tmp_path: Path) -> 
     assert [run.rank(rank).steps(0).tolist() for rank in run.ranks] == [[0, 1]] * 2
 
 
-@pytest.mark.slow
+@SLOW
 def test_workers_of_a_killed_rank_keep_no_connection_open(tmp_path: Path) -> None:
     """They are forked with the sockets of their rank, and end when they notice that it is gone."""
 
@@ -91,14 +103,7 @@ class SleepIn(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_end",
-        *(
-            pytest.param(hook, marks=pytest.mark.slow)
-            for hook in ("on_train_epoch_end", "on_validation_end", "on_train_batch_end")
-        ),
-    ],
+    "hook", rest_slow(["on_train_end", "on_train_epoch_end", "on_validation_end", "on_train_batch_end"], every=4)
 )
 def test_a_slow_rank_is_waited_for(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 1.0)  # for the forked processes
@@ -169,3 +174,199 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
     record_path(tmp_path / "current", 1).unlink()
     with pytest.raises(ReferenceFormatError, match=r"rank-00001/record\.json is missing"):
         compare_runs(tmp_path / "run", tmp_path / "current")
+
+
+class Planted(Classifier):
+    """Gets another batch on rank 1, in step 2 of the fit of that number; or has other weights after that step."""
+
+    def __init__(self, fit: int | None, *, is_late: bool) -> None:
+        super().__init__()
+        self.planted = fit
+        self.is_late = is_late
+        self.fit = 0
+
+    def on_train_start(self) -> None:
+        self.fit += 1
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.is_due(index) and not self.is_late:
+            batch[0].add_(1)
+
+    def optimizer_step(self, epoch: int, index: int, *others: Any, **options: Any) -> None:
+        super().optimizer_step(epoch, index, *others, **options)
+        if self.is_due(index) and self.is_late:
+            self.last.bias.detach().numpy()[0] += 1  # past torch: no op is to blame
+
+    def is_due(self, index: int) -> bool:
+        return self.planted == self.fit - 1 and index == 2 and self.global_rank == 1
+
+
+def fits(
+    callback: DeterminismCallback, *, planted: int | None = None, is_late: bool = False, num_fits: int = 1
+) -> None:
+    pl.seed_everything(11, verbose=False)
+    module = Planted(planted, is_late=is_late)
+    trainer = quiet_trainer(callback, devices=2, strategy="ddp")
+    for number in range(num_fits):
+        trainer.fit_loop.max_epochs = number + 1
+        try:
+            trainer.fit(module, DataLoader(Samples(), batch_size=32 // STEPS // 2))
+        finally:
+            print(f"fit {number}: {trainer.global_step} steps, verdict {callback.verdict and callback.verdict.verdict}")
+
+
+def verify(
+    folder: Path, planted: int | None = None, *, is_late: bool = False, num_fits: int = 1, **options: Any
+) -> list[Ended]:
+    def body(_: int) -> None:
+        callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
+        fits(callback, planted=planted, is_late=is_late, num_fits=num_fits)
+
+    return run_ranks(body, folder / "verify")
+
+
+def closing_lines(ended: list[Ended]) -> list[list[str]]:
+    return [[line for line in one.output.splitlines() if line.startswith("det_callbacks: ")] for one in ended]
+
+
+def recorded(folder: Path, num_fits: int) -> Path:
+    def body(_: int) -> None:
+        fits(DeterminismCallback(folder / "run", mode="record"), num_fits=num_fits)
+
+    assert [one.exit_code for one in run_ranks(body, folder / "record")] == [0, 0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("one"), 1)
+
+
+@pytest.fixture(scope="module")
+def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("two"), 2)
+
+
+def test_two_fits_are_recorded_and_verified_together(two_fits: Path, tmp_path: Path) -> None:
+    run = Run.open(two_fits / "run")
+    assert run.is_complete
+    assert [[len(run.rank(rank).steps(segment)) for segment in (0, 1)] for rank in (0, 1)] == [[STEPS, STEPS]] * 2
+    ended = verify(linked(two_fits, tmp_path), num_fits=2)
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    verdict = verdict_in(tmp_path)
+    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("match", 4 * STEPS)
+    assert all("fit 0: 8 steps, verdict None" in one.output for one in ended)
+    assert all("fit 1: 16 steps, verdict match" in one.output for one in ended)
+    first, second = closing_lines(ended)
+    assert [line.split(":")[1] for line in first] == [" fit 1 of 2 agrees", " match"]
+    assert second == []
+
+
+@SLOW
+def test_what_differs_in_the_second_fit_is_found_there(two_fits: Path, tmp_path: Path) -> None:
+    ended = verify(linked(two_fits, tmp_path), 1, num_fits=2)
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    verdict = verdict_in(tmp_path)
+    assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, STEPS + 2)
+    assert f"2 of 2 ranks differ (ranks 0, 1 from step {STEPS + 2} of fit 1 on)" in verdict["explanation"]
+    require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
+
+
+def test_a_second_fit_that_does_not_come_ends_all_ranks(two_fits: Path, tmp_path: Path) -> None:
+    def body(_: int) -> None:
+        fits(DeterminismCallback(two_fits / "run", current=tmp_path / "current"))
+        if (error := take_unfinished()) is not None:  # as at the process's exit
+            raise error
+
+    ended = run_ranks(body, tmp_path / "verify")
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    assert all("holds 2 fits, and this process ended after 1" in one.output for one in ended)
+    assert verdict_in(tmp_path)["verdict"] == "diverged"
+
+
+def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
+    ended = verify(linked(one_fit, tmp_path), 0, on_divergence="collect")
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    verdict = verdict_in(tmp_path)
+    assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
+    assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
+    assert all(f"fit 0: {STEPS} steps, verdict diverged" in one.output for one in ended)
+    first, second = closing_lines(ended)
+    assert (len(first), len(second)) == (1, 0), (first, second)
+    assert first[0].startswith("det_callbacks: diverged: verified 16 steps of 2 ranks, ")
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "is_late"), [(2, 3, False), (3, 2, True)]
+)  # late: only rank 1 differs by then
+def test_all_ranks_stop_at_the_same_sync(
+    every: int, last: int, is_late: bool, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", every)
+    ended = verify(linked(one_fit, tmp_path), 0, is_late=is_late)
+    assert [one.exit_code for one in ended] == [1, 1], ended
+    assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
+    verdict = verdict_in(tmp_path)
+    assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
+    assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
+    run = Run.open(tmp_path / "current")
+    stored = [run.rank(rank).steps(0).tolist() for rank in (0, 1)]
+    assert stored == ([[], [2]] if is_late else [list(range(2, last + 1))] * 2)
+    if is_late:
+        assert "it started on rank 1; 1 of 2 ranks differ (rank 1 from step 2 on)" in verdict["explanation"]
+    require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
+
+
+def wait_for_another_fit() -> None:
+    wait(wait_for_another_fit, Waiting(error=DivergenceError("one fit of two"), is_fatal=True))
+
+
+def test_a_rank_that_a_strategy_forks_ends_as_diverged_where_a_fit_is_left() -> None:
+    child = multiprocessing.get_context("fork").Process(target=wait_for_another_fit)
+    child.start()
+    child.join()
+    assert child.exitcode == 1
+
+
+KILLS = 10
+MANY_EPOCHS = 400
+
+
+def kill_later(process: int, folder: Path, seconds: float) -> None:
+    """Kill a process so many seconds after a folder appeared, from a process of its own: it never knows when."""
+    if os.fork():
+        return
+    deadline = time.monotonic() + 60
+    while not folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    os.kill(process, signal.SIGKILL)
+    os._exit(0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(KILLS))
+def test_what_a_kill_leaves_opens_and_can_be_recorded_again(number: int, tmp_path: Path) -> None:
+    folder, killed = tmp_path / "run", number % 2
+    seconds = random.uniform(0, 0.05 if number < KILLS // 2 else 1.5)  # half of them while the run is being opened
+
+    def record(rank: int) -> None:
+        if rank == killed:
+            kill_later(os.getpid(), folder, seconds)
+        train(DeterminismCallback(folder, mode="record"), max_epochs=MANY_EPOCHS)
+
+    ended = run_ranks(record, tmp_path / "record")
+    told = f"rank {killed} was killed after {seconds:.3f} s: {ended[1 - killed].output}"
+    assert ended[killed].exit_code == -signal.SIGKILL, told
+    assert ended[1 - killed].exit_code == 2, told
+
+    run = Run.open(folder)
+    assert not run.is_complete, told
+    steps = [run.rank(rank).num_steps for rank in run.ranks]
+    assert abs(max(steps) - min(steps)) <= 1 if len(steps) == 2 else sum(steps) == 0, told
+
+    def again(_: int) -> None:
+        train(DeterminismCallback(folder, mode="record", overwrite=True))
+
+    assert [one.exit_code for one in run_ranks(again, tmp_path / "again")] == [0, 0]
+    assert Run.open(folder).is_complete

@@ -1,7 +1,6 @@
 """Trainings whose replicas are compared with each other, and drift apart on one rank."""
 
 import copy
-import json
 import os
 import pickle
 import warnings
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 import ranks_program
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from processes import Ended, run_ranks, train
+from lightning.pytorch.strategies import DDPStrategy
+from processes import Ended, run_ranks, train, verdict_in
 from styles import Classifier
-from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.fsdp import fully_shard
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import (
@@ -33,10 +30,11 @@ from det_callbacks.callback import FITS_FILE
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
+SLOW = pytest.mark.slow
 
 
 class Drifting(Classifier):
-    """Adds one unit in the last place to something on the last rank, once a step is done."""
+    """Adds one unit in the last place to the weights or a buffer of rank 1, once a step is done."""
 
     def __init__(self, fault: str = "none", step: int = 2) -> None:
         super().__init__()
@@ -45,25 +43,14 @@ class Drifting(Classifier):
 
     def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)
-        is_last = self.global_rank == self.trainer.world_size - 1
-        if is_last and self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fault_step and self.fault != "none":
-            bits = self.place().detach().numpy().view(np.int32)
-            bits[0] += 1
-
-    def place(self) -> Tensor:
-        optimizer: Any = self.trainer.optimizers[0]
-        return {
-            "weights": self.last.bias,
-            "buffer": self.scale,
-            "state": optimizer.state[self.last.bias]["exp_avg"],
-        }[self.fault]
+        place = {"weights": self.last.bias, "buffer": self.scale}.get(self.fault)
+        is_due = self.global_rank == 1 and self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fault_step
+        if is_due and place is not None:
+            place.detach().numpy().view(np.int32)[0] += 1
 
 
-def fit(folder: Path, audit: Any, *, fault: str = "none", world_size: int = 2, **options: Any) -> list[Ended]:
-    def body(rank: int) -> None:
-        train(None, audit, **{"model": partial(Drifting, fault), "world_size": world_size, **options})
-
-    return run_ranks(body, folder, world_size=world_size)
+def fit(folder: Path, audit: Any, *, fault: str = "none", **options: Any) -> list[Ended]:
+    return run_ranks(lambda _: train(None, audit, **{"model": partial(Drifting, fault), **options}), folder)
 
 
 def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_path: Path) -> None:
@@ -88,28 +75,18 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
     assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
     assert "replicas" not in ended[1].output
     for rank in range(2):
-        with_it, without = (
-            torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without")
-        )
-        assert all(torch.equal(with_it[0][name], without[0][name]) for name in without[0])
-        assert torch.equal(with_it[1], without[1])
+        left, right = (torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for name in ("with", "without"))
+        assert all(torch.equal(left[0][name], right[0][name]) for name in right[0])
+        assert torch.equal(left[1], right[1])
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        ("weights", "last.bias"),
-        pytest.param("buffer", "scale", marks=pytest.mark.slow),
-        ("state", "exp_avg of last.bias"),
-    ],
-)
-def test_all_ranks_stop_at_the_step_and_name_the_tensor(fault: str, name: str, tmp_path: Path) -> None:
-    ended = fit(tmp_path, ReplicaAuditCallback(1), fault=fault)
+def test_all_ranks_stop_at_the_step_and_name_the_tensor(tmp_path: Path) -> None:
+    ended = fit(tmp_path, ReplicaAuditCallback(1), fault="weights")
     assert [one.exit_code for one in ended] == [1, 1], ended
     for one in ended:
         assert "ReplicaError: The replicas of this training differ after step 2: 1 tensor on 2 ranks." in one.output
         assert "They last agreed after step 1." in one.output
-        assert f"  {name}: " in one.output
+        assert "  last.bias: " in one.output
         assert "neither is a majority" in one.output
     assert ended[0].output.count("det_callbacks: replicas differ: 4 audits") == 1
 
@@ -154,7 +131,6 @@ class Divided(Drifting):
 
 
 OWN_BUFFERS = "buffers of each rank's own, by broadcast_buffers=False (2)"
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -173,15 +149,6 @@ def test_what_differs_by_design_is_no_difference(
     ended = fit(tmp_path, audit, model=partial(model, fault), strategy=DDPStrategy(**strategy))
     assert [one.exit_code for one in ended] == [0, 0], ended
     assert said in ended[0].output
-
-
-@pytest.mark.slow
-def test_replicas_that_are_averaged_now_and_then_are_refused(tmp_path: Path) -> None:
-    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
-    strategy = DDPStrategy(ddp_comm_state=state, model_averaging_period=2)
-    ended = fit(tmp_path, ReplicaAuditCallback(1), model=Classifier, strategy=strategy)
-    assert [one.exit_code for one in ended] == [2, 2], ended
-    assert all("differ by design between two averagings" in one.output for one in ended)
 
 
 class OwnWeights(Classifier):
@@ -208,22 +175,20 @@ def test_a_recording_of_drifting_replicas_is_no_reference(tmp_path: Path) -> Non
 
 
 def test_the_verdict_comes_first_where_the_reference_knows_better(tmp_path: Path) -> None:
-    def body(fault: str, rank: int) -> None:
-        mode: Any = "record" if fault == "none" else "verify"
-        callback = DeterminismCallback(
-            tmp_path / "run", mode=mode, current=tmp_path / "current", level="state", audit_replicas_every_n_steps=1
-        )
-        train(callback, model=partial(Drifting, fault))
+    def run(mode: Any, fault: str) -> list[Ended]:
+        folders = {"reference": tmp_path / "run", "current": tmp_path / "current"}
+        audited = partial(DeterminismCallback, level="state", audit_replicas_every_n_steps=1, mode=mode, **folders)
+        return run_ranks(lambda _: train(audited(), model=partial(Drifting, fault)), tmp_path / mode)
 
-    ended = run_ranks(partial(body, "none"), tmp_path / "record")
+    ended = run("record", "none")
     assert [one.exit_code for one in ended] == [0, 0], ended
     assert "replicas agree: 6 audits" in ended[0].output
-    ended = run_ranks(partial(body, "weights"), tmp_path / "verify")
+    ended = run("verify", "weights")
     assert [one.exit_code for one in ended] == [1, 1], ended
     assert "DivergenceError" in ended[1].output
     assert not any("ends too" in one.output for one in ended)  # nobody waited for anybody: all raised the same
     assert "replicas differ: 4 audits" in ended[0].output
-    first = json.loads((tmp_path / "current" / "verdict.json").read_text())["first_divergence"]
+    first = verdict_in(tmp_path)["first_divergence"]
     assert (first["rank"], first["step"], first["name"]) == (1, 2, "last.bias")
 
 
@@ -234,52 +199,27 @@ class Unwrapped(DDPStrategy):
         pass
 
 
-def fsdp2() -> ModelParallelStrategy:
-    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+def averaged() -> DDPStrategy:
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
+    return DDPStrategy(ddp_comm_state=state, model_averaging_period=2)
 
 
 @pytest.mark.parametrize(
     ("strategy", "model", "text"),
     [
-        (fsdp2, ranks_program.Sharded, "NothingComparedError: Nothing can be compared: no parameter has a replica"),
+        (
+            ranks_program.STRATEGIES["fsdp2"][0],
+            ranks_program.Sharded,
+            "NothingComparedError: Nothing can be compared: no parameter has a replica",
+        ),
         (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
+        pytest.param(averaged, Classifier, "differ by design between two averagings", marks=SLOW),
     ],
 )
-def test_shards_have_no_replicas(strategy: Any, model: Any, text: str, tmp_path: Path) -> None:
+def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, tmp_path: Path) -> None:
     ended = fit(tmp_path, ReplicaAuditCallback(1), model=model, strategy=strategy())
     assert [one.exit_code for one in ended] == [2, 2], ended
     assert all(text in one.output for one in ended)
-
-
-class Hybrid(Classifier):
-    """Shards over one dimension of the mesh, with replicas over the other; rank 3 goes its own way after step 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = self.drop = nn.Identity()
-
-    def configure_model(self) -> None:
-        assert self.device_mesh is not None
-        fully_shard(self, mesh=self.device_mesh)
-
-    def optimizer_step(self, *args: Any, **options: Any) -> None:
-        super().optimizer_step(*args, **options)
-        if self.global_rank == 3 and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
-            weight: Any = self.first.weight
-            weight.to_local().detach().numpy().view(np.int32)[0] += 1
-
-
-@SLOW
-def test_replicas_on_a_mesh(tmp_path: Path) -> None:
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    ended = fit(tmp_path, ReplicaAuditCallback(1), model=Hybrid, strategy=strategy, world_size=4, batches=4)
-    assert [one.exit_code for one in ended] == [1] * 4, ended
-    assert "of 16 tensors on 4 ranks" in ended[0].output
-    for one in ended:
-        assert "differ after step 2: 1 tensor on 4 ranks. They last agreed after step 1." in one.output
-        assert "  first.weight: " in one.output
-        assert " on rank 1, " in one.output
-        assert " on rank 3; neither is" in one.output
 
 
 @LIGHTNING_ADVICE
