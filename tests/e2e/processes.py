@@ -35,9 +35,17 @@ class Ended:
 
 
 def run_ranks(
-    body: Callable[[int], Any], folder: Path, *, world_size: int = 2, seconds: float = SECONDS
+    body: Callable[[int], Any],
+    folder: Path,
+    *,
+    world_size: int = 2,
+    seconds: float = SECONDS,
+    status: int | None = None,
 ) -> list[Ended]:
-    """Run a body on each rank, with the environment that a launcher gives it; a process that hangs fails the test."""
+    """Run a body on each rank, with the environment that a launcher gives it.
+
+    A process that hangs fails the test, and one that ends with another exit code, where all have to end with one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,10 +66,9 @@ def run_ranks(
         process.join()
     outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(world_size)]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n----\n".join(outputs)
-    return [
-        Ended(exit_code=process.exitcode or 0, output=output)
-        for process, output in zip(processes, outputs, strict=True)
-    ]
+    codes = [process.exitcode or 0 for process in processes]
+    assert status is None or codes == [status] * world_size, f"{codes}:\n" + "\n----\n".join(outputs)
+    return [Ended(exit_code=code, output=output) for code, output in zip(codes, outputs, strict=True)]
 
 
 def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, output: Path) -> None:

@@ -3,11 +3,10 @@
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from omegaconf import DictConfig
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
 from det_callbacks.callback import fits as fits_of_process
-from det_callbacks.errors import DivergenceError, NotComparableError, SettingsError
+from det_callbacks.errors import DetCallbacksError, DivergenceError, NotComparableError, SettingsError
 
 RunApp = Callable[..., int]
 
@@ -109,17 +108,25 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Errors:
     return lambda: capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [("determinism.settings.seed=3",), pytest.param(("determinism.settings=null",), marks=pytest.mark.slow)],
-)
-def test_every_job_of_a_multirun_starts_where_the_first_did(
-    settings: tuple[str, ...], run_app: RunApp, unchanged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts: list[dict[str, Any]] = []
-    handlers: list[Any] = []
-    register = SimpleNamespace(register=lambda handler, *_: handlers.append(handler), unregister=handlers.remove)
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> list[partial[None]]:
+    """What is registered to be called when the process ends."""
+    found: list[partial[None]] = []
+
+    def unregister(handler: Callable[..., None]) -> None:
+        found[:] = [one for one in found if one.func != handler]
+
+    register = SimpleNamespace(register=lambda *call: found.append(partial(*call)), unregister=unregister)
     monkeypatch.setattr(job_callback, "atexit", register)
+    return found
+
+
+@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.slow)])
+def test_every_job_of_a_multirun_starts_where_the_first_did(
+    seed: int | None, run_app: RunApp, unchanged: dict[str, Any], handlers: list[Any]
+) -> None:
+    settings = "determinism.settings=null" if seed is None else f"determinism.settings.seed={seed}"
+    starts: list[dict[str, Any]] = []
 
     def task(config: DictConfig) -> None:
         starts.append(process_state())
@@ -129,30 +136,24 @@ def test_every_job_of_a_multirun_starts_where_the_first_did(
         if config.seed == 2:
             raise DivergenceError("the way back does not depend on success")
 
-    assert run_app(task, *MULTIRUN, *VERIFY, *settings) == 1
+    assert run_app(task, *MULTIRUN, *VERIFY, settings) == 1
     assert starts == [starts[0]] * 2
-    assert starts[0]["algorithms"] == (0 if "null" in settings[0] else 2)
+    assert starts[0]["algorithms"] == (2 if seed else 0)
     seeded = torch.Generator().manual_seed(3).get_state().tolist()
-    assert (starts[0]["torch"] == seeded) is ("null" not in settings[0])
+    assert (starts[0]["torch"] == seeded) is (seed is not None)
     assert handlers == []
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "multirun", "is_full"),
+    ("error", "multirun", "is_full"),
     [
-        (DivergenceError("it diverged"), 1, (), "1"),
-        (SettingsError("not in force"), 2, (), "0"),
-        (NotComparableError("another machine"), 3, MULTIRUN, "0"),
+        (DivergenceError("it diverged"), (), "1"),
+        (SettingsError("not in force"), (), "0"),
+        (NotComparableError("another machine"), MULTIRUN, "0"),
     ],
 )
 def test_our_errors_are_a_message_and_their_own_status(
-    error: Exception,
-    status: int,
-    multirun: tuple[str, ...],
-    is_full: str,
-    run_app: RunApp,
-    errors: Errors,
-    monkeypatch: pytest.MonkeyPatch,
+    error: DetCallbacksError, multirun: Any, is_full: str, run_app: RunApp, errors: Errors, monkeypatch: Any
 ) -> None:
     jobs = []
     monkeypatch.setenv("HYDRA_FULL_ERROR", is_full)
@@ -163,7 +164,7 @@ def test_our_errors_are_a_message_and_their_own_status(
         if config.seed == 1:
             raise error
 
-    assert run_app(task, *multirun, *VERIFY) == status
+    assert run_app(task, *multirun, *VERIFY) == error.exit_code
     assert jobs == ([1, 2] if multirun else [1])
     printed = errors()
     assert f"{type(error).__name__}: {error}" in printed
@@ -234,12 +235,12 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app: RunApp, unchange
     assert run_app(task, *VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9") == 0
 
 
-def forked(task: Callable[[], object]) -> None:
-    """Run a task in a child, as a strategy does."""
+def forked(task: Callable[[], object]) -> int | None:
+    """Run a task in a child, as a strategy does, and return its status."""
     child = multiprocessing.get_context("fork").Process(target=task)
     child.start()
     child.join()
-    assert child.exitcode == 0
+    return child.exitcode
 
 
 def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) -> None:
@@ -250,7 +251,7 @@ def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) ->
         if config.seed == 1:
             finish_a_fit()
         if config.seed == 3:
-            forked(finish_a_fit)  # in a process of its own
+            assert forked(finish_a_fit) == 0  # in a process of its own
 
     assert run_app(task, "--multirun", "seed=1,2,3", *VERIFY) == 2
     printed = errors()
@@ -260,6 +261,23 @@ def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) ->
     assert fits_of_process.FITS_FILE not in os.environ
     assert not any(path.exists() for path in files)
     finish_a_fit()
+
+
+@pytest.mark.parametrize(("num_fits", "status"), [(0, 2), (1, 0)])
+def test_leaving_by_sys_exit_does_not_look_verified(
+    num_fits: int, status: int, run_app: RunApp, handlers: list[Any]
+) -> None:
+    def task(config: DictConfig) -> None:
+        for _ in range(num_fits):
+            finish_a_fit()
+        sys.exit(0)
+
+    def process() -> None:
+        assert run_app(task, *VERIFY) == 0
+        (handler,) = handlers
+        handler()
+
+    assert forked(process) == status
 
 
 def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:
@@ -289,70 +307,26 @@ def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(run_app: Ru
     assert errors().count("DivergenceError: one fit of two") == 1
 
 
-@pytest.mark.parametrize("chdir", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_folders_start_where_the_program_was_started(chdir: str, run_app: RunApp, tmp_path: Path) -> None:
+def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: Path) -> None:
     built: list[Any] = []
 
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
         finish_a_fit()
-        assert (Path.cwd() == tmp_path) is (chdir == "false")
+        folders.add(Path.cwd())
 
     def paths() -> list[tuple[str, str | None]]:
         return [(str(callback.reference), callback.current and str(callback.current)) for callback in built]
 
-    run_app(task, *MULTIRUN, *VERIFY, f"hydra.job.chdir={chdir}", "hydra.sweep.subdir=${hydra.job.num}")
+    folders: set[Path] = set()
+    run_app(task, *MULTIRUN, *VERIFY, "hydra.job.chdir=true", "hydra.sweep.subdir=${hydra.job.num}")
+    assert folders == {tmp_path / "outs" / job for job in "01"}
     assert paths() == [(f"{tmp_path}/refs/run1/job-{job}", f"{tmp_path}/outs/{job}/determinism") for job in (0, 1)]
     assert [callback.choices["config"] for callback in built] == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
-    built.clear()
-    run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *(("determinism.current=here",) if chdir == "true" else ()))
-    current = f"{tmp_path}/here" if chdir == "true" else f"{tmp_path}/out/determinism"
-    assert paths() == [(f"{tmp_path}/refs/run1", current)]
-    # composed by hand
-    if chdir == "false":
-        built = [job_callback.determinism_callback(reference="refs/run1", mode="record")]
-        assert paths() == [(f"{tmp_path}/refs/run1", None)]
-
-
-SCRIPT = """
-    import sys
-
-    import hydra
-
-    sys.path[:0] = {paths!r}
-
-
-    @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-    def main(config):
-        {body}
-
-
-    if __name__ == "__main__":
-        main()
-"""
-LEAVING = """
-        from det_callbacks.callback import fits
-        for _ in range(config.seed):
-            fits.note_ended()
-        sys.exit(0)
-"""
-
-
-def run_script(folder: Path, body: str, *arguments: str) -> tuple[int, str]:
-    """Run an application as a program; return its exit status and what it printed."""
-    (folder / "conf").mkdir(exist_ok=True)
-    (folder / "conf" / "config.yaml").write_text(CONFIG)
-    paths = [str(path) for path in Path(__file__).parents[:2]]
-    script = folder / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(paths=paths, body=body.strip())))
-    words = [sys.executable, "-W", "ignore", str(script), *arguments]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_leaving_by_sys_exit_does_not_look_verified(tmp_path: Path) -> None:
-    for num_fits, status in ((0, 2), (1, 0)):
-        ended, text = run_script(tmp_path, LEAVING, *VERIFY, f"seed={num_fits}")
-        assert ended == status, text
-        assert ("no DeterminismCallback ran a fit" in text) is (status == 2)
+    for chdir, given, current in (("true", ["determinism.current=here"], "here"), ("false", [], "out/determinism")):
+        built.clear()
+        run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *given)
+        assert paths() == [(f"{tmp_path}/refs/run1", f"{tmp_path}/{current}")]
+    assert tmp_path in folders
+    built = [job_callback.determinism_callback(reference="refs/run1", mode="record")]  # composed by hand
+    assert paths() == [(f"{tmp_path}/refs/run1", None)]

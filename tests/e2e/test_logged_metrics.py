@@ -1,7 +1,6 @@
 """What a module logs: recorded at the end of validations, epochs and tests, and compared by name, bit for bit."""
 
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from fits import StopError
-from processes import Ended, run_ranks
+from judged import require_one_verdict
+from processes import run_ranks, verdict_in
 from styles import Classifier, Samples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
@@ -33,7 +33,8 @@ from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
-pytestmark = [LIGHTNING_ADVICE]
+pytestmark = LIGHTNING_ADVICE
+SLOW = pytest.mark.slow
 
 
 class Logged(Classifier):
@@ -112,18 +113,17 @@ class Session:
         given = {"max_epochs": 2, "num_sanity_val_steps": 1, "default_root_dir": self.root, **options}
         return quiet_trainer(self.callback, *callbacks, **given)
 
-    def fit(self, validation: Any = None, *callbacks: pl.Callback, **options: Any) -> "Session":
-        fit = {name: options.pop(name) for name in ("ckpt_path", "weights_only") if name in options}
-        data = loader() if validation is None else validation
-        self.trainer(*callbacks, **options).fit(self.model, loader(), data, **fit)
+    def fit(self, *callbacks: pl.Callback, data: Any = None, resume: Any = None, **options: Any) -> "Session":
+        trainer = self.trainer(*callbacks, **options)
+        trainer.fit(self.model, loader(), data or loader(), ckpt_path=resume, weights_only=False if resume else None)
         return self
 
     def test(self, data: Any = None, **options: Any) -> "Session":
-        self.trainer(**options).test(self.model, loader() if data is None else data, verbose=False)
+        self.trainer(**options).test(self.model, data or loader(), verbose=False)
         return self
 
-    def validate(self, data: Any = None) -> "Session":
-        self.trainer().validate(self.model, loader() if data is None else data, verbose=False)
+    def validate(self) -> "Session":
+        self.trainer().validate(self.model, loader(), verbose=False)
         return self
 
 
@@ -132,16 +132,9 @@ def verdict_of(session: Session) -> Verdict:
     return session.callback.verdict
 
 
-def record(folder: Path, *args: Any, **options: Any) -> Path:
-    Session("record", folder, **options).fit(*args)
+def record(folder: Path, **options: Any) -> Path:
+    Session("record", folder, **options).fit()
     return folder
-
-
-def assert_diff_agrees(reference: Path, verdict: Verdict) -> None:
-    """What a verification found is what its folder is said to hold."""
-    again = compare_runs(reference, verdict.current)
-    found = (again.verdict, again.cause, again.first_divergence)
-    assert found == (verdict.verdict, verdict.cause, verdict.first_divergence)
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +144,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diverges(session: Session, words: str, run: Callable[[Session], object]) -> Verdict:
-    """Return the verdict on a session that has to be found to differ; its folder is said the same of."""
+    """Return the verdict on a session that has to be found to differ."""
     with pytest.raises(DivergenceError, match=words or None) as caught:
         run(session)
     verdict = verdict_of(session)
     assert caught.value.verdict == verdict
     assert verdict.first_divergence is not None
-    assert_diff_agrees(session.callback.reference, verdict)
     return verdict
 
 
@@ -181,9 +173,6 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     assert (compared.verdict, compared.coverage.metrics) == ("match", num_metrics)
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("data", "model", "cause", "words"),
     [
@@ -197,7 +186,7 @@ def test_a_metric_that_differs_alone(
     data: dict[str, Any], model: Any, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
     session = Session("verify", whole, current=tmp_path / "current", model=model)
-    verdict = diverges(session, "", lambda session: session.fit(loader(**data)))
+    verdict = diverges(session, "", lambda session: session.fit(data=loader(**data)))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
     assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", "val/loss", 0, 2, None)
@@ -240,20 +229,15 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
         Session("record", tmp_path / "wrong", modules=["!metric/loss"])
 
 
-CALLS: dict[str, Callable[..., Session]] = {"trainer.validate": Session.validate, "trainer.test": Session.test}
-
-
-@pytest.mark.parametrize("call", ["trainer.test", pytest.param("trainer.validate", marks=SLOW)])
-def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = CALLS[call]
-    run(Session("record", tmp_path / "run"))
-    assert f"recorded 2 metrics of {call}, in {tmp_path / 'run'}" in capsys.readouterr().out
-    verdict = verdict_of(run(Session("verify", tmp_path / "run")))
+def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Session("record", tmp_path / "run").test()
+    assert f"recorded 2 metrics of trainer.test, in {tmp_path / 'run'}" in capsys.readouterr().out
+    verdict = verdict_of(Session("verify", tmp_path / "run").test())
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", 2)
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
     assert f"match: verified 2 metrics, against {tmp_path / 'run'}" in capsys.readouterr().out
     changed = Session("verify", tmp_path / "run", current=tmp_path / "current")
-    verdict = diverges(changed, rf" in {call} differs", lambda session: run(session, loader(other=0)))
+    verdict = diverges(changed, " in trainer.test differs", lambda session: session.test(loader(other=0)))
     assert (verdict.cause, verdict.first_divergence.phase) == ("data_content", "metric")
 
 
@@ -293,7 +277,6 @@ def test_a_test_that_never_comes_is_missing(tmp_path: Path) -> None:
     assert isinstance(error, DivergenceError)
     assert "holds 2 parts (fit, trainer.test), and this process ended after 1" in str(error)
     assert "Metric test/loss in trainer.test is only in the reference, and 1 more metric" in str(error)
-    assert_diff_agrees(tmp_path / "run", error.verdict)
     assert verdict_of(Session("verify", tmp_path / "run", steps="common").fit()).verdict == "match"
 
 
@@ -327,7 +310,9 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.folder / f"validation-{trainer.current_epoch}.ckpt")
 
 
-def _killed_after_two(read: Any) -> Any:
+@pytest.mark.parametrize("saved", ["batch-3", pytest.param("validation-0", marks=SLOW)])
+def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
+    read = LoggedMetrics.read_epoch
     calls = itertools.count()
 
     def read_or_die(self: Any, trainer: pl.Trainer) -> Any:
@@ -335,22 +320,17 @@ def _killed_after_two(read: Any) -> Any:
             raise StopError
         return read(self, trainer)
 
-    return read_or_die
-
-
-@pytest.mark.parametrize("saved", ["batch-3", pytest.param("validation-0", marks=SLOW)])
-def test_metrics_of_a_resumed_run(whole: Path, tmp_path: Path, saved: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoggedMetrics, "read_epoch", _killed_after_two(LoggedMetrics.read_epoch))
+        patch.setattr(LoggedMetrics, "read_epoch", read_or_die)
         with pytest.raises(StopError):
-            Session("record", tmp_path / "resumed").fit(None, Saves(tmp_path))
-    options = {"ckpt_path": tmp_path / f"{saved}.ckpt", "weights_only": False}
-    Session("record", tmp_path / "resumed").fit(**options)
+            Session("record", tmp_path / "resumed").fit(Saves(tmp_path))
+    checkpoint = tmp_path / f"{saved}.ckpt"
+    Session("record", tmp_path / "resumed").fit(resume=checkpoint)
     for reference, current in itertools.permutations([whole, tmp_path / "resumed"]):
         verdict = compare_runs(reference, current)
         assert verdict.verdict == "match", verdict.explanation
         assert verdict.coverage.metrics >= 4
-    verdict = verdict_of(Session("verify", whole).fit(**options))
+    verdict = verdict_of(Session("verify", whole).fit(resume=checkpoint))
     assert (verdict.verdict, verdict.coverage.metrics > 0) == ("match", True)
 
 
@@ -372,9 +352,11 @@ def test_damaged_metrics_are_an_error(whole: Path, tmp_path: Path) -> None:
 
 
 class OnRanks(Logged):
-    """Reduces its validation loss over the ranks; is given another batch on rank 1 where a test asks for it."""
+    """Reduces its losses over the ranks; is given another batch on rank 1 where a test asks for it."""
 
-    is_faulty = False
+    def __init__(self, *, is_faulty: bool) -> None:
+        super().__init__()
+        self.is_faulty = is_faulty
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, labels = batch
@@ -388,39 +370,27 @@ class OnRanks(Logged):
         self.log("test/loss", cross_entropy(self(inputs), labels), sync_dist=True)
 
 
-class FaultyOnRank1(OnRanks):
-    is_faulty = True
-
-
-def run_two(root: Path, mode: str, model: type[OnRanks], folder: str) -> list[Ended]:
-    """Fit and test on two ranks."""
-
-    def body(rank: int) -> None:
+@pytest.mark.ddp
+def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
+    def fit_and_test(mode: str) -> None:
         pl.seed_everything(0, verbose=False)
-        level = {"level": "state"} if mode == "record" else {}
-        callback = DeterminismCallback(root / "run", mode=mode, current=root / folder, **level)
-        options = {"devices": 2, "strategy": "ddp", "default_root_dir": root, "num_sanity_val_steps": 1}
-        module = model()
+        level = "state" if mode == "record" else None
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current", level=level)
+        options = {"devices": 2, "strategy": "ddp", "default_root_dir": tmp_path, "num_sanity_val_steps": 1}
+        module = OnRanks(is_faulty=mode == "verify")
         data = [DataLoader(Samples(), 4) for _ in range(3)]
         quiet_trainer(callback, max_epochs=2, val_check_interval=2, **options).fit(module, *data[:2])
         quiet_trainer(callback, **options).test(module, data[2], verbose=False)
 
-    return run_ranks(body, root / f"output-{folder}")
-
-
-@pytest.mark.ddp
-def test_ranks_stop_together_where_a_metric_differs(tmp_path: Path) -> None:
-    ended = run_two(tmp_path, "record", OnRanks, "record")
-    assert [one.exit_code for one in ended] == [0, 0], ended
+    ended = run_ranks(lambda _: fit_and_test("record"), tmp_path / "recording", status=0)
     assert "recorded 1 metric of trainer.test" in ended[0].output
     assert not (tmp_path / "run" / "rank-00001" / "attempt-000.metrics.jsonl").exists()
-    ended = run_two(tmp_path, "verify", FaultyOnRank1, "current")
-    assert [one.exit_code for one in ended] == [1, 1], ended
+    ended = run_ranks(lambda _: fit_and_test("verify"), tmp_path / "verification", status=1)
     for one in ended:
         assert "etric val/loss in the validation after step 3 differs" in one.output
-    verdict = Verdict.from_dict(json.loads((tmp_path / "current" / "verdict.json").read_text()))
+    verdict = Verdict.from_dict(verdict_in(tmp_path))
     assert (verdict.counts.steps_compared, verdict.first_divergence.rank, verdict.cause) == (8, 0, "unknown")
-    assert_diff_agrees(tmp_path / "run", verdict)
+    require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
 
 class Draws(pl.Callback):
@@ -452,5 +422,5 @@ def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> 
     # also where that step is not recorded, and nothing stops
     reference = record(tmp_path / "run", model=Drawn, only_steps=[3])
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Drawn)
-    verdict = diverges(session, "", lambda session: session.fit(None, Draws()))
+    verdict = diverges(session, "", lambda session: session.fit(Draws()))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")

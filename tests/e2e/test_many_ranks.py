@@ -68,12 +68,6 @@ def test_the_queries_of_the_readme_answer_what_they_say(folder):
     assert modules.fetchall()[0] == ("forward", "net.chain", sum(site.module == "net.chain" for site in sites))
 
 
-def test_export_refuses_what_is_there(folder, capsys):
-    assert cli.main(["export", "reference", "--to", "current"]) == 2
-    assert "is no empty folder. Nothing was changed" in " ".join(capsys.readouterr().err.split())
-    assert cli.main(["export", "nowhere", "--to", "to"]) == 2
-
-
 def test_a_small_run_of_the_recipe_finds_what_it_plants(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(RECIPE))
     arguments = ["--ranks", "3", "--steps", "6", "--sites", "50", "--folder", str(tmp_path)]
