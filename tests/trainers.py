@@ -6,8 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-# How to train faster: more workers of a loader, another logging interval.
-# Lightning's advice on workers and logging
+# how to train faster: more workers of a loader, another logging interval
 LIGHTNING_ADVICE = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
 

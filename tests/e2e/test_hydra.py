@@ -35,6 +35,7 @@ hydra:
   sweep: {dir: outs}
 """
 VERIFY = ("+determinism=verify", "determinism.reference=refs/run1")
+JOB = "det_callbacks.hydra.DeterminismJobCallback"
 MULTIRUN = ("--multirun", "seed=1,2")
 Errors = Callable[[], str]
 
@@ -183,17 +184,11 @@ def test_other_failures_are_left_to_hydra(run_app: RunApp, errors: Errors, uncha
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            (*VERIFY, "determinism.settings.deterministic_algorithms=off"),
-            "deterministic_algorithms='off' is not allowed",
-        ),
+        ((*VERIFY, "determinism.settings.deterministic_algorithms=off"), "algorithms='off' is not allowed"),
         ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
         ((*MULTIRUN, "+determinism=verify"), "determinism.reference is not set"),
-        (
-            ("+hydra.callbacks.determinism._target_=det_callbacks.hydra.DeterminismJobCallback",),
-            "determinism.mode is not",
-        ),
+        ((f"+hydra.callbacks.determinism._target_={JOB}",), "determinism.mode is not"),
     ],
 )
 def test_what_cannot_be_applied_starts_no_job(

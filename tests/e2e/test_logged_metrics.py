@@ -99,11 +99,9 @@ def loader(num_samples: int = 12, *, other: int | None = None) -> DataLoader[Any
 class Session:
     """One process's use of one callback: fits, tests and so on, with one model."""
 
-    def __init__(
-        self, mode: str, reference: Path, *, model: Callable[[], Any] = Logged, seed: int = 0, **arguments: Any
-    ) -> None:
-        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-            set_seed(seed)
+    def __init__(self, mode: str, reference: Path, *, model: Callable[[], Any] = Logged, **arguments: Any) -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
         defaults = {"level": "state"} if mode == "record" else {}
         self.callback = DeterminismCallback(reference, mode=mode, **{**defaults, **arguments})
         self.model = model()
@@ -143,10 +141,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("whole") / "run")
 
 
-def diverges(session: Session, words: str, run: Callable[[Session], object]) -> Verdict:
-    """Return the verdict on a session that has to be found to differ."""
-    with pytest.raises(DivergenceError, match=words or None) as caught:
-        run(session)
+def diverges(session: Session, words: str, *callbacks: pl.Callback, **options: Any) -> Verdict:
+    """Return the verdict on a session whose fit has to be found to differ."""
+    with pytest.raises(DivergenceError, match=words) as caught:
+        session.fit(*callbacks, **options)
     verdict = verdict_of(session)
     assert caught.value.verdict == verdict
     assert verdict.first_divergence is not None
@@ -186,7 +184,7 @@ def test_a_metric_that_differs_alone(
     data: dict[str, Any], model: Any, cause: str, words: str, whole: Path, tmp_path: Path
 ) -> None:
     session = Session("verify", whole, current=tmp_path / "current", model=model)
-    verdict = diverges(session, "", lambda session: session.fit(data=loader(**data)))
+    verdict = diverges(session, "differs", data=loader(**data))
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause) == ("diverged", cause)
     assert (first.phase, first.name, first.rank, first.step, first.is_origin) == ("metric", "val/loss", 0, 2, None)
@@ -204,11 +202,11 @@ def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
         verdict = compare_runs(reference, current)
         assert (verdict.verdict, verdict.first_divergence.kind) == ("diverged", kind)
         assert f"Metric also of epoch 1 is {words}" in verdict.explanation
-    verdict = diverges(Session("verify", whole, current=tmp_path / "more", model=Also), "also of epoch 1", Session.fit)
+    verdict = diverges(Session("verify", whole, current=tmp_path / "more", model=Also), "also of epoch 1")
     assert verdict.first_divergence.kind == "extra"
     seldom = Session("verify", whole, current=tmp_path / "seldom")
     words = "in the validation after step 2 is only in the reference, and 1 more"
-    diverges(seldom, words, lambda session: session.fit(check_val_every_n_epoch=2))
+    diverges(seldom, words, check_val_every_n_epoch=2)
     common = Session("verify", whole, steps="common")
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
 
@@ -237,7 +235,9 @@ def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, capsys: pytest.Ca
     assert verdict.explanation == "All 2 metrics agree, bit for bit."
     assert f"match: verified 2 metrics, against {tmp_path / 'run'}" in capsys.readouterr().out
     changed = Session("verify", tmp_path / "run", current=tmp_path / "current")
-    verdict = diverges(changed, " in trainer.test differs", lambda session: session.test(loader(other=0)))
+    with pytest.raises(DivergenceError, match=r" in trainer.test differs"):
+        changed.test(loader(other=0))
+    verdict = verdict_of(changed)
     assert (verdict.cause, verdict.first_divergence.phase) == ("data_content", "metric")
 
 
@@ -422,5 +422,5 @@ def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> 
     # also where that step is not recorded, and nothing stops
     reference = record(tmp_path / "run", model=Drawn, only_steps=[3])
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Drawn)
-    verdict = diverges(session, "", lambda session: session.fit(Draws()))
+    verdict = diverges(session, "differs", Draws())
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")

@@ -129,11 +129,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "data_content",
         ("it started on rank 1; rank 0 put in", REDUCED, "2 of 2 ranks differ (ranks 0, 1 from step 2 on)"),
     ),
-    "gradient": (
-        {"rank": 1, "phase": "input", "module": "last", "step": 2},
-        "unknown",
-        ("it started on rank 1; rank 0 put in", REDUCED, "2 of 2 ranks differ (ranks 0, 1 from step 2 on)"),
-    ),
     "weights": (
         {"rank": 1, "phase": "state", "step": 2, "name": "last.bias", "is_origin": None},
         "optimizer",
@@ -147,7 +142,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", ["data", "weights", "collective", pytest.param("gradient", marks=SLOW)])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_who_started_it_is_found_and_diff_says_the_same(fault: str, at_op: Path, tmp_path: Path) -> None:
     place, cause, said = FAULTS[fault]
     verdict, ended = diverged(at_op, tmp_path, fault)
