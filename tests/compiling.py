@@ -99,17 +99,6 @@ def origins(found: StepDifference) -> list[tuple[str, str | None]]:
     return [(origin.op, origin.name) for origin in found.origins]
 
 
-NAMES_OF_BLOCK = (
-    "linear.weight",
-    "linear.bias",
-    "norm.num_batches_tracked",
-    "norm.running_mean",
-    "norm.running_var",
-    "norm.weight",
-    "norm.bias",
-)
-
-
 def nudged(tensor: Tensor) -> Tensor:
     tensor[1, 2] = torch.nextafter(tensor[1, 2], torch.tensor(9.0))
     return tensor

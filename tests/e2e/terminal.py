@@ -56,14 +56,11 @@ def shown(written: str) -> list[str]:
         number, command, ending, text = found.groups()
         count = int(number) if number and number.isdecimal() else 1
         if text:
-            # at the right edge the rest goes on in the next line
-            for character in text:
-                if column == COLUMNS:
-                    row, column = row + 1, 0
-                lines += [""] * (row + 1 - len(lines))
-                line = lines[row].ljust(column)
-                lines[row] = line[:column] + character + line[column + 1 :]
-                column += 1
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + text + line[column + len(text) :]
+            column += len(text)
+            if column > COLUMNS:
+                raise ValueError(f"it goes on in the next line: {lines[row]!r}")
         elif ending == "\r":
             column = 0
         elif ending == "\n":
@@ -73,6 +70,7 @@ def shown(written: str) -> list[str]:
             row -= min(row, count)
         elif command == "B":
             row += count
+            lines += [""] * (row + 1 - len(lines))
         elif command == "K":
             lines[row] = "" if number == "2" else lines[row][:column]
         elif command not in ("m", "h", "l", None):  # colours, the cursor, and links change no text

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from readme_commands import ROOT, commands_of, pattern_of, run_page
+from readme_commands import ROOT, run_page
 from styles import Classifier, Samples
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
@@ -48,11 +48,8 @@ def test_the_tutorial_tells_the_truth(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_readme_opens_with_the_truth(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    first = re.findall(r"(?s)```console\n.*?```", (ROOT / "README.md").read_text())[0]
-    page.write_text(first)
+    page.write_text(re.findall(r"(?s)```console\n.*?```", (ROOT / "README.md").read_text())[0])
     assert run_page(page, tmp_path) == 2
-    assert len(commands_of(first)) == 2
-    assert re.search(pattern_of("a ... c"), "a b c")
 
 
 @pytest.mark.slow

@@ -95,19 +95,16 @@ def collectives(rank: int) -> Any:
     """Run each collective, waited for; return what the trace has and what really came out."""
     found = {}
     calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "all_reduce": lambda x: _first(x, dist.all_reduce(x)),
         "all_reduce_async": lambda x: _first(x, dist.all_reduce(x, async_op=True).wait()),
         "broadcast": lambda x: _first(x, dist.broadcast(x, 1)),
         "all_gather_async": lambda x: _first(
             out := torch.empty(8), dist.all_gather_into_tensor(out, x, async_op=True).wait()
         ),
-        "reduce_scatter": lambda x: _first(out := torch.empty(2), dist.reduce_scatter_tensor(out, x)),
         "reduce_scatter_async": lambda x: _first(
             out := torch.empty(2), dist.reduce_scatter_tensor(out, x, async_op=True).wait()
         ),
         "message": lambda x: _first(x, dist.send(x, 1) if rank == 0 else dist.recv(x, 0)),
         "functional": lambda x: functional.all_reduce(x, "sum", dist.group.WORLD),
-        "functional_gather": lambda x: functional.all_gather_tensor(x, 0, dist.group.WORLD),
     }
     for name, call in calls.items():
         seen: list[Tensor] = []
