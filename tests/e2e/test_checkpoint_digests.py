@@ -19,10 +19,12 @@ from fits import Fit, RaiseAt, Steady, StopError
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from resumes import RESUMING
+from resumes import RESUMING, environment_again
 
 from det_callbacks import CheckpointMismatchError, CheckpointNotFoundError, check_checkpoint
 from det_callbacks.checkpoint import files
+
+__all__ = ["environment_again"]  # a fixture of each test
 
 pytestmark = RESUMING
 
@@ -235,7 +237,6 @@ def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
         options = {"strategy": strategy, "devices": 1, "max_epochs": epochs}
         return fit(tmp_path, every(tmp_path, 4), model=Sharded, **options)
 
-    variables = dict(os.environ)
     try:
         make(1).run()
         (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
@@ -253,5 +254,3 @@ def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(variables)

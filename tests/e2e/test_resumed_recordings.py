@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Fit, Steady
+from fits import Fit, RaiseAt, Steady, StopError
 from judged import require_one_verdict
 from resumes import RESUMING, SaveAfter
 
@@ -222,25 +222,17 @@ def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path: Path) 
     assert steps_of(run) == [0, 3, 6]
 
 
-class Failing(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == self.step:
-            raise RuntimeError("stop")
-
-
 def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, run: Path, capsys: Any) -> None:
     before = files_of(run)
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(recording(run), Failing(6), ckpt_path=recorded / "4.ckpt", max_epochs=3)
+    at_step_6, at_step_9 = (RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4))
+    with pytest.raises(StopError):
+        fit(recording(run), at_step_6, ckpt_path=recorded / "4.ckpt", max_epochs=3)
     assert "after 2 steps that" in capsys.readouterr().out
     assert files_of(run) == before
 
     # one that has added a step is incomplete until it is gone on with
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(recording(run), Failing(9), ckpt_path=recorded / "6.ckpt", max_epochs=3)
+    with pytest.raises(StopError):
+        fit(recording(run), at_step_9, ckpt_path=recorded / "6.ckpt", max_epochs=3)
     assert not Run.open(run).is_complete
     assert steps_of(run) == list(range(2 * BATCHES + 1))
     fit(recording(run), ckpt_path=recorded / "6.ckpt", max_epochs=3)
