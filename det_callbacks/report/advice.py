@@ -83,7 +83,9 @@ def _advise_drawn(facts: Facts) -> str:
         return "The loader is set otherwise, so the sampler drew other samples"
     change = next(filter(facts.is_before_step, facts.generators), None)
     if change is not None:
-        return f"Give the shuffle the same seed: the sampler drew other samples; {show_change(change, facts.evidence)}"
+        is_seeded_alike = change.seeds is not None and not change.is_reseeded
+        todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
+        return f"{todo}: the sampler drew other samples; {show_change(change, facts.evidence)}"
     return (
         "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that is "
         "known differs"
@@ -120,6 +122,14 @@ def _advise_generator(facts: Facts) -> str:
             )
     ran = _what_ran(change, facts.evidence)
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
+
+
+def _advise_unrestored(facts: Facts) -> str:
+    changes = [show_change(change, facts.evidence) for change in facts.generators if facts.is_before_step(change)]
+    return (
+        'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
+        "generator" + (f"; {changes[0]}" if changes else "")
+    )
 
 
 def _advise_graph(facts: Facts) -> str:
@@ -168,7 +178,9 @@ ADVICE: Mapping[str, Callable[[Facts], str]] = {
         "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one run "
         f"only{_settings(facts)}"
     ),
-    "generator before the data": lambda facts: _advise_generator(facts) if facts.consumed is not None else "",
+    "generator before the data": lambda facts: (
+        _advise_generator(facts) if facts.consumed else _advise_unrestored(facts)
+    ),
     "batch size": _advise_batch_size,
     "batch": _advise_batch,
     "generator": _advise_generator,

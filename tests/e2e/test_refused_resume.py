@@ -161,6 +161,7 @@ def test_without_restoring_it_is_another_run(options: dict[str, Any], cause: str
         resume(tmp_path, "10.ckpt", how="plain", **training)
     assert caught.value.verdict is not None
     assert caught.value.verdict.cause == cause
+    assert ('Resume with resume="exact"' in caught.value.verdict.explanation) == (cause == "rng")
 
 
 def test_a_finished_training(tmp_path: Path) -> None:
