@@ -181,28 +181,22 @@ def forbid_waiting(is_forbidden: bool) -> None:
 
 @contextmanager
 def in_every_step(device: LateDevice) -> Iterator[None]:
-    """Note the same between each recorder's ``begin`` and its ``finish``, or ``abandon``."""
+    """Note the same between a recorder's ``begin`` and its ``finish``, or ``abandon``; one records at a time."""
     begin, finish, abandon = Recorder.begin, Recorder.finish, Recorder.abandon
-    under_way: dict[int, ExitStack] = {}
-
-    def end(recorder: Recorder) -> None:
-        stack = under_way.pop(id(recorder), None)
-        if stack is not None:
-            stack.close()
+    step = ExitStack()
 
     def beginning(recorder: Recorder, *args: Any) -> None:
-        end(recorder)
-        under_way[id(recorder)] = stack = ExitStack()
-        stack.enter_context(as_in_a_step(device))
+        step.close()
+        step.enter_context(as_in_a_step(device))
         begin(recorder, *args)
 
     def finishing(recorder: Recorder) -> Any:
-        end(recorder)
+        step.close()
         device.num_watched += 1
         return finish(recorder)
 
     def abandoning(recorder: Recorder) -> None:
-        end(recorder)
+        step.close()
         abandon(recorder)
 
     with mock.patch.multiple(Recorder, begin=beginning, finish=finishing, abandon=abandoning):

@@ -1,21 +1,29 @@
 """Sites whose digests are known at the step's end only: the same trace as on the host, and nothing waits before."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice, as_in_a_step, late_device, overwrite_unseen
+from late_device import LateDevice, as_in_a_step, doubles_are_late, late_device, overwrite_unseen
 from op_programs import PROGRAMS
-from torch import nn
-from tracing import assert_same, position_of, step_of, traced
+from torch import library, nn
+from tracing import assert_same, position_of, site_of, step_of, traced
 
 from det_callbacks import ObserverContext, disable_hash_mode, enable_hash_mode, observe
-from det_callbacks.errors import DetCallbacksError
+from det_callbacks.digest import digest_tensor
+from det_callbacks.errors import DetCallbacksError, TraceError
+from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.trace import named_tensors, storages
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.layouts import LayoutSlot
+from det_callbacks.trace.named_tensors import NameTable
+from det_callbacks.trace.storages import StorageLedger
 
 EVERY_DAY = ("in_place", "embeddings", "losses", "sparse_and_quantised", "transforms")
 NOT_REPEATABLE = {"products": ("aten.linalg_lstsq.default",)}
@@ -170,16 +178,12 @@ def test_looking_at_a_step_under_way_settles_what_is_known(device: LateDevice) -
     mode.begin()
     x = torch.ones(3).exp()
     so_far = mode.recorder.trace_so_far()
-    assert so_far.digests[position_of(so_far, "exp.default")] != 0
     x.add_(1)
     trace = mode.finish()
     assert trace is not None
-    assert_same_digests_of("exp.default", so_far, trace)
-
-    def body() -> None:
-        torch.ones(3).exp().add_(1)
-
-    assert_same_digests_of("add_.Tensor", trace, traced(body))
+    whole = traced(lambda: torch.ones(3).exp().add_(1))
+    assert_same_digests_of("exp.default", so_far, trace, whole)
+    assert_same_digests_of("add_.Tensor", trace, whole)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +263,121 @@ def test_where_every_op_is_seen_outputs_wait_for_each_other() -> None:
 
 def num_launched(device: LateDevice) -> list[int]:
     return [number for number in device.num_launched if number]
+
+
+# several threads, Ctrl-C, other patches, and memory of two devices
+
+
+class Meeting:
+    """An op that runs until another thread's op has been recorded, or half a second long."""
+
+    started, other_has_run = threading.Event(), threading.Event()
+
+
+@library.custom_op("det_tests::meets", mutates_args=())
+def meets(x: torch.Tensor) -> torch.Tensor:
+    Meeting.started.set()
+    Meeting.other_has_run.wait(0.5)
+    return x + 1
+
+
+def test_ops_of_two_threads_keep_their_own_digests() -> None:
+    def other_thread(mode: HashMode, y: torch.Tensor) -> None:
+        Meeting.started.wait()
+        assert mode._interceptor is not None
+        mode._interceptor.__torch_dispatch__(torch.ops.aten.exp.default, (), (y,))
+        Meeting.other_has_run.set()
+
+    x, y = torch.arange(3.0), torch.arange(4.0)
+    mode = HashMode()
+    with mode:
+        thread = threading.Thread(target=other_thread, args=(mode, y))
+        thread.start()
+        out = meets(x)
+        thread.join()
+    trace = mode.trace
+    assert trace is not None
+    found = {site.op or site.role: int(digest) for site, digest in zip(trace.program.sites, trace.digests, strict=True)}
+    assert found["det_tests.meets.default"] == digest_tensor(out)
+    assert found["aten.exp.default"] == digest_tensor(y.exp())
+    inputs = [trace.digests[place] for place in site_of(trace, "exp.default").inputs]
+    assert inputs == [digest_tensor(y)]
+
+
+@pytest.mark.parametrize("kind", [StorageLedger, NameTable])
+def test_an_address_is_let_go_once_also_after_ctrl_c(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.ones(index + 1) for index in range(3)]
+    held: Any = kind()
+    if isinstance(held, StorageLedger):
+        module: Any = storages
+        for tensor in tensors:
+            held.pin(tensor)
+    else:
+        module = named_tensors
+        held.keep({(0, 0): "x"}, [("x", tensor) for tensor in tensors])
+    freed = []
+
+    def free(address: int) -> None:
+        freed.append(address)
+        original(address)
+        if len(freed) == 2:
+            raise KeyboardInterrupt
+
+    original = module._free_weak_ref
+    monkeypatch.setattr(module, "_free_weak_ref", free)
+    with pytest.raises(KeyboardInterrupt):
+        held.close()
+    held.close()
+    assert len(set(freed)) == len(freed) == 2
+
+
+def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_copy_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+
+    def body() -> None:
+        source = torch.ones(3, dtype=torch.float64)
+        offloaded = source.to(torch.float32, non_blocking=True)
+        several = [torch.empty(2), torch.empty(2)]
+        torch._foreach_copy_(several, [torch.ones(2, dtype=torch.float64)] * 2, non_blocking=True)
+        for value in (offloaded, *several):
+            torch.empty(value.shape, dtype=torch.float64).copy_(value, non_blocking=True)
+        assert waited == []
+        offloaded.exp()
+
+    with doubles_are_late():
+        trace = traced(body)
+    assert waited == [torch.device("cpu")]
+    for number in range(3):
+        (place,) = site_of(trace, "copy_.default", number).inputs
+        entry = trace.layout.entries[place]
+        assert entry is not None
+        assert entry.detail == IN_FLIGHT
+        assert trace.digests[place] == 0
+    (read,) = site_of(trace, "exp.default").inputs  # the host reads what it has waited for
+    assert trace.digests[read] == digest_tensor(torch.ones(3))
+
+
+def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = LateSites.digest
+
+    def running_out(sites: LateSites, position: int, tensor: torch.Tensor, slot: LayoutSlot) -> int:
+        if tensor.numel() == 7:
+            raise torch.OutOfMemoryError("out of memory")
+        return digest(sites, position, tensor, slot)
+
+    monkeypatch.setattr(LateSites, "digest", running_out)
+    mode = HashMode()
+    mode.begin()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(7)
+    torch.ones(3).exp()
+    with pytest.raises(TraceError, match="sites and"):
+        mode.finish()
+    with mode:
+        torch.ones(3).exp()
