@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fits import Fit, Plain, RaiseAt, StopError, assert_nothing_left, raising_inside, record
+from fits import Fit, Plain, RaiseAt, RaiseInside, StopError, assert_nothing_left, raising_inside, record
 from judged import require_one_verdict
 from styles import Classifier, Skipping, Validated
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -36,12 +36,11 @@ pytestmark = LIGHTNING_ADVICE
 
 @pytest.mark.parametrize(("place", "mode"), [("backward", "record"), ("in a mode", "record"), ("optimizer", "verify")])
 def test_an_exception_inside_a_step(place: str, mode: str, tmp_path: Path) -> None:
-    make = raising_inside(place)
     folder = tmp_path / "run"
     if mode == "verify":
-        record(folder, model=raising_inside("nowhere"))
+        record(folder, model=RaiseInside)
     callback = DeterminismCallback(folder, mode=mode, current=tmp_path / "current")
-    fit = Fit(callback, model=make)
+    fit = Fit(callback, model=raising_inside(place))
     with pytest.raises(StopError, match=place):
         fit.run()
     assert_nothing_left(fit, callback)
