@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,15 +96,8 @@ class StepBuilder:
             bits, tag, text = argument_bits(list(varying.values()))
             if text is not None and keeps_text:
                 self.values[bits] = text
-            self.row(
-                bits,
-                TensorLayout(dtype=tag, shape=()),
-                phase=phase,
-                module=module,
-                op=name,
-                role="argument",
-                varying=tuple(varying),
-            )
+            entry = TensorLayout(dtype=tag, shape=())
+            self.row(bits, entry, phase=phase, module=module, op=name, role="argument", varying=tuple(varying))
         everything = sorted({**(arguments or {}), **(varying or {})}.items())
         constants = {key: plain_value(value) for key, value in (arguments or {}).items()}
         content = (name, everything, [self.digests[place] for place in places], layout.dtype, noise)
@@ -125,23 +119,12 @@ class StepBuilder:
         return positions[0] if positions else -1
 
     def view(self, *, step: int = 0, rank: int = 0, segment: int = 0, ops_seen: int = 0) -> StepView:
-        program = Program(
-            sites=tuple(self.sites),
-            ops_seen=ops_seen,
-            ops_digested=ops_seen,
-            ops_skipped={"view": 1} if ops_seen else {},
-        )
+        skipped = {"view": 1} if ops_seen else {}
+        program = Program(sites=tuple(self.sites), ops_seen=ops_seen, ops_digested=ops_seen, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
-        record = StepRecord(
-            step=step,
-            epoch=0,
-            program_id=program.id,
-            layout_id=layout.id,
-            digests=digests,
-            chain=0,
-            segment=segment,
-        )
+        ids = {"program_id": program.id, "layout_id": layout.id}
+        record = StepRecord(step=step, epoch=0, **ids, digests=digests, chain=0, segment=segment)
         return StepView(
             rank=rank,
             record=record,
@@ -150,6 +133,14 @@ class StepBuilder:
             unseen_writes=frozenset(self.unseen),
             read_values=lambda: self.values,
         )
+
+
+def both(fill: Callable[[StepBuilder, bool], object]) -> tuple[StepBuilder, StepBuilder]:
+    """Return the step of the reference and the current one, both of which one function fills."""
+    steps = StepBuilder(), StepBuilder()
+    for step, is_current in zip(steps, (False, True), strict=True):
+        fill(step, is_current)
+    return steps
 
 
 def training_step(
@@ -161,7 +152,6 @@ def training_step(
     factor: object = 2.0,
     noise_at: int | None = None,
     insert_at: int | None = None,
-    remove_at: int | None = None,
     lr: float = 0.1,
     lr_varies: bool = False,
     backward_noise: object = None,
@@ -182,8 +172,6 @@ def training_step(
     value = step.op("aten.mm.default", batch, 0 if is_first else "net.weight", module="net.linear", layout=layout)
     value = step.op("aten.mul.Tensor", value, mask, module="net.dropout", layout=layout)
     for index in range(muls):
-        if index == remove_at:
-            continue
         source = (f"train.py:{40 + index + shift_source} in forward",)
         if index == insert_at:
             value = step.op("aten.mul.Tensor", value, arguments={"other": factor}, module="net.chain", source=source)

@@ -1,11 +1,13 @@
 """Two trainings, a network for digits and one for characters, and the ways in which people make them differ."""
 
 import argparse
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +31,6 @@ STEPS = 9
 class Training:
     """What a training is made of; the fields are what can be got wrong."""
 
-    network: str = "digits"
     seed: int | None = 0
     is_seeded_late: bool = False
     shuffle_seed: int | None = 1
@@ -45,13 +46,10 @@ class Training:
     load_from: int | None = None
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    loss_scale: float = 1.0
-    activation: type[nn.Module] = nn.ReLU
     trainer: dict[str, Any] = field(default_factory=dict)
     level: str = "op"
-    ckpt_path: Path | None = None
 
+    @mock.patch.dict(os.environ)  # in which seed_everything leaves something
     def fit(self, mode: str, reference: Path, **arguments: Any) -> DeterminismCallback:
         """Train once, with the callback in a mode."""
         if self.seed is not None and not self.is_seeded_late:
@@ -74,15 +72,8 @@ class Training:
         options = {"max_steps": STEPS, "max_epochs": None, "val_check_interval": 3, "num_sanity_val_steps": 0}
         others = (make() for make in self.callbacks)
         trainer = quiet_trainer(callback, *others, default_root_dir=reference.parent, **{**options, **self.trainer})
-        trainer.fit(module, *self.loaders(), ckpt_path=self.ckpt_path)
+        trainer.fit(module, *self.loaders())
         return callback
-
-    def plain_fit(self, folder: Path) -> pl.Trainer:
-        """Train without the callback, and return the Trainer."""
-        pl.seed_everything(self.seed or 0, verbose=False)
-        trainer = quiet_trainer(default_root_dir=folder, **{"max_epochs": None, **self.trainer})
-        trainer.fit(Module(self), *self.loaders())
-        return trainer
 
     def record(self, reference: Path) -> Path:
         """Record it."""
@@ -110,12 +101,13 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
     """Samples that lie behind a listing, as files do behind the names in a folder."""
 
     def __init__(self, training: Training) -> None:
-        self.inputs, self.labels = _DATA[training.network]()
+        digits = load_digits()
+        self.inputs = torch.tensor(digits.images[:SAMPLES], dtype=torch.float32)[:, None] / 16
+        self.labels = torch.tensor(digits.target[:SAMPLES])
         self.names = [f"{number:03d}" for number in range(SAMPLES)]
         if training.listing == "unsorted":
             random.Random(5).shuffle(self.names)
         self.augment = training.augment
-
         self.num_samples = training.num_samples
 
     def __len__(self) -> int:
@@ -124,15 +116,12 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         number = int(self.names[index])
         inputs = self.inputs[number]
-        if self.augment != "none" and inputs.is_floating_point():
+        if self.augment != "none":
             worker = torch.utils.data.get_worker_info()
             unseeded = None if self.augment == "seeded" or worker is None else torch.Generator()
             if unseeded is not None:
                 unseeded.seed()
             inputs = inputs + 0.1 * torch.rand(inputs.shape, generator=unseeded)
-        elif self.augment != "none":
-            inputs = inputs.clone()
-            inputs[random.SystemRandom().randrange(len(inputs)) if self.augment == "unseeded" else 0] = 1
         return inputs, self.labels[number]
 
 
@@ -140,14 +129,15 @@ class Module(pl.LightningModule):
     def __init__(self, training: Training) -> None:
         super().__init__()
         self.training_of = argparse.Namespace(value=training)
-        self.net = _NETWORKS[training.network](training)
+        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1)
+        self.net = nn.Sequential(*layers, nn.Linear(256, 10))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, labels = batch
         training: Training = self.training_of.value
         if training.dropout_seed is not None and batch_idx == 2:
             torch.manual_seed(training.dropout_seed)
-        return cross_entropy(self.net(inputs).flatten(0, -2), labels.flatten()) * training.loss_scale
+        return cross_entropy(self.net(inputs), labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch[0])
@@ -156,48 +146,4 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         training: Training = self.training_of.value
-        return torch.optim.AdamW(
-            self.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay
-        )
-
-
-def _digits_network(training: Training) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        training.activation(),
-        nn.Flatten(),
-        nn.Dropout(0.1),
-        nn.Linear(256, 10),
-    )
-
-
-class Characters(nn.Module):
-    """Predicts the next character of a text."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(128, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.act = training.activation()
-        self.head = nn.Linear(16, 128)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.act(self.encoder(self.embed(inputs))))
-
-
-def _digits() -> tuple[Tensor, Tensor]:
-    digits = load_digits()
-    return torch.tensor(digits.images[:SAMPLES], dtype=torch.float32)[:, None] / 16, torch.tensor(
-        digits.target[:SAMPLES]
-    )
-
-
-def _text() -> tuple[Tensor, Tensor]:
-    text = torch.tensor(list(Path(argparse.__file__).read_bytes()[: SAMPLES * 12 + 1])).clamp(max=127)
-    return text[:-1].view(SAMPLES, 12), text[1:].view(SAMPLES, 12)
-
-
-_DATA = {"digits": _digits, "text": _text}
-_NETWORKS: dict[str, Callable[[Training], nn.Module]] = {"digits": _digits_network, "text": Characters}
+        return torch.optim.AdamW(self.parameters(), lr=training.lr, betas=training.betas)

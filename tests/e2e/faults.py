@@ -33,12 +33,12 @@ Around = Callable[[pl.LightningModule], AbstractContextManager[object]]
 
 
 class Block(nn.Module):
-    def __init__(self, *, eps: float = 1e-5, dropout: float = 0.1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, eps=eps)
+        self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, WIDTH)
         self.act = nn.ReLU()
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.drop(self.act(self.up(self.norm(inputs))))
@@ -47,7 +47,7 @@ class Block(nn.Module):
 class Ladder(nn.Module):
     """Twenty multiplications, one like the other."""
 
-    def __init__(self, factors: Sequence[float] = FACTORS) -> None:
+    def __init__(self, factors: Sequence[float]) -> None:
         super().__init__()
         self.factors = list(factors)
 
@@ -57,33 +57,31 @@ class Ladder(nn.Module):
         return inputs
 
 
-WRONG_KERNEL_CALLS: set[int] = set()
-"""Calls of the kernel below, counted from 0 since the fit began, whose result is one ULP off in one element."""
+class Kernel:
+    """How often the kernel below was called since the fit began, and the call whose result is one ULP off."""
 
-_num_kernel_calls = 0
+    num_calls = 0
+    wrong_call: int | None = None
 
 
 @library.custom_op("planted_faults::double", mutates_args=())
 def double(values: Tensor) -> Tensor:
     """A kernel of one's own, which torch sees as one op."""
-    global _num_kernel_calls
     result = values.numpy() * 2
-    if _num_kernel_calls in WRONG_KERNEL_CALLS:
+    if Kernel.num_calls == Kernel.wrong_call:
         result.flat[0] = np.nextafter(result.flat[0], np.float32(np.inf))
-    _num_kernel_calls += 1
+    Kernel.num_calls += 1
     return torch.from_numpy(result)
 
 
 @contextmanager
 def wrong_kernel(*, call: int) -> Iterator[None]:
     """Let one call of the kernel above go wrong."""
-    global _num_kernel_calls
-    _num_kernel_calls = 0
-    WRONG_KERNEL_CALLS.add(call)
+    Kernel.num_calls, Kernel.wrong_call = 0, call
     try:
         yield
     finally:
-        WRONG_KERNEL_CALLS.clear()
+        Kernel.wrong_call = None
 
 
 class OnGradient(torch.autograd.Function):
@@ -110,17 +108,13 @@ class Deep(pl.LightningModule):
     def __init__(
         self,
         *,
-        eps: float = 1e-5,
-        dropout: float = 0.1,
         factors: Sequence[float] = FACTORS,
         middle: Callable[[], nn.Module] = nn.Identity,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         **optimizer_options: Any,
     ) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            *(Block(eps=eps if index == 4 else 1e-5, dropout=dropout if index == 4 else 0.1) for index in range(BLOCKS))
-        )
+        self.net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         self.ladder = Ladder(factors)
         self.custom = Custom()
         self.middle = middle()
@@ -182,11 +176,8 @@ class Below(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         is_in_backward = torch._C._current_graph_task_id() != -1 or self.op == "aten.ones_like"  # what starts one
         is_here = is_in_backward if self.is_backward else self.is_inside
-        if (
-            (is_here or self.written is not None)
-            and self.model.global_step == self.step
-            and str(func).startswith(f"{self.op}.")
-        ):
+        is_meant = str(func).startswith(f"{self.op}.") and self.model.global_step == self.step
+        if is_meant and (is_here or self.written is not None):
             if self.num_calls == self.call:
                 self.num_struck += 1
                 result = output[0] if isinstance(output, tuple) else output
@@ -275,14 +266,13 @@ def make_head_double(model: Any) -> None:
     model.head.double()
 
 
-class TwiceBySum(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + inputs
+class Twice(nn.Module):
+    def __init__(self, *, by_sum: bool = False) -> None:
+        super().__init__()
+        self.by_sum = by_sum
 
-
-class TwiceByProduct(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * 2
+        return inputs + inputs if self.by_sum else inputs * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,15 @@
 """The evidence that real trainings leave, and what a verdict makes of it."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from caused import Training
 from styles import Classifier, Samples
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
@@ -20,16 +18,12 @@ from det_callbacks.runs.evidence import Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
 
-# workers are forked from a process with threads, which Python 3.12 warns of
-# Python's, of processes that are forked here
-pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what ``seed_everything`` leaves in the environment."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
+pytestmark = [
+    LIGHTNING_ADVICE,
+    # workers are forked from a process with threads, which Python 3.12 warns of
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of processes that are forked here
+    pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning"),  # what on_divergence="warn" says
+]
 
 
 class Named(Dataset[dict[str, Any]]):
@@ -53,28 +47,9 @@ class Named(Dataset[dict[str, Any]]):
 ORDER = [*range(23, -1, -1)]
 
 
-class InOrder(Sampler[int]):
-    """Draws the given indices."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-
 class OfNamed(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch["inputs"], batch["labels"]), batch_idx)
-
-
-class Draws(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            torch.rand(2)
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -83,24 +58,22 @@ def rows_of(path: Path) -> list[Row]:
     return list(read_evidence(evidence_path(stream), run_id=run.run_id))
 
 
-def fit(
-    mode: str,
-    reference: Path,
-    loader: DataLoader[Any],
-    *callbacks: pl.Callback,
-    model: type[pl.LightningModule] = Classifier,
-    max_epochs: int = 1,
-    **arguments: Any,
-) -> Verdict | None:
+def fit(callback: DeterminismCallback, loader: Any, model: type[Classifier], **options: Any) -> None:
     torch.manual_seed(0)
-    options = {"on_divergence": "warn"} if mode == "verify" else {}
-    callback = DeterminismCallback(reference, mode=mode, **options, **arguments)
-    quiet_trainer(callback, *callbacks, max_epochs=max_epochs, default_root_dir=reference.parent).fit(model(), loader)
+    options = {"max_epochs": 1, "default_root_dir": callback.reference.parent, **options}
+    quiet_trainer(callback, **options).fit(model(), *(loader if isinstance(loader, tuple) else (loader,)))
+
+
+def record(folder: Path, loader: Any, model: type[Classifier] = OfNamed, **options: Any) -> Path:
+    fit(DeterminismCallback(folder, mode="record"), loader, model, **options)
+    return folder
+
+
+def verify(folder: Path, loader: Any, model: type[Classifier] = OfNamed, **options: Any) -> Verdict:
+    callback = DeterminismCallback(folder, on_divergence="warn")
+    fit(callback, loader, model, **options)
+    assert callback.verdict is not None
     return callback.verdict
-
-
-def loader_of(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
@@ -112,30 +85,27 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path: Path, w
             trained.append(batch["path"])
             return super().training_step(batch, batch_idx)
 
-    fit("record", tmp_path / "run", loader_of(Named(), **workers), model=Watched, max_epochs=2)
-    rows = rows_of(tmp_path / "run")
+    loader = DataLoader(Named(), 4, shuffle=True, generator=torch.Generator().manual_seed(1), **workers)
+    rows = rows_of(record(tmp_path / "run", loader, Watched, max_epochs=2))
     indices = {row.step: json.loads(row.text) for row in rows if row.name == "indices of train_dataloader"}
     assert list(indices) == list(range(12))
     assert [[f"image-{index}.png" for index in drawn] for drawn in indices.values()] == trained
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_the_first_other_sample_is_named_by_its_index(tmp_path: Path) -> None:
     other = [*ORDER[:6], 20, *ORDER[7:]]
-    fit("record", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(ORDER)), model=OfNamed)
-    verdict = fit("verify", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(other)), model=OfNamed)
-    assert verdict is not None
+    reference = record(tmp_path / "run", DataLoader(Named(), 4, sampler=ORDER))
+    verdict = verify(reference, DataLoader(Named(), 4, sampler=other))
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.step == 1
-    assert (
-        f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now" in verdict.evidence
-    )
+    said = f"batch: first other sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
+    assert said in verdict.evidence
 
 
 def test_a_long_batch_keeps_its_first_indices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "MAX_INDICES", 3)
-    fit("record", tmp_path / "run", DataLoader(Named(), 4, sampler=InOrder(ORDER)), model=OfNamed)
-    texts = [json.loads(row.text) for row in rows_of(tmp_path / "run") if row.name == "indices of train_dataloader"]
+    rows = rows_of(record(tmp_path / "run", DataLoader(Named(), 4, sampler=ORDER)))
+    texts = [json.loads(row.text) for row in rows if row.name == "indices of train_dataloader"]
     assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
 
 
@@ -152,28 +122,12 @@ def test_a_long_batch_keeps_its_first_indices_only(tmp_path: Path, monkeypatch: 
     ],
     ids=["loader", "batch sampler"],
 )
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_the_generators_of_loaders_and_samplers_are_found(tmp_path: Path, loader: Any, name: str) -> None:
-    def run(mode: str, seed: int) -> Verdict | None:
-        return fit(mode, tmp_path / "run", loader(torch.Generator().manual_seed(seed)), model=OfNamed)
-
-    run("record", 1)
-    held = {row.name for row in rows_of(tmp_path / "run") if row.name.startswith("train_dataloader")}
-    assert len(held) == 1
-    verdict = run("verify", 2)
-    assert verdict is not None
+    reference = record(tmp_path / "run", loader(torch.Generator().manual_seed(1)))
+    assert {row.name for row in rows_of(reference) if row.name.startswith("train_dataloader")} == {name}
+    verdict = verify(reference, loader(torch.Generator().manual_seed(2)))
     assert verdict.cause == "data_order"
-    assert f"{next(iter(held))} was in another state from the start of the fit on" in verdict.explanation
-    assert held == {name}
-
-
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
-def test_the_callback_that_draws_is_named(tmp_path: Path) -> None:
-    fit("record", tmp_path / "run", DataLoader(Samples(), 4))
-    verdict = fit("verify", tmp_path / "run", DataLoader(Samples(), 4), Draws())
-    assert verdict is not None
-    assert verdict.cause == "rng"
-    assert "Keep on_train_batch_end of Draws from drawing from torch.cpu" in verdict.explanation
+    assert f"{name} was in another state from the start of the fit on" in verdict.explanation
 
 
 class Noisy(Classifier):
@@ -188,20 +142,18 @@ class Noisier(Noisy):
     noise = 0.5
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path: Path) -> None:
-    fit("record", tmp_path / "run", DataLoader(Samples(), 4), model=Noisy)
-    verdict = fit("verify", tmp_path / "run", DataLoader(Samples(), 4), model=Noisier)
-    assert verdict is not None
+    reference = record(tmp_path / "run", DataLoader(Samples(), 4), Noisy)
+    verdict = verify(reference, DataLoader(Samples(), 4), Noisier)
     assert verdict.cause == "data_content"
     assert "on_after_batch_transfer" in verdict.explanation
     assert "batch: what left the loader agrees" in verdict.evidence
 
 
 def test_nothing_is_left_on_loaders_and_samplers(tmp_path: Path) -> None:
-    loader = loader_of(Named())
+    loader = DataLoader(Named(), 4, shuffle=True)
     before = [dict(vars(thing)) for thing in (loader, loader.batch_sampler)]
-    fit("record", tmp_path / "run", loader, model=OfNamed)
+    record(tmp_path / "run", loader)
     for thing, known in zip((loader, loader.batch_sampler), before, strict=True):
         assert set(vars(thing)) == set(known)
         assert type(thing).__qualname__ in ("DataLoader", "BatchSampler")
@@ -225,30 +177,16 @@ def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> N
 
 class Validated(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        inputs, _ = batch
-        self(inputs)
+        self(batch[0])
 
 
-@pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning")  # what on_divergence="warn" says
 def test_how_much_is_trained_on_is_a_choice(tmp_path: Path) -> None:
-    def run(mode: str, **options: Any) -> Verdict | None:
-        torch.manual_seed(0)
-        choice = {"on_divergence": "warn"} if mode == "verify" else {}
-        callback = DeterminismCallback(tmp_path / "run", mode=mode, level="state", **choice)
-        trainer = quiet_trainer(callback, max_epochs=1, default_root_dir=tmp_path, **options)
-        trainer.fit(Validated(), DataLoader(Samples(), 4), DataLoader(Samples(), 4))
-        return callback.verdict
-
-    run("record")
-    verdict = run("verify", limit_train_batches=3, limit_val_batches=2, val_check_interval=2)
-    assert verdict is not None
+    loaders = DataLoader(Samples(), 4), DataLoader(Samples(), 4)
+    choices = {"limit_train_batches": 3, "limit_val_batches": 2, "val_check_interval": 2}
+    verdict = verify(record(tmp_path / "run", loaders, Validated), loaders, Validated, **choices)
     assert verdict.verdict == "diverged"
-    for choice in (
-        "trainer.limit_train_batches: 1.0 in the reference, 3 now",
-        "trainer.limit_val_batches: 1.0 in the reference, 2 now",
-        "trainer.val_check_interval: 1.0 in the reference, 2 now",
-    ):
-        assert choice in verdict.explanation
+    for name, now in choices.items():
+        assert f"trainer.{name}: 1.0 in the reference, {now} now" in verdict.explanation
 
 
 class Nested(Samples):
@@ -264,7 +202,4 @@ class Nested(Samples):
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")  # torch calls them a prototype
 def test_a_nested_tensor_in_a_batch_is_no_obstacle(tmp_path: Path) -> None:
     loader = DataLoader(Nested(), 4, collate_fn=Nested.collate)
-    fit("record", tmp_path / "run", loader, model=OfNamed)
-    verdict = fit("verify", tmp_path / "run", loader, model=OfNamed)
-    assert verdict is not None
-    assert verdict.verdict == "match"
+    assert verify(record(tmp_path / "run", loader), loader).verdict == "match"

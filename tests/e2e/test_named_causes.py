@@ -55,8 +55,6 @@ class Fault:
     says: tuple[str, ...]
     base: dict[str, Any] = field(default_factory=dict)
     says_not: tuple[str, ...] = ()
-    module: dict[str, str] | None = None
-    """Network -> module of the first divergence."""
 
 
 FAULTS = {
@@ -90,8 +88,7 @@ FAULTS = {
     "another number of workers": Fault(
         base={"augment": "seeded"},
         change={"num_workers": 2},
-        # the text is augmented without random numbers; there, the order of the second epoch differs
-        cause="data_content|data_order",
+        cause="data_content",
         says=("num_workers of train_dataloader: 0 in the reference, 2 now",),
     ),
     "another batch size": Fault(
@@ -119,9 +116,6 @@ FAULTS = {
         cause="rng",
         says=("Keep validation from drawing from torch.cpu", "equal before validation", "another number of draws"),
     ),
-    "validation draws, and the shuffle follows": Fault(
-        base={"shuffle_seed": None}, change={"draws_in_validation": True}, cause="rng", says=("Keep validation from",)
-    ),
     "callback draws": Fault(
         change={"callbacks": (DrawsAtBatchEnd,)},
         cause="rng",
@@ -140,7 +134,9 @@ FAULTS = {
         change={"dropout_seed": 5}, cause="rng", says=("torch.cpu", "equal at the batch start of step 2")
     ),
     "one weight": Fault(
-        change={"change_weight": True}, cause="initial_weights", says=("Look at how {weight} is initialised", "1 of ")
+        change={"change_weight": "net.5.bias"},
+        cause="initial_weights",
+        says=("Look at how net.5.bias is initialised", "1 of "),
     ),
     "weights loaded from elsewhere": Fault(
         change={"load_from": 9}, cause="initial_weights", says=("load the same weights",)
@@ -154,7 +150,6 @@ FAULTS = {
         change={"lr": 2e-2}, cause="settings", says=("optimizer.AdamW.lr: 0.01 in the reference, 0.02 now",)
     ),
     "betas": Fault(change={"betas": (0.8, 0.999)}, cause="settings", says=("optimizer.AdamW.betas",)),
-    "weight decay": Fault(change={"weight_decay": 0.1}, cause="settings", says=("optimizer.AdamW.weight_decay",)),
     "gradient clipping": Fault(
         change={"trainer": {"gradient_clip_val": 0.01}}, cause="settings", says=("trainer.gradient_clip_val",)
     ),
@@ -162,21 +157,6 @@ FAULTS = {
         change={"trainer": {"accumulate_grad_batches": 2}},
         cause="settings",
         says=("trainer.accumulate_grad_batches: 1 in the reference, 2 now",),
-    ),
-    "autocast": Fault(
-        change={"trainer": {"precision": "bf16-mixed"}},
-        cause="settings",
-        says=("trainer.precision: 32-true in the reference, bf16-mixed now",),
-        module={"digits": "net.0", "text": "net.encoder.layers.0.self_attn"},
-    ),
-    "equivalent op": Fault(
-        change={"activation": nn.Hardtanh},
-        cause="forward",
-        says=("only in the reference", "aten.relu.default"),
-        module={"digits": "net.2", "text": "net.act"},
-    ),
-    "scaled loss": Fault(
-        change={"loss_scale": 1 + 1e-7}, cause="forward", says=("other: 1.0 -> 1.0000001",), module={"digits": ""}
     ),
 }
 EVERYDAY = (
@@ -190,19 +170,8 @@ EVERYDAY = (
     "a data set without one sample",
     "learning rate",
 )
-WEIGHTS = {"digits": "net.5.bias", "text": "net.head.bias"}
-
-_OF_OPS = ("other: ", "only in", "aten.")
-"""What is only said where ops are recorded."""
 
 Record = Callable[[Training], Path]
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back what ``seed_everything`` leaves in the environment."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 @pytest.fixture(scope="module")
@@ -219,44 +188,26 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     return recorded
 
 
-def marks_of(network: str, level: str, name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return () if (network, level) == ("digits", "op") and name in EVERYDAY else (pytest.mark.slow,)
+CASES = [(name, "op") for name in EVERYDAY] + [
+    pytest.param(name, level, marks=pytest.mark.slow)
+    for level in ("op", "state")
+    for name in FAULTS
+    if level != "op" or name not in EVERYDAY
+]
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(network, level, name, id=f"{network}-{level}-{name}", marks=marks)
-        for network, level in (("digits", "op"), ("text", "op"), ("digits", "state"))
-        for name in FAULTS
-        for marks in [marks_of(network, level, name)]
-    ]
-
-
-@pytest.mark.parametrize(("network", "level", "name"), cases())
-def test_the_cause_of_a_planted_fault_is_named(
-    network: str, level: str, name: str, record: Record, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "level"), CASES)
+def test_the_cause_of_a_planted_fault_is_named(name: str, level: str, record: Record, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    base = Training(network=network, level=level, **fault.base)
-    change = dict(fault.change)
-    if "change_weight" in change:
-        change["change_weight"] = WEIGHTS[network]
-    reference = record(base)
-    verdict = replace(base, **change).verify(reference, current=tmp_path / "current")
-    assert verdict.verdict == "diverged"
-    assert verdict.cause in fault.cause.split("|"), verdict.explanation
+    base = Training(level=level, **fault.base)
+    verdict = replace(base, **fault.change).verify(record(base), current=tmp_path / "current")
+    assert (verdict.verdict, verdict.cause) == ("diverged", fault.cause), verdict.explanation
     said = "\n".join((verdict.explanation, *verdict.evidence))
-    for part in fault.says:
-        if level == "op" or not part.startswith(_OF_OPS):
-            assert part.format(weight=WEIGHTS[network]) in said
+    assert not [part for part in fault.says if part not in said]
     assert not [part for part in fault.says_not if part in said]
-    assert verdict.first_divergence is not None
-    if level == "op" and fault.module is not None and network in fault.module:
-        assert verdict.first_divergence.module == fault.module[network]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("network", ["digits", "text"])
 @pytest.mark.parametrize(
     "base",
     [
@@ -273,39 +224,7 @@ def test_the_cause_of_a_planted_fault_is_named(
     ],
     ids=str,
 )
-def test_a_clean_pair_matches(network: str, base: dict[str, Any], record: Record) -> None:
-    training = Training(network=network, **base)
+def test_a_clean_pair_matches(base: dict[str, Any], record: Record) -> None:
+    training = Training(**base)
     verdict = training.verify(record(training))
     assert (verdict.verdict, verdict.evidence) == ("match", ())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["digits", "text"])
-def test_a_bit_of_a_checkpoint_is_named(network: str, tmp_path: Path) -> None:
-    saved = tmp_path / "saved.ckpt"
-    training = Training(network=network, trainer={"max_steps": 3})
-    trainer = training.plain_fit(tmp_path)
-    trainer.save_checkpoint(saved)
-    content = torch.load(saved, weights_only=True)
-    content["state_dict"][WEIGHTS[network]].view(torch.int32)[0] ^= 1
-    changed = tmp_path / "changed.ckpt"
-    torch.save(content, changed)
-    resumed = replace(training, ckpt_path=saved, trainer={"max_steps": 6})
-    reference = resumed.record(tmp_path / "reference" / "run")
-    verdict = replace(resumed, ckpt_path=changed).verify(reference)
-    assert (verdict.verdict, verdict.cause) == ("diverged", "checkpoint")
-    assert WEIGHTS[network] in verdict.explanation
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["digits", "text"])
-def test_the_number_of_threads_is_never_a_silent_difference(network: str, record: Record) -> None:
-    reference = record(Training(network=network))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if threads > 1 else 2)
-    try:
-        verdict = Training(network=network).verify(reference)
-    finally:
-        torch.set_num_threads(threads)
-    assert verdict.verdict in ("match", "not_comparable")
-    assert "torch.num_threads" in [entry.name for entry in verdict.environment]

@@ -12,7 +12,7 @@ import torch
 from finding import first_of, verify
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
@@ -51,8 +51,7 @@ class Recurrent(Trained):
         self.lstm = nn.LSTM(4, 6)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        packed = batch if hasattr(batch, "batch_sizes") else pack_padded_sequence(*batch, enforce_sorted=False)
-        return self.lstm(packed)[0].data.square().mean()
+        return self.lstm(batch)[0].data.square().mean()
 
 
 class Split(Trained):
@@ -80,10 +79,6 @@ def packed(*lengths: int) -> Any:
     return pack_sequence(list(drawn(sum(lengths), 4).split(list(lengths))))
 
 
-def padded(*lengths: int) -> tuple[Tensor, Tensor]:
-    return drawn(6, 3, 4), torch.tensor(lengths)
-
-
 def stacked(*lengths: int) -> tuple[Tensor, Tensor]:
     return drawn(sum(lengths), 4), torch.tensor(lengths)
 
@@ -108,7 +103,6 @@ class Training:
 OTHER_BATCHES = {
     "a longer sequence": (Characters, tokens(6), tokens(7)),
     "other lengths of a packed sequence": (Recurrent, packed(4, 3, 2), packed(4, 4, 1)),
-    "other lengths that are packed in the step": (Recurrent, padded(4, 3, 2), padded(4, 4, 1)),
     "lengths that Python reads": (Split, stacked(4, 3, 2), stacked(5, 2, 2)),
 }
 

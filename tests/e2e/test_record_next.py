@@ -19,7 +19,6 @@ from det_callbacks.runs.store import Run
 
 pytestmark = RESUMING
 
-Command = Callable[..., tuple[int, str, str]]
 OP = "recorded_next.double.default"
 FAULT = 14  # of 20 steps; a checkpoint is saved right after it, and after step 9
 EPOCHS = 5
@@ -72,27 +71,13 @@ def record(folder: Path, *others: Callback, fault: int | None = None, **options:
     return folder
 
 
-def saving(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
+    saving = ModelCheckpoint(folder / "kept", every_n_train_steps=5, save_top_k=-1, filename="{step}")
     record(folder / "good")
-    record(folder / "bad", saving(folder / "kept"), fault=FAULT)
+    record(folder / "bad", saving, fault=FAULT)
     return folder
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def first_of(verdict: Verdict) -> tuple[int, bool | None]:
@@ -123,14 +108,18 @@ def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(runs: Pat
     assert [tensor.num_differing for tensor in numbers.output] == [1]
 
 
-def test_a_verification_says_what_to_record_next_too(runs: Path, tmp_path: Path, command: Command) -> None:
+def test_a_verification_says_what_to_record_next_too(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As arguments, and as overrides that Hydra understands."""
     callback = DeterminismCallback(runs / "good", current=tmp_path / "current")
     with pytest.raises(DivergenceError) as raised:
         Fit(callback, model=faulty(FAULT), max_epochs=EPOCHS).run()
     sentence = "to see where it starts, record step 14 again on both sides and compare the two recordings"
     line = "      in Hydra   determinism.level=op 'determinism.only_steps=[14]'"
-    for text in (str(raised.value), command("diff", runs / "good", tmp_path / "current")[1]):
+    capsys.readouterr()
+    cli.main(["diff", str(runs / "good"), str(tmp_path / "current")])
+    for text in (str(raised.value), capsys.readouterr().out):
         assert sentence in text
         assert '      in Python  level="op", only_steps=[14]' in text.splitlines()
         assert line in text.splitlines()

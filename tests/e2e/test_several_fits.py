@@ -85,7 +85,6 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     assert isinstance(error, DivergenceError)
     assert error.verdict is not None
     assert (error.exit_code, error.verdict.verdict) == (1, "diverged")
-    require_one_verdict(error.verdict, two_fits, tmp_path / "current")
     assert "holds 2 fits, and this process ended after 1" in str(error)
     assert "Steps 4 to 7 (4 of them) are only in the reference of fit 1" in str(error)
     assert take_unfinished() is None

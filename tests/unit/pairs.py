@@ -10,6 +10,7 @@ from step_builder import StepBuilder, reducing_step, training_step
 from stored_runs import OneOf, join
 
 from det_callbacks.judge import compare_runs
+from det_callbacks.runs.program import StepView
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -21,7 +22,8 @@ Pair = tuple[StepBuilder, StepBuilder]
 
 
 def manifest_of(environment: Mapping[str, Any] | None = None, selection: Selection | None = None) -> dict[str, Any]:
-    return {"selection": (selection or Selection()).to_dict(), "environment": dict(environment or {}), "settings": {}}
+    chosen = (selection or Selection()).to_dict()
+    return {"selection": chosen, "environment": dict(environment or {}), "settings": {}}
 
 
 def record(
@@ -109,30 +111,21 @@ def judge(
             {**before, (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side]}
             for rank, pair in enumerate(pairs)
         ]
-        runs.append(
-            record(
-                folder / f"{number}-{side}",
-                ranks[0],
-                others=ranks[1:],
-                environment=entries,
-                resumed=step if side and is_resumed else None,
-            )
-        )
+        resumed = step if side and is_resumed else None
+        path = folder / f"{number}-{side}"
+        runs.append(record(path, ranks[0], others=ranks[1:], environment=entries, resumed=resumed))
     return compare_runs(*runs)
 
 
 def trace_of(builder: StepBuilder) -> Any:
     """Return a hand-made step as the trace hands it over."""
-    view = builder.view(ops_seen=3)
-    return SimpleNamespace(
-        program=view.program,
-        layout=view.layout,
-        layout_id=view.layout.id,
-        digests=view.record.digests,
-        view=lambda *, rank=0, step=0, epoch=0, segment=0: builder.view(
-            rank=rank, step=step, segment=segment, ops_seen=3
-        ),
-    )
+    seen = builder.view(ops_seen=3)
+
+    def view(*, epoch: int = 0, **place: int) -> StepView:
+        return builder.view(**place, ops_seen=3)
+
+    parts = {"program": seen.program, "layout": seen.layout, "layout_id": seen.layout.id}
+    return SimpleNamespace(**parts, digests=seen.record.digests, view=view)
 
 
 def detector(reference: Path, current: Path, *, environment: Any = None, **options: Any) -> Verification:
@@ -140,12 +133,13 @@ def detector(reference: Path, current: Path, *, environment: Any = None, **optio
     return Verification(Run.open(reference), current, manifest=manifest_of(environment), **options)
 
 
-def run_fits(verification: Verification, fits: Sequence[Steps], *, is_resumed: bool = False) -> None:
-    """Let a verification see the steps of some fits."""
+def run_fits(verification: Verification, fits: Sequence[Steps], *, ends: bool = True) -> None:
+    """Let a verification see the steps of some fits, of which the last may not come to its end."""
     for number, fit in enumerate(fits):
         if number:
             verification.close(complete=True)
-        verification.begin_fit(number, is_resumed=is_resumed and not number)
+        verification.begin_fit(number)
         for step, builder in fit.items():
             verification.add(trace_of(builder), step=step, epoch=0)
-        verification.end_fit()
+        if ends or number < len(fits) - 1:
+            verification.end_fit()

@@ -16,14 +16,8 @@ REDUCE = "c10d.allreduce_.default"
 
 
 def call(*, put: bool, got: bool, op: str = REDUCE, group: str = "0-2", number: int = 0) -> CollectiveCall:
-    return CollectiveCall(
-        op=op,
-        group=group,
-        number=number,
-        input_differs=put,
-        output_differs=got,
-        source=("train.py:9 in step",),
-    )
+    source = ("train.py:9 in step",)
+    return CollectiveCall(op=op, group=group, number=number, input_differs=put, output_differs=got, source=source)
 
 
 def rank(number: int, *calls: CollectiveCall, begins: Begins = "received", step: int = 3) -> RankDifference:
@@ -96,35 +90,12 @@ def test_entries_are_ordered_by_rank() -> None:
         classify([rank(1)])
 
 
-def test_the_verdict_on_all_ranks_names_the_one_that_started(tmp_path: Path) -> None:
-    verdict = judge(
-        tmp_path,
-        (reducing_step(), reducing_step(delivered="other")),
-        (reducing_step(), reducing_step(noise="ulp", delivered="other")),
-    )
-    assert verdict.cause == "forward"
-    assert [(origin.rank, origin.op) for origin in verdict.origins] == [(1, "aten.mul.Tensor")]
-    assert "Step 7 of rank 1, forward: aten.mul.Tensor" in verdict.explanation
-    assert "it started on rank 1; rank 0 put in what the reference did" in verdict.explanation
-
-
-def test_the_verdict_tells_of_the_rank_that_started_though_another_differs_earlier_in_its_step(tmp_path: Path) -> None:
-    verdict = judge(
-        tmp_path,
-        (reducing_step(), reducing_step(delivered="other")),
-        (reducing_step(num_before=9), reducing_step(num_before=9, noise="ulp", delivered="other")),
-    )
-    assert (verdict.first_divergence.rank, verdict.first_divergence.op) == (0, REDUCE)
-    assert verdict.cause == "forward"
-    assert verdict.explanation.startswith("Step 7 of rank 1, forward: aten.mul.Tensor")
+def differing(**changes: Any) -> Pair:
+    return reducing_step(), reducing_step(delivered="other", **changes)
 
 
 def test_the_verdict_on_all_ranks_names_the_collective(tmp_path: Path) -> None:
-    verdict = judge(
-        tmp_path,
-        (reducing_step(), reducing_step(delivered="other")),
-        (reducing_step(), reducing_step(delivered="other")),
-    )
+    verdict = judge(tmp_path, differing(), differing())
     assert verdict.cause == "collective"
     assert [(origin.rank, origin.op, origin.is_origin) for origin in verdict.origins] == [
         (0, REDUCE, True),
@@ -136,22 +107,11 @@ def test_the_verdict_on_all_ranks_names_the_collective(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone_cannot_tell(tmp_path: Path) -> None:
-    verdict = judge(tmp_path, (reducing_step(), reducing_step(delivered="other")))
+    verdict = judge(tmp_path, differing())
     assert verdict.cause == "unknown"
     assert verdict.origins == ()
     assert verdict.first_divergence.is_origin is None
     assert "what this rank put in agrees, and it came from another rank or from the collective" in verdict.explanation
-
-
-def test_a_batch_on_one_rank(tmp_path: Path) -> None:
-    verdict = judge(
-        tmp_path,
-        (reducing_step(), reducing_step(delivered="other")),
-        (reducing_step(), reducing_step(batch=7, delivered="other")),
-    )
-    assert verdict.cause == "data_content"
-    assert verdict.origins == ()
-    assert "it started on rank 1" in verdict.explanation
 
 
 def test_another_reduction_is_an_argument_and_an_origin(tmp_path: Path) -> None:
@@ -162,7 +122,7 @@ def test_another_reduction_is_an_argument_and_an_origin(tmp_path: Path) -> None:
 
 
 def test_what_is_sent_and_was_written_unseen_is_no_origin(tmp_path: Path) -> None:
-    reference, current = reducing_step(), reducing_step(delivered="other")
+    reference, current = differing()
     current.digests[3] ^= 1
     assert current.sites[3].role == "sent"
     verdict = judge(tmp_path, (reference, current))
@@ -191,10 +151,6 @@ def test_a_collective_that_is_gone(tmp_path: Path) -> None:
     current.op("aten.sum.default", current.op("aten.mul.Tensor", current.batch("batch[0]", [1, 2])))
     verdict = judge(tmp_path, (reference, current))
     assert ("missing", REDUCE) in {(origin.kind, origin.op) for origin in verdict.origins}
-
-
-def differing(**changes: Any) -> Pair:
-    return reducing_step(), reducing_step(delivered="other", **changes)
 
 
 def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
@@ -228,12 +184,11 @@ def test_what_python_does_with_what_came_from_others_starts_nothing(kind: str, t
     assert " received the difference" in verdict.explanation
 
 
-def gradient(bits: int, *, is_recorded: bool = False) -> StepBuilder:
-    """A step of level state, or one in which what wrote the gradient is known."""
+def gradient(bits: int) -> StepBuilder:
+    """A step of level state."""
     made = StepBuilder()
-    place = made.batch("batch[0]", [1, 2])
-    inputs = (made.op("aten.mul.Tensor", place),) if is_recorded else ()
-    made.named("grad of net.weight", bits, phase="gradient", inputs=inputs)
+    made.batch("batch[0]", [1, 2])
+    made.named("grad of net.weight", bits, phase="gradient")
     return made
 
 
@@ -244,11 +199,8 @@ def test_of_gradients_that_nobody_saw_written_it_is_not_told_who_started(tmp_pat
     assert verdict.first_divergence.is_origin is None
     assert "whether ranks 0, 1 started a difference or received it cannot be told" in verdict.explanation
     assert "it started on" not in verdict.explanation
-
-
-def test_of_gradients_that_nobody_saw_written_the_only_one_that_differs_is_where_it_started(tmp_path: Path) -> None:
-    verdict = judge(tmp_path, (gradient(1), gradient(2)), None)
-    assert "it started on rank 0; 1 of 2 ranks differ (rank 0 from step 7 on)" in verdict.explanation
+    alone = judge(tmp_path, (gradient(1), gradient(2)), None)
+    assert "it started on rank 0; 1 of 2 ranks differ (rank 0 from step 7 on)" in alone.explanation
 
 
 @pytest.mark.parametrize("step", [7, 8])
@@ -257,7 +209,7 @@ def test_of_gradients_that_nobody_saw_written_those_after_another_ranks_batch_we
 ) -> None:
     verdict = judge(tmp_path, (gradient(1), gradient(2)), differing(batch=7), steps={0: step})
     assert "it started on rank 1; rank 0 received the difference" in verdict.explanation
-    assert verdict.cause == "data_content"
+    assert (verdict.cause, verdict.origins) == ("data_content", ())
 
 
 def test_an_argument_that_changes_after_another_rank_differs_may_have_come_from_there(tmp_path: Path) -> None:
@@ -282,12 +234,6 @@ def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path: Path
     early = judge(tmp_path, differing(), differing(noise="ulp"))
     assert early.first_divergence is not None
     assert (early.first_divergence.rank, early.first_divergence.is_origin) == (1, True)
-
-
-def test_of_hundreds_of_ranks_the_one_that_started_it_is_explained(tmp_path: Path) -> None:
-    late = reducing_step(num_before=9), reducing_step(num_before=9, noise="ulp", delivered="other")
-    verdict = judge(tmp_path, differing(), *[late] * 120)
-    assert verdict.first_divergence is not None
-    assert verdict.first_divergence.rank == 0
-    assert verdict.explanation.startswith("Step 7 of rank 1, forward: aten.mul.Tensor")
-    assert [origin.rank for origin in verdict.origins] == list(range(1, 101))
+    assert early.cause == "forward"
+    assert [(origin.rank, origin.op) for origin in early.origins] == [(1, "aten.mul.Tensor")]
+    assert "it started on rank 1; rank 0 put in what the reference did" in early.explanation

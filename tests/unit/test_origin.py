@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from step_builder import StepBuilder, training_step
+from step_builder import StepBuilder, both, training_step
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import TensorLayout, plain_value
@@ -11,35 +11,26 @@ def compare(reference, current, **options):
     return compare_steps(reference.view(step=7), current.view(step=7), **options)
 
 
-def origins(difference):
-    return [(item.phase, item.module, item.op, item.output, item.kind) for item in difference.origins]
+def flags(pair):
+    """Return what differs between two steps, and whether it is an origin."""
+    return [(item.op or item.phase, item.output, item.kind, item.is_origin) for item in compare(*pair).divergences]
 
 
 def test_equal_steps_have_no_difference_whatever_their_source_lines():
-    for shift in (0, 3):
-        difference = compare(training_step(), training_step(shift_source=shift))
-        assert (difference.num_differing, difference.divergences) == (0, ())
-        assert difference.num_compared == len(training_step().sites)
-
-
-def test_inserted_op_is_the_origin_and_nothing_cascades():
-    difference = compare(training_step(), training_step(insert_at=10, factor=3.0))
-    assert origins(difference) == [("forward", "net.chain", "aten.mul.Tensor", 0, "extra")]
-    assert [item.kind for item in difference.divergences].count("extra") == 1
-    assert {item.kind for item in difference.divergences[1:]} == {"content"}
-    assert difference.divergences[0].current_digest is not None
-    assert difference.divergences[0].reference_digest is None
+    difference = compare(training_step(), training_step(shift_source=3))
+    assert (difference.num_differing, difference.divergences) == (0, ())
+    assert difference.num_compared == len(training_step().sites)
 
 
 def test_inserted_op_brings_its_own_input_rows():
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
+    def fill(step, is_current):
         value = step.named("batch[0]", 5, phase="data")
-        if step is current:
+        step.generators(0)
+        if is_current:
             value = step.op("aten.native_dropout.default", value, "?constant", generator=4, outputs=2)
         step.op("aten.relu.default", value)
-    difference = compare(reference, current)
-    assert [(item.op, item.output, item.kind, item.is_origin) for item in difference.divergences] == [
+
+    assert flags(both(fill)) == [
         ("aten.native_dropout.default", 0, "extra", True),
         ("aten.native_dropout.default", 1, "extra", True),
         ("aten.relu.default", 0, "content", False),
@@ -48,39 +39,34 @@ def test_inserted_op_brings_its_own_input_rows():
 
 @pytest.mark.parametrize(("was_varying", "is_varying"), [(False, False), (True, True), (False, True), (True, False)])
 def test_other_argument_is_named_with_both_values(was_varying, is_varying):
-    difference = compare(training_step(lr=0.1, lr_varies=was_varying), training_step(lr=0.2, lr_varies=is_varying))
-    assert origins(difference) == [("optimizer", "net", "aten.addcdiv_.default", 0, "argument")]
+    reference = training_step(lr=0.1, lr_varies=was_varying)
+    assert compare(reference, training_step(lr=0.1, lr_varies=is_varying)).num_differing == 0
+    difference = compare(reference, training_step(lr=0.2, lr_varies=is_varying))
+    (origin,) = difference.origins
+    assert (origin.phase, origin.module, origin.op) == ("optimizer", "net", "aten.addcdiv_.default")
+    assert (origin.output, origin.kind) == (0, "argument")
     assert difference.num_differing == 2  # the update, and the weight after it
     assert difference.findings[0].arguments.values == {"value": ("-0.1", "-0.2")}
-
-
-@pytest.mark.parametrize(("was_varying", "is_varying"), [(False, True), (True, False), (True, True)])
-def test_equal_arguments_agree_however_they_are_kept(was_varying, is_varying):
-    assert compare(training_step(lr_varies=was_varying), training_step(lr_varies=is_varying)).num_differing == 0
 
 
 @pytest.mark.parametrize("kind", ["varying", "arguments"])
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 1.0), (True, 1), (0.0, -0.0), (float("inf"), 1e308), (-3, 3)])
 def test_argument_of_another_type_or_sign_is_seen(kind, ours, theirs):
-    reference, current = StepBuilder(), StepBuilder()
-    for step, value in ((reference, ours), (current, theirs)):
-        step.op("aten.add.Tensor", **{kind: {"alpha": value}})
-    difference = compare(reference, current)
+    pair = both(lambda step, now: step.op("aten.add.Tensor", **{kind: {"alpha": theirs if now else ours}}))
+    difference = compare(*pair)
     assert [item.kind for item in difference.divergences] == ["argument"]
     shown = difference.findings[0].arguments.values["alpha"]
     assert shown == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
 
 
 def test_other_argument_is_reported_at_the_first_output_and_at_those_that_differ():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, eps in ((reference, 1e-5), (current, 1e-6)):
-        value = step.op("aten.native_layer_norm.default", "?x", arguments={"eps": eps}, outputs=3)
+    def fill(step, is_current):
+        arguments = {"eps": 1e-6 if is_current else 1e-5}
+        value = step.op("aten.native_layer_norm.default", "?x", arguments=arguments, outputs=3)
         step.digests[value + 1] = 5
-    difference = compare(reference, current)
-    assert [(item.output, item.kind, item.is_origin) for item in difference.divergences] == [
-        (0, "argument", True),
-        (2, "argument", True),
-    ]
+
+    name = "aten.native_layer_norm.default"
+    assert flags(both(fill)) == [(name, 0, "argument", True), (name, 2, "argument", True)]
 
 
 def test_digest_of_several_arguments_is_compared_with_constants():
@@ -96,140 +82,87 @@ def test_digest_of_several_arguments_is_compared_with_constants():
 
 
 def test_one_of_several_changing_arguments_is_seen():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, beta in ((reference, 0.99), (current, 0.999)):
-        step.digests[step.op("aten.lerp.Scalar", varying={"beta1": 0.9, "beta2": beta}, keeps_text=False)] = 5
-    assert [item.kind for item in compare(reference, current).divergences] == ["argument"]
+    def fill(step, is_current):
+        varying = {"beta1": 0.9, "beta2": 0.999 if is_current else 0.99}
+        step.digests[step.op("aten.lerp.Scalar", varying=varying, keeps_text=False)] = 5
 
-
-def test_arguments_that_cannot_be_compared_prove_no_origin():
-    reference, current = StepBuilder(), StepBuilder()
-    reference.op("aten.f.default", varying={"a": 1, "b": 2}, arguments={"c": 3}, keeps_text=False)
-    current.op("aten.f.default", varying={"b": 2, "c": 3}, arguments={"a": 1}, noise="other bits", keeps_text=False)
-    (divergence,) = compare(reference, current).divergences
-    assert (divergence.kind, divergence.is_origin) == ("content", None)
+    assert flags(both(fill)) == [("aten.lerp.Scalar", 0, "argument", True)]
 
 
 def test_other_argument_with_the_same_bits_is_reported_and_blames_no_reader():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, p in ((reference, 0.1), (current, 0.2)):
+    def fill(step, is_current):
+        p = 0.2 if is_current else 0.1
         value = step.op("aten.dropout.default", arguments={"p": p})
         step.digests[value] = 99
         step.op("aten.relu.default", value, noise=p)
-    difference = compare(reference, current)
-    assert [(item.op, item.kind, item.is_origin) for item in difference.divergences] == [
-        ("aten.dropout.default", "argument", True),
-        ("aten.relu.default", "content", True),
+
+    assert flags(both(fill)) == [
+        ("aten.dropout.default", 0, "argument", True),
+        ("aten.relu.default", 0, "content", True),
     ]
 
 
 def test_call_without_outputs_shows_its_other_argument():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, value in ((reference, 1), (current, 2)):
-        step.op("lib.log.default", varying={"level": value}, outputs=0)
+    def fill(step, is_current):
+        step.op("lib.log.default", varying={"level": 1 + is_current}, outputs=0)
         step.op("aten.relu.default")
-    (divergence,) = compare(reference, current).divergences
-    assert (divergence.op, divergence.kind) == ("lib.log.default", "argument")
 
-
-def test_other_dtype_is_a_structure():
-    difference = compare(training_step(), training_step(dtype="float64"))
-    first = difference.divergences[0]
-    assert (first.op, first.kind, first.is_origin, first.dtype) == ("aten.mm.default", "structure", True, "float64")
-    assert origins(difference) == [("forward", "net.linear", "aten.mm.default", 0, "structure")]
+    assert [row[::2] for row in flags(both(fill))] == [("lib.log.default", "argument")]
 
 
 def test_other_strides_with_the_same_bits_are_a_structure():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, stride in ((reference, (4, 1)), (current, (1, 8))):
-        value = step.op("aten.clone.default", layout=TensorLayout(dtype="float32", shape=(8, 4), stride=stride))
-        step.op("aten.relu.default", value)
-    (divergence,) = compare(reference, current).divergences
-    assert (divergence.kind, divergence.is_origin) == ("structure", True)
+    def fill(step, is_current):
+        layout = TensorLayout(dtype="float32", shape=(8, 4), stride=(1, 8) if is_current else (4, 1))
+        step.op("aten.relu.default", step.op("aten.clone.default", layout=layout))
+
+    assert flags(both(fill)) == [("aten.clone.default", 0, "structure", True)]
 
 
-@pytest.mark.parametrize(
-    ("change", "phase"),
-    [({"rows": (2, 1, 3, 4)}, "data"), ({"seed": 1}, "rng"), ({"weight": 10}, "state")],
-)
-def test_sources_are_no_origins_and_neither_is_what_reads_them(change, phase):
-    difference = compare(training_step(), training_step(**change))
-    assert difference.divergences[0].phase == phase
-    assert difference.divergences[0].is_origin is False
-    assert difference.origins == ()
-
-
-def test_parameter_changed_outside_the_trace_is_a_source():
-    reference, current = training_step(is_first=False), training_step(is_first=False)
-    place = next(index for index, site in enumerate(current.sites) if site.name == "net.weight")
-    assert current.sites[place].role == "input"
-    current.digests[place] ^= 1
-    (divergence,) = compare(reference, current).divergences
-    assert (divergence.phase, divergence.name, divergence.is_origin) == ("input", "net.weight", False)
-
-
-def test_reader_of_two_writers_passes_on_what_either_wrote():
+@pytest.mark.parametrize(("place", "expected"), [(0, [True, False]), (1, [True, False]), (None, [True])])
+def test_reader_of_two_writers_passes_on_what_either_wrote(place, expected):
     """Partial writes: ``buf[0].copy_(a); buf[1].copy_(b); buf.sum()``."""
-    for place, expected in ((0, [True, False]), (1, [True, False]), (None, [True])):
-        reference, current = StepBuilder(), StepBuilder()
-        for step in (reference, current):
-            noise = ["other" if step is current and index == place else None for index in range(2)]
-            parts = [step.op("aten.copy_.default", f"?{index}", noise=noise[index]) for index in range(2)]
-            step.op("aten.sum.default", *parts, noise="sum" if step is current and place is None else None)
-        assert [item.is_origin for item in compare(reference, current).divergences] == expected
+
+    def fill(step, is_current):
+        parts = [step.op("aten.copy_.default", f"?{index}", noise=is_current and index == place) for index in range(2)]
+        step.op("aten.sum.default", *parts, noise=is_current and place is None)
+
+    assert [row[-1] for row in flags(both(fill))] == expected
 
 
 def test_unseen_write_is_not_proven():
-    reference, current = training_step(), training_step(noise_at=5, unseen_at=5)
-    difference = compare(reference, current)
+    difference = compare(training_step(), training_step(noise_at=5, unseen_at=5))
     assert difference.divergences[0].op == "aten.mul.Tensor"
     assert difference.divergences[0].is_origin is None
     assert difference.origins == ()
 
 
-def test_named_tensor_without_recorded_writers_is_not_proven():
-    reference, current = StepBuilder(), StepBuilder()
-    for step, bits in ((reference, 1), (current, 2)):
-        step.named("net.weight", 5)
-        step.named("loss", bits, phase="forward")
-        step.named("grad of net.weight", bits, phase="gradient")
-        step.named("net.weight", bits)
-    assert [item.is_origin for item in compare(reference, current).divergences] == [None, None, None]
-
-
 def test_unselected_op_in_between_makes_no_false_origin():
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
-        noise = "ulp" if step is current else None
-        value = step.op("aten.mm.default", "?x", noise=noise)
+    def fill(step, is_current):
+        value = step.op("aten.mm.default", "?x", noise=is_current)
         # what an unselected module made of it is unknown: it enters again as an input
         step.op("aten.relu.default", f"?unselected{step.digests[value]}")
-    difference = compare(reference, current)
-    assert [(item.op, item.phase, item.is_origin) for item in difference.divergences] == [
-        ("aten.mm.default", "forward", True),
-        ("", "input", False),
-        ("aten.relu.default", "forward", False),
+
+    assert flags(both(fill)) == [
+        ("aten.mm.default", 0, "content", True),
+        ("input", 0, "content", False),
+        ("aten.relu.default", 0, "content", False),
     ]
 
 
 def test_each_output_of_an_op_is_judged_by_its_inputs():
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
+    def fill(step, is_current):
         value = step.op("aten.native_layer_norm.default", "?x", outputs=3)
-        if step is current:
-            step.digests[value + 1] ^= 1
-            step.digests[value + 2] ^= 1
-    assert [(item.output, item.is_origin) for item in compare(reference, current).divergences] == [(1, True), (2, True)]
+        step.digests[value + 1] ^= is_current
+        step.digests[value + 2] ^= is_current
+
+    assert [row[1::2] for row in flags(both(fill))] == [(1, True), (2, True)]
 
 
 def test_two_independent_origins_are_both_found():
     difference = compare(training_step(), training_step(noise_at=3, lr=0.5))
     assert len(difference.origins) == 1  # the update reads a gradient that differs already
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
-        for index in range(3):
-            step.op("aten.relu.default", f"?{index}", noise=step is current and index != 1)
-    assert len(compare(reference, current).origins) == 2
+    pair = both(lambda step, now: [step.op("aten.relu.default", f"?{at}", noise=now and at != 1) for at in range(3)])
+    assert len(compare(*pair).origins) == 2
 
 
 def test_limit_bounds_what_is_described_and_not_what_is_counted():
@@ -240,12 +173,12 @@ def test_limit_bounds_what_is_described_and_not_what_is_counted():
 
 
 def test_origin_beyond_the_limit_is_found():
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
+    def fill(step, is_current):
         for index in range(10):
-            step.named(f"net.{index}", index + 100 * (step is current))
-        step.op("aten.relu.default", "?x", noise=step is current)
-    difference = compare(reference, current, limit=1)
+            step.named(f"net.{index}", index + 100 * is_current)
+        step.op("aten.relu.default", "?x", noise=is_current)
+
+    difference = compare(*both(fill), limit=1)
     assert ([item.op for item in difference.origins], len(difference.divergences)) == (["aten.relu.default"], 1)
 
 
@@ -258,17 +191,18 @@ def test_step_whose_digests_do_not_fit_its_program_is_refused():
 
 @pytest.mark.parametrize("num_sites", [4_000, pytest.param(60_000, marks=pytest.mark.slow)])
 def test_many_sites_are_aligned(num_sites):
-    reference, current = StepBuilder(), StepBuilder()
-    for step in (reference, current):
+    def fill(step, is_current):
         value = step.named("batch[0]", 5, phase="data")
         for index in range(num_sites):
-            if step is current and index % 2_000 == 5:
+            if is_current and index % 2_000 == 5:
                 value = step.op("aten.sin.default", value)
             value = step.op("aten.mul.Tensor", value, module=f"net.{index % 50}", arguments={"other": 2.0})
-    difference = compare(reference, current)
+
+    difference = compare(*both(fill))
     assert [item.kind for item in difference.divergences].count("extra") == 1
     assert difference.num_differing == num_sites - 5 + num_sites // 2_000
-    assert [item.op for item in difference.origins] == ["aten.sin.default"]
+    (origin,) = difference.origins
+    assert (origin.op, origin.reference_digest, origin.current_digest is None) == ("aten.sin.default", None, False)
 
 
 def named_after(*, written_unseen, named_differs=True, noise=None, in_place=False):
