@@ -67,11 +67,9 @@ def trainings(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -
     [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3), InPlace],
     ids=["AdamW, fused", "LBFGS", "mul_ of a part"],
 )
-def test_the_gradient_is_named_and_no_op_of_the_optimizer(
-    optimizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer: Any, tmp_path: Path) -> None:
     plain, flipped = trainings(optimizer)
-    verdict = find(plain.record(tmp_path / "reference"), flipped, tmp_path, capsys)
+    verdict = find(plain.record(tmp_path / "reference"), flipped, tmp_path)
     first = first_of(verdict)
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of net.2.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "backward")

@@ -125,6 +125,10 @@ class Pair(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["left", "right"], None
 
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, size: object, stride: object) -> "Pair":
+        return Pair(inner["left"], inner["right"])  # torch calls nothing a wrapper that cannot be put together again
+
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
         raise AssertionError(f"{func} was called")

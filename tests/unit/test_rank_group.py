@@ -1,6 +1,5 @@
 """The group of the processes of a run, and replicas that it compares by digest: with real processes on gloo."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked_ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -31,25 +29,6 @@ from det_callbacks.ranks import (
 from det_callbacks.report.replicas import replicas_line, replicas_text
 
 pytestmark = pytest.mark.ddp
-
-
-def start(rank: int, world_size: int, folder: str, body: Callable[[RankGroup, int], Any]) -> None:
-    store = dist.FileStore(f"{folder}/store", world_size)
-    torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    group = RankGroup(timeout_seconds=3).open()
-    try:
-        said = repr(body(group, rank))
-    except Exception as error:  # what is raised is what is tested
-        said = f"{type(error).__name__}: {error}"
-    Path(folder, f"{rank}.txt").write_text(said)
-    os._exit(0)
-
-
-def run(body: Callable[[RankGroup, int], Any], folder: Path, world_size: int = 2) -> list[str]:
-    # forked, since importing torch takes a child longer than the test
-    mp.start_processes(start, (world_size, str(folder), body), nprocs=world_size, start_method="fork")
-    return [(folder / f"{rank}.txt").read_text() for rank in range(world_size)]
 
 
 def exchange(group: RankGroup, rank: int) -> Any:
