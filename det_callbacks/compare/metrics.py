@@ -98,7 +98,7 @@ class MetricComparison:
     @property
     def pending_calls(self) -> tuple[str, ...]:
         """The calls outside of a fit that the reference has and this run had not so far."""
-        return tuple(where for where, _ in self._left if where in CALLS and not self._is_common)
+        return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
         """Leave out what may lack because a process of the current run was resumed: see ``RESUMED``.
@@ -127,9 +127,9 @@ class MetricComparison:
         """Count the readings that this run had not as missing.
 
         Args:
-            with_calls: also of calls outside of a fit, which may come after it.
+            with_calls: also of calls after the fit, which may still come.
         """
-        self._miss([one for one in self._left.values() if with_calls or one.where not in CALLS])
+        self._miss([one for one in self._left.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:
         for reading in readings:

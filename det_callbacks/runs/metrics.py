@@ -49,7 +49,8 @@ class Reading:
 
     Attributes:
         where: one of WHERE.
-        number: the step of a reading in a fit; of a call outside of a fit, how many of its kind came before it.
+        number: the step of a reading in a fit; of a call outside of a fit, how many of its kind came since the last fit
+            began.
         step: the last training step before it, -1 before the first.
         epoch: counted from 0.
         metrics: name -> what was computed, in the order of the module's log.
@@ -64,9 +65,14 @@ class Reading:
     evidence: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> tuple[str, int, bool]:
         """What a reading of one run and one of another have in common when they are to be compared."""
-        return self.where, self.number
+        return self.where, self.number, self.is_after_fit
+
+    @property
+    def is_after_fit(self) -> bool:
+        """Whether it is of a call after the fit; the calls before the first fit stand in the same file."""
+        return self.where in CALLS and self.step >= 0
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -77,20 +83,21 @@ class Reading:
     def place(self) -> str:
         """Where the reading was made, in words."""
         if self.where in CALLS:
-            return f"in {self.where}" + (f" (call {self.number + 1})" if self.number else "")
+            call = f" (call {self.number + 1})" if self.number else ""
+            return f"in {self.where}{call}" + (f" after step {self.step}" if self.is_after_fit else "")
         return f"in the validation after step {self.step}" if self.where == "validation" else f"of epoch {self.epoch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """The readings of one fit, and of the calls after it.
+    """The readings of one fit, and of the calls after it; of the first one, also of the calls before it.
 
     Attributes:
         by_key: in their order.
         resumed: steps of which readings may be lacking, see RESUMED.
     """
 
-    by_key: dict[tuple[str, int], Reading] = field(default_factory=dict)
+    by_key: dict[tuple[str, int, bool], Reading] = field(default_factory=dict)
     resumed: set[int] = field(default_factory=set)
 
 
@@ -124,7 +131,7 @@ def read_metrics(run: Run, segment: int) -> Readings:
     """
     found = Readings()
     for stream in run.streams(0, segment):
-        for key in [key for key in found.by_key if key[0] in CALLS]:
+        for key in [key for key, reading in found.by_key.items() if reading.is_after_fit]:
             del found.by_key[key]
         for reading in _read(metrics_path(stream), run.run_id):
             if reading.where == RESUMED:

@@ -266,8 +266,29 @@ def test_the_parts_of_a_session_are_one_run(tmp_path: Path, capsys: pytest.Captu
     verdict = verdict_of(session.fit().test().test())
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 6)
     other = Session("verify", tmp_path / "run", on_divergence="collect").validate().fit().test()
-    with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) differs"):
+    with pytest.raises(DivergenceError, match=r"in trainer.test \(call 2\) after step 5 differs"):
         other.test(loader(other=0))
+
+
+def test_evaluations_before_and_after_a_fit_are_told_apart(tmp_path: Path) -> None:
+    def whole_session(mode: str, name: str, first: Any = None, **options: Any) -> Session:
+        session = Session(mode, tmp_path / name, **options)
+        return session.validate().test(first).fit(max_epochs=1).validate().test()
+
+    for name, first in (("run", None), ("other", loader(other=0))):
+        whole_session("record", name, first)
+        calls = [key for key in read_metrics(Run.open(tmp_path / name), 0).by_key if key[0].startswith("trainer.")]
+        assert calls == [
+            (f"trainer.{kind}", 0, is_after) for is_after in (False, True) for kind in ("validate", "test")
+        ]
+    assert verdict_of(whole_session("verify", "run")).verdict == "match"
+    verdict = compare_runs(tmp_path / "run", tmp_path / "other")
+    assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
+    assert "Metric test/loss in trainer.test differs" in verdict.explanation
+    with pytest.raises(DivergenceError, match=r"val/loss in trainer.validate is only in the reference"):
+        Session("verify", tmp_path / "run", current=tmp_path / "current").fit(max_epochs=1)
+    session = Session("verify", tmp_path / "run", steps="common").fit(max_epochs=1).validate().test()
+    assert verdict_of(session).verdict == "match"
 
 
 def test_a_test_that_never_comes_is_missing(tmp_path: Path) -> None:
@@ -276,7 +297,7 @@ def test_a_test_that_never_comes_is_missing(tmp_path: Path) -> None:
     error = take_unfinished()
     assert isinstance(error, DivergenceError)
     assert "holds 2 parts (fit, trainer.test), and this process ended after 1" in str(error)
-    assert "Metric test/loss in trainer.test is only in the reference, and 1 more metric" in str(error)
+    assert "Metric test/loss in trainer.test after step 5 is only in the reference, and 1 more metric" in str(error)
     assert verdict_of(Session("verify", tmp_path / "run", steps="common").fit()).verdict == "match"
 
 
