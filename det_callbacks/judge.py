@@ -382,6 +382,8 @@ class _Judge:
         difference = compare_steps(*self._walk.views(rank, segment, step))
         record = self._walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
+        is_recorded = all(run.selection.selects_step(step - 1) for run in (reference, current))
+        is_after_gap = step > 0 and not is_recorded and not known.is_resumed and not difference.num_initial
         evidence, unread = None, ""
         try:
             evidence = find_evidence(reference, current, difference)
@@ -390,7 +392,8 @@ class _Judge:
         return Facts(
             difference=difference,
             environment=self._environment,
-            is_first=known.is_first,
+            is_first=known.is_first and not is_after_gap,
+            is_after_gap=is_after_gap,
             is_resumed=known.is_resumed,
             unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
             evidence=evidence,

@@ -52,6 +52,7 @@ class Facts:
         difference: of its sites.
         environment: how the environments differ.
         is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
+        is_after_gap: whether the step before it was not recorded, and may have changed what this one read.
         is_resumed: whether one of the runs had just been resumed from a checkpoint.
         unrestored: restored state that is not what the reference ended the step before with.
         evidence: of generators and data; None where one of the runs has none.
@@ -61,6 +62,7 @@ class Facts:
     difference: StepDifference
     environment: Sequence[EnvironmentDifference] = ()
     is_first: bool = False
+    is_after_gap: bool = False
     is_resumed: bool = False
     unrestored: Sequence[str] = ()
     evidence: Evidence | None = None
@@ -183,6 +185,11 @@ class Facts:
         found = self.origin or self.first
         return next((entry for entry in self.choices if _explains(entry.name, found)), None)
 
+    @property
+    def earlier_choice(self) -> EnvironmentDifference | None:
+        """A choice with which steps that were not recorded left other weights."""
+        return next((one for one in self.choices if one.name.startswith(("optimizer.", "trainer.", "settings."))), None)
+
 
 def _explains(choice: str, found: Finding) -> bool:
     """Return whether a choice of this name leads to such a difference."""
@@ -262,6 +269,12 @@ def _is_drawn(facts: Facts) -> bool:
     return not first.op and first.phase == "forward" and bool(within)
 
 
+def _differs_since_before(facts: Facts) -> bool:
+    """Return whether a step that nobody recorded may have changed the state that this one read."""
+    source = facts.sources[0].divergence if facts.sources else None
+    return facts.is_after_gap and source is not None and source.phase == "input" and bool(source.name)
+
+
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
     source = facts.sources[0]
@@ -271,6 +284,13 @@ def _cause_of_input(facts: Facts) -> Cause:
     if facts.is_first and name:
         return "initial_weights"
     return _PHASE_CAUSES.get(source.read_in, "unknown") if name else "unknown"
+
+
+def _cause_of_state(facts: Facts) -> Cause:
+    """Return who left state that only differs after the step: an optimizer owns what it has a gradient of."""
+    name, gradients = facts.first.divergence.name or "", facts.difference.gradients
+    is_owned = " of " in name or f"grad of {name}" in gradients
+    return "optimizer" if is_owned or not gradients else "forward"
 
 
 def _cause_of(facts: Facts) -> Cause:
@@ -303,6 +323,11 @@ RULES: tuple[Rule, ...] = (
         cause=lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
     ),
     Rule(name="generator", applies=_is_drawn, cause="rng"),
+    Rule(
+        name="steps that were not recorded",
+        applies=_differs_since_before,
+        cause=lambda facts: "unknown" if facts.earlier_choice is None else "settings",
+    ),
     Rule(name="input from outside", applies=lambda facts: bool(facts.sources), cause=_cause_of_input),
     Rule(name="choice", applies=lambda facts: facts.explaining_choice is not None, cause="settings"),
     Rule(
@@ -326,7 +351,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="state after the step",
         applies=lambda facts: facts.first.role == "named" and facts.first.divergence.phase == "state",
-        cause="optimizer",
+        cause=_cause_of_state,
     ),
     Rule(name="first difference", applies=lambda facts: True, cause=_cause_of),
 )

@@ -77,6 +77,7 @@ class StepDifference:
         restored: parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie:
             in the first step after a checkpoint was restored they came from there.
         num_initial: tensors of the initial state that both sides list before the step; 0 unless it is a fit's first.
+        gradients: names of those that an optimizer was given in the step, on either side.
         among_ranks: what tells, with that of all other ranks, which of them started it.
         delivered: what collectives delivered and differs, while this rank put in what the reference did, with the call.
     """
@@ -92,6 +93,7 @@ class StepDifference:
     kinds: frozenset[Kind] = frozenset()
     restored: tuple[Finding, ...] = ()
     num_initial: int = 0
+    gradients: frozenset[str] = frozenset()
     among_ranks: RankDifference | None = None
     delivered: tuple[tuple[CallKey, Divergence], ...] = ()
 
@@ -174,7 +176,8 @@ def compare_steps(reference: StepView, current: StepView, *, limit: int = 100) -
         findings=tuple(map(finding, evidence)),
         kinds=frozenset(found.kinds.values()),
         restored=tuple(map(finding, restored[:MAX_SOURCES])),
-        num_initial=sum(_is_state_found(found, row) for row in np.flatnonzero(found.is_leading).tolist()),
+        num_initial=sum(_is_initial(found, row) for row in np.flatnonzero(found.is_leading).tolist()),
+        gradients=_gradients(reference.program) | _gradients(current.program),
         among_ranks=among_ranks,
         delivered=tuple((call, describe(found, row)) for call, row in delivered[:limit]),
     )
@@ -284,6 +287,15 @@ def _is_state_found(found: SiteDifferences, row: int) -> bool:
     if site.op or site.name is None or site.role not in ("named", "input"):
         return False
     return site.role == "input" or (site.phase == "state" and bool(found.is_leading[row]))
+
+
+def _is_initial(found: SiteDifferences, row: int) -> bool:
+    return found.site(row).role == "named" and _is_state_found(found, row)
+
+
+def _gradients(program: Program) -> frozenset[str]:
+    found = np.flatnonzero((program.phases == "gradient") & (program.roles == "named")).tolist()
+    return frozenset(name for place in found if (name := program.sites[place].name) is not None)
 
 
 def _has_equal_samples(found: SiteDifferences, row: int) -> bool:

@@ -152,6 +152,14 @@ def _advise_unseen(facts: Facts) -> str:
     )
 
 
+def _advise_unrecorded(facts: Facts) -> str:
+    choice, step = facts.earlier_choice, facts.difference.step
+    text = f"This state differs since before step {step}, and steps before it were not recorded"
+    if choice is not None:
+        return f"{text}; {choice.name} differs, which explains it"
+    return f"{text}: record them too to see where it starts"
+
+
 def _advise_lost_value(facts: Facts) -> str:
     """Say what a resume may have lost where all that a checkpoint restores agrees, and no choice explains it."""
     if not facts.is_resumed or facts.choices:
@@ -184,6 +192,7 @@ ADVICE: Mapping[str, Callable[[Facts], str]] = {
     "batch size": _advise_batch_size,
     "batch": _advise_batch,
     "generator": _advise_generator,
+    "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
     "choice": lambda facts: "",  # the explanation begins with it
     "compiled graph": _advise_graph,

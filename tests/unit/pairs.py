@@ -91,6 +91,7 @@ def judge(
     environment: Iterable[EnvironmentDifference] = (),
     is_resumed: bool = False,
     begins_before: bool = False,
+    selection: Selection | None = None,
 ) -> Verdict:
     """Return the verdict on ranks each of which ran one step in two ways.
 
@@ -102,6 +103,7 @@ def judge(
         environment: in what the two runs differ besides.
         is_resumed: the current run has gone on with the step.
         begins_before: an equal step comes before it.
+        selection: of what both runs recorded.
     """
     number = len(list(folder.iterdir()))
     runs = []
@@ -113,7 +115,8 @@ def judge(
         ]
         resumed = step if side and is_resumed else None
         path = folder / f"{number}-{side}"
-        runs.append(record(path, ranks[0], others=ranks[1:], environment=entries, resumed=resumed))
+        options = {"environment": entries, "resumed": resumed, "selection": selection}
+        runs.append(record(path, ranks[0], others=ranks[1:], **options))
     return compare_runs(*runs)
 
 

@@ -7,6 +7,7 @@ from pairs import judge, record, steps_of
 from step_builder import StepBuilder, both, training_step
 
 from det_callbacks.judge import compare_runs
+from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference
 
 SEED = EnvironmentDifference(name="settings.seed", reference=1, current=2, changes_bits=True, is_machine=False)
@@ -86,6 +87,35 @@ def test_a_state_read_from_outside_is_initial_or_names_who_read_it(begins_before
     assert verdict.cause == cause
     assert verdict.first_divergence.is_origin is False
     assert f"an input from outside the trace, {name} differs" in verdict.explanation
+
+
+LR = EnvironmentDifference(name="optimizer.SGD.lr", reference=0.1, current=0.2, changes_bits=True, is_machine=False)
+
+
+@pytest.mark.parametrize(("choices", "cause", "said"), [((), "unknown", "record them"), ((LR,), "settings", LR.name)])
+@pytest.mark.parametrize("chosen", [{"only_steps": (7,)}, {"every_n_steps": 7}])
+def test_a_weight_that_steps_which_were_not_recorded_may_have_changed(choices, cause, said, chosen, tmp_path):
+    pair = both(lambda step, now: step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}))
+    options = {"begins_before": "every_n_steps" in chosen, "selection": Selection(**chosen)}
+    verdict = judge(tmp_path, pair, environment=choices, **options)
+    assert verdict.cause == cause
+    assert "net.weight differs" in verdict.explanation
+    assert "since before step 7, and steps before it were not recorded" in verdict.explanation
+    assert said in verdict.explanation
+    assert not any(line.startswith("initial state") for line in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("net.bn.running_mean", "forward"), ("net.weight", "optimizer"), ("exp_avg of net.weight", "optimizer")],
+)
+def test_state_that_only_differs_after_the_step_is_an_optimizers_if_it_owns_it(name, cause, tmp_path):
+    def fill(step, is_current):
+        step.named("loss", 1, phase="forward")
+        step.named("grad of net.weight", 2, phase="gradient")
+        step.named(name, 3 + is_current)
+
+    assert judge(tmp_path, both(fill), selection=Selection(level="state")).cause == cause
 
 
 def test_an_op_that_only_the_current_run_has_and_that_draws_is_a_generators(tmp_path):
