@@ -333,6 +333,8 @@ class _Judge:
         metric, agree = self._metric, steps_agree(self._tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
+        if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
+            metric = None
         order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
         shown_whole = explain_whole_steps(whole, show_rank=self._show_rank)
         if metric is not None and metric.order == order:

@@ -184,7 +184,7 @@ class Verification(StepDetector):
         """Compare what the module logged, on rank 0; return whether it differs."""
         self._writer.put_reading(reading)
         differs = self._metrics.add(reading)
-        self.has_divergence |= differs
+        self.has_divergence |= self._metrics.num_differing > 0
         return differs
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:

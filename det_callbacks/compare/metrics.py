@@ -39,6 +39,11 @@ class MetricDifference:
             return "extra" if left is None else "missing"
         return "content" if left.bits[:2] == right.bits[:2] else "structure"
 
+    def follows_from(self, segment: int) -> bool:
+        """Whether steps of a fit that only one run has explain it: a shorter epoch is read at another step."""
+        is_read_in_one = not all(reading.metrics for reading in self.readings)
+        return self.segment == segment and self.readings[1].step >= 0 and is_read_in_one
+
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
         """What differs with it: name, in the reference, now."""
@@ -112,16 +117,21 @@ class MetricComparison:
             self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
 
     def add(self, reading: Reading) -> bool:
-        """Compare a reading, and count those of the reference before it as missing; return whether they differ."""
+        """Compare a reading, and count those of the reference before it as missing.
+
+        Returns:
+            Whether they differ; False for one that only this run has so far, which lacking steps may explain later.
+        """
         before = self.num_differing
         self._miss([one for one in self._left.values() if one.where not in CALLS and one.order < reading.order])
         ours = self._left.pop(reading.key, None)
         if ours is not None:
             self.num_compared += len(reading.metrics.keys() & ours.metrics)
             self._count(ours, reading)
-        elif not self._is_common and reading.step not in self._resumed:
+        differs = self.num_differing > before
+        if ours is None and not self._is_common and reading.step not in self._resumed:
             self._count(replace(reading, metrics={}), reading)
-        return self.num_differing > before
+        return differs
 
     def end(self, *, with_calls: bool = True) -> None:
         """Count the readings that this run had not as missing.

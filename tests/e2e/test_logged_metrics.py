@@ -211,6 +211,18 @@ def test_metrics_of_which_one_run_has_more(whole: Path, tmp_path: Path) -> None:
     assert verdict_of(common.fit(check_val_every_n_epoch=2)).verdict == "match"
 
 
+def test_lacking_steps_are_told_before_the_metrics_that_they_move(tmp_path: Path) -> None:
+    for name, number in (("long", 3), ("short", 2)):
+        Session("record", tmp_path / name).fit(max_epochs=1, limit_train_batches=number)
+    shorter = Session("verify", tmp_path / "long", current=tmp_path / "current")
+    live = diverges(shorter, "only in the reference", max_epochs=1, limit_train_batches=2)
+    diffs = (compare_runs(tmp_path / left, tmp_path / right) for left, right in (("long", "short"), ("short", "long")))
+    for verdict, kind in zip((live, *diffs), ("missing", "missing", "extra"), strict=True):
+        first = verdict.first_divergence
+        assert (verdict.verdict, first.step, first.phase, first.kind) == ("diverged", 2, "other", kind)
+        assert "etric" not in verdict.explanation
+
+
 def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
     reference = record(tmp_path / "run", model=Timed)
     with pytest.raises(DivergenceError, match="Metric epoch_time of epoch 0 differs"):
