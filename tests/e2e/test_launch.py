@@ -199,17 +199,23 @@ def test_hash_seed_and_threads_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interruption_ends_the_training_and_its_workers(tmp_path: Path) -> None:
     script = write_app(tmp_path / "app")
-    words = [*COMMAND, "record", "run", "--level", "state", "--", sys.executable, script.name, "endless"]
+    # a shell starts what runs in the background with SIGINT ignored, and its children inherit that
+    usual = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    main = f"{usual}; from det_callbacks.cli.parser import main; sys.exit(main())"
+    words = [sys.executable, "-c", main, "record", "run", "--level", "state", "--", sys.executable, script.name]
     with subprocess.Popen(
-        words, cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*words, "endless"], cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        deadline = time.monotonic() + SECONDS
-        while len(pids := sorted(script.parent.glob("*.pid"))) < 3:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=SECONDS)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while len(pids := sorted(script.parent.glob("*.pid"))) < 3:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "recording stopped by" in output or "KeyboardInterrupt" in output
     for pid in pids:
