@@ -87,14 +87,18 @@ Run = Callable[..., Ended]
 RUNNER = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
 
 
+def outside_ci() -> dict[str, str]:
+    """The variables of this process without what says that it is a job of CI or a session of pytest."""
+    return {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
+
+
 def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
     """Run pytest on the project in a folder, in a fork of this process."""
     (folder / "runner.py").write_text(RUNNER)
-    kept = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
     left_out = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:timeout")
     words = [sys.executable, "runner.py", *left_out, "--basetemp", "temporary", *arguments]
     with (folder / "printed").open("w+b") as printed:
-        status = fork_process(words, variables={**kept, **variables}, folder=folder, output=printed.fileno())
+        status = fork_process(words, variables={**outside_ci(), **variables}, folder=folder, output=printed.fileno())
     return Ended(status=status, text=(folder / "printed").read_text())
 
 
@@ -291,7 +295,9 @@ def test_processes_of_xdist_report_together(project: Path) -> None:
     shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
     shutil.rmtree(home / "test_net" / "TestNet.test_two[0.1]")
     words = [sys.executable, "-m", "pytest", "-n2", "-k", "not without", "--determinism-record=missing"]
-    done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        words, cwd=project, env=outside_ci(), capture_output=True, text=True, check=False, timeout=280
+    )
     assert done.returncode == 0, done.stdout
     assert "references of trainings: 1 matched, 2 recorded\n" in done.stdout
     assert done.stdout.count("  tests/__determinism__/") == 1
