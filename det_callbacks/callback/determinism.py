@@ -151,7 +151,8 @@ class DeterminismCallback(CallbackArguments):
         if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
             self._together.begin(trainer)
             self._together.do(partial(self._prepare, trainer, pl_module), task="checking the settings")
-            self._session = self._session or self._new_session()
+            if self._session is None or self._session.is_over:
+                self._session = self._new_session()
             self.selection = self._session.prepare(self.selection, lambda: root_folder(trainer))
             self._call = call
         elif self._session is None and self.mode != "audit" and trainer.is_global_zero:
@@ -360,7 +361,7 @@ class DeterminismCallback(CallbackArguments):
         elif call is not None and self._is_open:
             assert session is not None, "it began"
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
-            session.count_call(call)
+            session.stages.append(call)
             self._call = None
             self._end()
         elif self._is_fitting and not self._logged.is_resuming:

@@ -9,8 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.callback.session import Progress, Session, Stage
-from det_callbacks.compare.record import Tally, write_record
+from det_callbacks.callback.session import FIT, Session, Stage
+from det_callbacks.compare.record import write_record
 from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import (
     CoverageWarning,
@@ -55,18 +55,15 @@ class Recording(Session):
     with the run; None of every other one.
     """
 
+    run: RunWriter | None
+    detector: "EarlierAttempts | None"
+
     def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
-        self._writer: RunWriter | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing was recorded (any more)."""
-        self._earlier: EarlierAttempts | None = None
         self._step_writers: list[StepWriter] = []
-        self._num_steps = self._num_sites = self._num_metrics = self._num_before_call = 0
+        self._num_metrics = self._num_before_call = 0
         self._regions: set[str] = set()
-        self._has_fit = self._is_resumed = self._has_diverged = False
+        self._is_resumed = self._has_diverged = False
 
     @override
     def begin(self, stage: Stage) -> None:
@@ -77,26 +74,27 @@ class Recording(Session):
             SelectionError: it is gone on with, and was recorded with other patterns to replay or to keep.
             ReferenceFormatError: it is gone on with, and is damaged or was recorded with another selection.
         """
+        has_fit = FIT in self.stages
         super().begin(stage)
         self._num_before_call = self._num_metrics
         if stage.call is not None:
-            self._writer = self._writer or self._create()
+            self.run = self.run or self._create()
             return
         # where steps are left out, the first one that is recorded need not be the first one after the checkpoint
         self._is_resumed = stage.is_resumed and stage.selection.is_every_step
-        if self._writer is not None:
-            self._earlier = None
-            (self._writer.start_segment if self._has_fit else self._writer.reopen)()
+        if self.run is not None:
+            self.detector = None
+            (self.run.start_segment if has_fit else self.run.reopen)()
         elif stage.is_resumed and not self.arguments.overwrite and self._is_there():
             earlier = self.peers.do(self._open_earlier, task=f"opening the run {self.path}")
-            self._writer = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)
-            self._earlier = EarlierAttempts(earlier, self._writer.segment, stage.manifest, self.peers)
+            self.run = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)
+            self.detector = EarlierAttempts(earlier, self.run.segment, stage.manifest, self.peers)
             if not self._is_resumed:
-                self._earlier.end_of_restored()
+                self.detector.end_of_restored()
         else:
-            self._writer = self._create()
-        self._has_fit = True
-        self._begin_saving(self._writer)
+            self.run = self._create()
+        self.may_stop = self.detector is not None
+        self._begin_saving(self.run)
 
     def _begin_saving(self, writer: RunWriter) -> None:
         if self._step_writers:
@@ -114,7 +112,7 @@ class Recording(Session):
 
     def _is_there(self) -> bool:
         """Return whether rank 0 sees a run to go on with; the others see its folder."""
-        return bool(self.peers.agree((self.path / "run.json").exists, task=f"looking for {self.path}")[0])
+        return self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}")
 
     def _open_earlier(self) -> Run:
         """Open this rank's part of the run that is gone on with; one with other patterns to save is refused."""
@@ -132,33 +130,6 @@ class Recording(Session):
         overwrite = self.arguments.overwrite
         return RunWriter.create(self.path, manifest=self.stage.manifest, peers=self.peers, overwrite=overwrite)
 
-    @property
-    @override
-    def may_stop(self) -> bool:
-        return self._earlier is not None
-
-    @property
-    @override
-    def progress(self) -> Progress:
-        agreed = Tally() if self._earlier is None else self._earlier.tally
-        return Progress(
-            num_steps=self._num_steps + agreed.num_steps,
-            num_sites=self._num_sites + agreed.num_sites,
-            num_differing=agreed.num_differing,
-            num_bytes=self.replay.counts.num_bytes,
-            chain=self.chain,
-        )
-
-    @property
-    @override
-    def sink(self) -> RunWriter | None:
-        return self._writer
-
-    @property
-    @override
-    def detector(self) -> "EarlierAttempts | None":
-        return self._earlier
-
     @override
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         if self._is_resumed:
@@ -168,21 +139,21 @@ class Recording(Session):
 
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        writer, earlier = self._running, self._earlier
+        writer, earlier = self._running, self.detector
         if earlier is not None and earlier.holds(step):
             # once is enough: several ranks go on until they stop together
             self._has_diverged |= earlier.add(trace, step=step, epoch=epoch)
             has_saved = self.replay.saved is not None and self.replay.saved.exists
             # where a new step came before, the chain goes on over all steps; saved tensors are where they were saved
-            if self._has_diverged or not self._num_steps or has_saved:
-                self.chain, self.program = earlier.chain(step), trace.program.id
+            if self._has_diverged or not self.num_steps or has_saved:
+                self.chain = earlier.chain(step)
                 return self._has_diverged
         else:
             if earlier is not None:
                 earlier.end_of_restored()
             self.replay.write(step)  # first: a step that is there has what was saved of it
-            self._num_steps += 1
-            self._num_sites += len(trace.digests)
+            self.num_steps += 1
+            self.num_sites += len(trace.digests)
             self._regions.update(trace.program.opaque_regions)
         writer.put_program(trace.program)
         if not writer.has_layout(trace.layout_id):
@@ -191,13 +162,12 @@ class Recording(Session):
         if self.keeper is not None:
             self.keeper.write(trace, step)  # first, likewise
         self.chain = writer.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
-        self.program = trace.program.id
         return False
 
     @override
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        if self._earlier is not None:
-            self._earlier.put_evidence(rows)
+        if self.detector is not None:
+            self.detector.put_evidence(rows)
         super().put_evidence(rows)
 
     @override
@@ -222,7 +192,7 @@ class Recording(Session):
         if self.stage.call is not None:
             self._end_call(self.stage.call)
             return
-        writer, earlier = self._running, self._earlier
+        writer, earlier = self._running, self.detector
         ended = self.peers.agree(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and earlier is not None:
             self._take_back(earlier, ended)
@@ -236,19 +206,18 @@ class Recording(Session):
         selection, kept = self.stage.selection, None
         if self.keeper is not None:
             kept = reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
-        if self.peers.rank == 0:
-            self.say(
-                recorded_line(
-                    path=self.path,
-                    **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
-                    level=level_words(selection.level, selection.compiled, self._regions),
-                    saved=self.replay.counts.to_dict(),
-                    num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
-                    num_ranks=self.peers.world_size,
-                    kept=kept,
-                    num_metrics=self._num_metrics,
-                )
+        self._say_once(
+            recorded_line(
+                path=self.path,
+                **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
+                level=level_words(selection.level, selection.compiled, self._regions),
+                saved=self.replay.counts.to_dict(),
+                num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
+                num_ranks=self.peers.world_size,
+                kept=kept,
+                num_metrics=self._num_metrics,
             )
+        )
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 rank_zero_warn(
@@ -259,24 +228,22 @@ class Recording(Session):
 
     def _end_call(self, call: str) -> None:
         """Say what was recorded of a test or validation outside of a fit."""
-        num_all, num_new = self.peers.agree(
-            lambda: [self._num_metrics, self._num_metrics - self._num_before_call], task=END_OF_FIT
-        )[0]
-        if not self._has_fit:
-            self._running.close(complete=num_all > 0)
+        numbers = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
+        num_new = numbers[1] - numbers[0]
+        if FIT not in self.stages:
+            self._running.close(complete=numbers[1] > 0)
             if not num_new:
                 raise NothingComparedError(no_metrics_text(call, reference=self.path))
-        if self.peers.rank == 0:
-            self.say(recorded_call_line(call, path=self.path, num_metrics=num_new))
+        self._say_once(recorded_call_line(call, path=self.path, num_metrics=num_new))
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
         return {
-            "num_steps": self._num_steps,
-            "num_sites": self._num_sites,
+            "num_steps": self.num_steps,
+            "num_sites": self.num_sites,
             "num_bytes": self._running.bytes_written,
             "kept": (KeptCounts() if self.keeper is None else self.keeper.counts).to_dict(),
-            "num_agreed": 0 if self._earlier is None else self._earlier.tally.num_steps,
+            "num_agreed": 0 if self.detector is None else self.detector.tally.num_steps,
             "has_diverged": self._has_diverged,
         }
 
@@ -290,41 +257,34 @@ class Recording(Session):
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
 
     def _discard(self) -> None:
-        """Take the attempt back; another fit would go on with the run anew."""
+        """Take the attempt back; another fit goes on with the run anew."""
         for step_writer in self._step_writers:
             step_writer.delete()
         self._running.discard_attempt()
-        self._writer = self.op_replay = self.keeper = None
-        self.replay = Replay()
-        self._forget()
+        self.is_over = True
 
     @override
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
-        if self.stage.call is not None and self._has_fit:
-            self.say(
+        line = f"det_callbacks: recording{self._of_rank()} stopped by {reason} after "
+        if self.stage.call is not None and FIT in self.stages:
+            line = (
                 f"det_callbacks: {self.stage.call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
             )
-        elif self._earlier is not None and not self._num_steps and self.peers.world_size == 1:
+        elif self.detector is not None and not self.num_steps and self.peers.world_size == 1:
             # all ranks take an attempt back together, and the others may not be here
-            num_agreed = self._earlier.tally.num_steps
+            num_agreed = self.detector.tally.num_steps
             self._discard()
-            self.say(
-                f"det_callbacks: recording stopped by {reason} after {count(num_agreed, 'step')} that {self.path} "
-                "held already: it is as it was before"
-            )
+            line += f"{count(num_agreed, 'step')} that {self.path} held already: it is as it was before"
         else:
             self._running.close(complete=False)
-            rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-            self.say(
-                f"det_callbacks: recording{rank} stopped by {reason} after {count(self._num_steps, 'step')}: "
-                f"{self.path} is incomplete"
-            )
+            line += f"{count(self.num_steps, 'step')}: {self.path} is incomplete"
+        self.say(line)
 
     @property
     def _running(self) -> RunWriter:
-        assert self._writer is not None, "a fit was begun"
-        return self._writer
+        assert self.run is not None, "a fit was begun"
+        return self.run
 
 
 class EarlierAttempts(StepDetector):

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
+from det_callbacks.compare.record import Tally
 from det_callbacks.detector import StepDetector
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import NondeterministicOp, Row
@@ -16,10 +17,14 @@ from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import REPLAY, SavedStep
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.replay import OpReplay, Replay
 from det_callbacks.verdict import Verdict
+from det_callbacks.verification import Verification
+
+FIT = "fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +97,6 @@ class StepHooks:
         """Leave nothing open; may be called more than once."""
 
 
-class Sink(Protocol):
-    """A run that is written."""
-
-    @property
-    def run_id(self) -> str:
-        """Random identity of the run."""
-
-    def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Take what explains a step."""
-
-    def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Take the list of ops without a deterministic implementation that were called so far."""
-
-
 class Session:
     """What one mode does with the fits of a callback and their steps; it stays over the fits of a Trainer.
 
@@ -115,10 +106,16 @@ class Session:
 
     Attributes:
         hooks: called in the steps instead of a trace; None of recordings and verifications.
+        run: what is written; None of an audit, and before the first stage.
+        detector: knows the steps that the run, or its reference, holds already; None where there are none.
+        may_stop: whether what differs ends the fit.
+        is_over: its files were taken back, so that another fit has a session of its own.
+        stages: those so far, FIT or the call; of calls outside of a fit only those that came to their end.
         verdict: of what has run so far; None before the end of a fit.
         audit_report: of an audit; None of every other session.
+        num_steps: recorded; those that a detector has compared are in its tally.
+        num_sites: of those steps.
         chain: after the last step; None before the first.
-        program: id of the program of that step.
         replay: saves tensors of a step, or puts them back.
         op_replay: the outputs of ops that ``replay`` is for; None where no op is.
         keeper: keeps tensors of the steps; None where none are kept.
@@ -129,16 +126,19 @@ class Session:
 
     def __init__(self, arguments: CallbackArguments, peers: Peers = ALONE) -> None:
         self.arguments, self.peers = arguments, peers
+        self.run: RunWriter | Verification | None = None
+        self.detector: StepDetector | None = None
+        self.may_stop = self.is_over = False
+        self.stages: list[str] = []
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
+        self.num_steps = self.num_sites = 0
         self.chain: int | None = None
-        self.program: int | None = None
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
         self.say: Callable[[str], None] = print_closing_line
         self._stage: Stage | None = None
-        self._calls: list[str] = []
 
     @property
     def path(self) -> Path:
@@ -147,30 +147,27 @@ class Session:
         return self.arguments.reference
 
     @property
+    def run_id(self) -> str | None:
+        """Random identity of the run; None where nothing is written."""
+        return None if self.run is None else self.run.run_id
+
+    @property
     def stage(self) -> Stage:
         """What began last."""
         assert self._stage is not None, "a stage began"
         return self._stage
 
     @property
-    def may_stop(self) -> bool:
-        """Whether what differs ends the fit."""
-        return False
-
-    @property
-    def sink(self) -> "Sink | None":
-        """What is written; None in an audit."""
-        return None
-
-    @property
-    def run_id(self) -> str | None:
-        """Random identity of the run; None where nothing is written."""
-        return None if self.sink is None else self.sink.run_id
-
-    @property
     def progress(self) -> Progress:
         """What was done so far, on this process."""
-        return Progress()
+        tally = Tally() if self.detector is None else self.detector.tally
+        return Progress(
+            num_steps=self.num_steps + tally.num_steps,
+            num_sites=self.num_sites + tally.num_sites,
+            num_differing=tally.num_differing,
+            num_bytes=self.replay.counts.num_bytes,
+            chain=self.chain,
+        )
 
     def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""
@@ -180,12 +177,12 @@ class Session:
         """Begin a fit, or another stage of which metrics are taken."""
         self._stage = stage
         if stage.call is None:
-            self._calls.clear()
+            self.stages.append(FIT)
 
-    @property
-    def detector(self) -> StepDetector | None:
-        """What knows the steps that the run, or its reference, holds already; None where there are none."""
-        return None
+    def num_calls(self, call: str) -> int:
+        """Return how many such calls outside of a fit came since the last fit began."""
+        since = self.stages[::-1].index(FIT) if FIT in self.stages else len(self.stages)
+        return self.stages[len(self.stages) - since :].count(call)
 
     def expectation(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> Expectation | None:
         """Begin a step, and return what is known of it; None when it is new.
@@ -221,13 +218,13 @@ class Session:
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
         """Take what explains the step that ends."""
-        assert self.sink is not None, "a fit was begun"
-        self.sink.put_evidence(rows)
+        assert self.run is not None, "a fit was begun"
+        self.run.put_evidence(rows)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Take the list of ops without a deterministic implementation that were called so far."""
-        assert self.sink is not None, "a fit was begun"
-        self.sink.put_nondeterministic_ops(ops)
+        assert self.run is not None, "a fit was begun"
+        self.run.put_nondeterministic_ops(ops)
 
     def put_metrics(self, reading: Reading) -> bool:
         """Take what the module logged, on rank 0; return whether it differs."""
@@ -235,14 +232,6 @@ class Session:
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         """Take which metrics a resumed fit may lack, on rank 0."""
-
-    def num_calls(self, call: str) -> int:
-        """Return how many such calls outside of a fit came since the last fit began."""
-        return self._calls.count(call)
-
-    def count_call(self, call: str) -> None:
-        """Note that such a call is over."""
-        self._calls.append(call)
 
     def end(self, *, is_early: bool = False) -> None:
         """Close the stage, print the closing line, and raise what was found.
@@ -255,3 +244,11 @@ class Session:
     def stop(self, reason: str) -> None:
         """Close the files: an exception ended the stage."""
         raise NotImplementedError
+
+    def _say_once(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.peers.rank == 0:
+            self.say(text)
+
+    def _of_rank(self) -> str:
+        return "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"

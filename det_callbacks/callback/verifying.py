@@ -8,9 +8,8 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.fits import Waiting, go_on, wait
-from det_callbacks.callback.session import Progress, Session, Stage
+from det_callbacks.callback.session import FIT, Progress, Session, Stage
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report.console import count
@@ -26,7 +25,7 @@ from det_callbacks.report.html import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.runs.peers import END_OF_FIT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
@@ -39,16 +38,12 @@ from det_callbacks.verification import Verification, free_folder, open_reference
 
 
 class Verifying(Session):
-    """The fits of one callback, compared with a reference.
+    """The fits of one callback, compared with a reference by a ``Verification``.
 
     The verdict and the diverging steps go to ``current``, or to a new folder below the Trainer's.
     """
 
-    def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
-        super().__init__(arguments, peers)
-        self._verification: Verification | None = None
-        self._segment = -1
-        self._all_calls: list[str] = []
+    run: Verification | None
 
     @override
     def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
@@ -57,7 +52,7 @@ class Verifying(Session):
         Raises:
             ReferenceNotFoundError, ReferenceFormatError, SelectionError, NotComparableError: see ``open_reference``.
         """
-        if self._verification is not None:
+        if self.run is not None:
             return self.stage.selection
         try:
             return self._open().selection
@@ -78,40 +73,31 @@ class Verifying(Session):
         super().begin(stage)
         go_on(self)
         self.verdict = None
-        if self._verification is None:
-            self._verification = self._begin_verification(self._open(), stage)
-        verification = self._verification
+        if self.run is None:
+            self.run = self.detector = self._begin_verification(self._open(), stage)
+            self.may_stop = self.arguments.on_divergence == "raise"
         if stage.call is not None:
-            verification.withdraw_verdict()
+            self.run.withdraw_verdict()
             return
-        self._segment += 1
-        if self.keeper is not None and self._segment:
-            stream = stream_path(verification.current, self.peers.rank, 0, self._segment)
-            self.keeper.writer.start_segment(stream, self._segment)
-        is_every_step = stage.selection.is_every_step
-        verification.begin_fit(self._segment, is_resumed=stage.is_resumed, is_every_step=is_every_step)
+        segment = self.stages.count(FIT) - 1
+        if self.keeper is not None and segment:
+            stream = stream_path(self.run.current, self.peers.rank, 0, segment)
+            self.keeper.writer.start_segment(stream, segment)
+        self.run.begin_fit(segment, is_resumed=stage.is_resumed, is_every_step=stage.selection.is_every_step)
 
     def _begin_verification(self, run: Run, stage: Stage) -> Verification:
+        arguments, peers = self.arguments, self.peers
         # by rank 0: the others might look when it has made its own already
-        folder = self.peers.agree(
-            lambda: str(self.arguments.current or free_folder(stage.root)), task="choosing a folder"
-        )[0]
-        verification = Verification(
-            run, Path(folder), manifest=stage.manifest, peers=self.peers, steps=self.arguments.steps
-        )
+        folder = peers.broadcast(lambda: str(arguments.current or free_folder(stage.root)), task="choosing a folder")
+        verification = Verification(run, Path(folder), manifest=stage.manifest, peers=peers, steps=arguments.steps)
         if patterns := run.manifest.replay:
             self.op_replay = OpReplay(patterns, self.replay)
         if patterns := run.manifest.keep_tensors:
-            stream = stream_path(verification.current, self.peers.rank, 0, 0)
-            writer = StepWriter(stream, KEPT, run_id=verification.run_id, rank=self.peers.rank)
-            self.keeper = Keeper(patterns, writer, TensorBudget(self.arguments.tensor_budget_mib))
+            stream = stream_path(verification.current, peers.rank, 0, 0)
+            writer = StepWriter(stream, KEPT, run_id=verification.run_id, rank=peers.rank)
+            self.keeper = Keeper(patterns, writer, TensorBudget(arguments.tensor_budget_mib))
             verification.keep_tensors = self.keeper.write
         return verification
-
-    @property
-    @override
-    def detector(self) -> Verification | None:
-        return self._verification
 
     @override
     def _keeps(self, step: int) -> bool:
@@ -120,32 +106,14 @@ class Verifying(Session):
     @override
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         self.replay.counts.end_step()
-        self.program = trace.program.id
         differs = self._running.add(trace, step=step, epoch=epoch)
         self.chain = self._running.chain(step)
         return differs and self.may_stop
 
     @property
     @override
-    def may_stop(self) -> bool:
-        return self.arguments.on_divergence == "raise"
-
-    @property
-    @override
     def progress(self) -> Progress:
-        verification = self._running
-        return Progress(
-            num_steps=verification.tally.num_steps,
-            num_sites=verification.tally.num_sites,
-            num_differing=verification.num_differing,
-            num_bytes=self.replay.counts.num_bytes,
-            chain=self.chain,
-        )
-
-    @property
-    @override
-    def sink(self) -> Verification | None:
-        return self._verification
+        return replace(super().progress, num_differing=self._running.num_differing)
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
@@ -154,11 +122,6 @@ class Verifying(Session):
     @override
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         self._running.resume_metrics(reading, is_first=is_first)
-
-    @override
-    def count_call(self, call: str) -> None:
-        super().count_call(call)
-        self._all_calls.append(call)
 
     @override
     def end(self, *, is_early: bool = False) -> None:
@@ -178,7 +141,7 @@ class Verifying(Session):
             )
         if not is_early and stage.call is None:
             verification.end_fit()
-        missing = ["fit"] * (verification.num_segments - self._segment - 1)
+        missing = [FIT] * (verification.num_segments - self.stages.count(FIT))
         missing += self.peers.agree(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = verification.finish(is_pending=is_pending, is_early=is_early)
@@ -188,7 +151,7 @@ class Verifying(Session):
             return
         self.verdict = verdict
         report = self._report(verdict) if verification.differs_anywhere else None
-        self._say(verified_line(verdict, level=level, report=report))
+        self._say_once(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
@@ -198,11 +161,14 @@ class Verifying(Session):
 
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Agree so far: the verdict comes with the last of the fits and tests that the reference holds."""
-        ended = ["fit"] * (self._segment + 1) + self._all_calls
-        stages, num_ended = [*ended, *missing], len(ended)
-        self._say(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
+        stages, num_ended = [*self.stages, *missing], len(self.stages)
+        self._say_once(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
         error = DivergenceError(unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
-        write = partial(self._write_unfinished, verdict)
+
+        def write() -> None:  # the processes part, each at its own end
+            self._running.write(verdict)
+            self._report(verdict)
+
         wait(self, Waiting(error=error, is_fatal=self.arguments.on_divergence != "warn", write=write))
 
     @override
@@ -216,13 +182,7 @@ class Verifying(Session):
             report = self._report(self.verdict)
             found = str(self.verdict.verdict) + ("" if report is None else f"; report: {report}")
         num_steps = count(verification.tally.num_steps, "step")
-        rank = "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"
-        self.say(f"det_callbacks: verification{rank} stopped by {reason} after {num_steps}: {found}")
-
-    def _write_unfinished(self, verdict: Verdict) -> None:
-        """Keep the verdict that fits of the reference never ran; the processes part, each at its own end."""
-        self._running.write(verdict)
-        self._report(verdict)
+        self.say(f"det_callbacks: verification{self._of_rank()} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
         """Write ``report.html`` beside the verdict, on rank 0; return its path, None where it could not be written."""
@@ -235,11 +195,7 @@ class Verifying(Session):
             print_closing_line(no_report_line(error))
             return None
 
-    def _say(self, text: str) -> None:
-        if self.peers.rank == 0:
-            self.say(text)
-
     @property
     def _running(self) -> Verification:
-        assert self._verification is not None, "a fit was begun"
-        return self._verification
+        assert self.run is not None, "a fit was begun"
+        return self.run

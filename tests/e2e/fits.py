@@ -18,7 +18,6 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.callback.session import StepHooks
-from det_callbacks.callback.verifying import Verifying
 
 
 class StopError(Exception):
@@ -130,7 +129,6 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert not {"log", "reset"} & set(vars(loop.epoch_loop._results))
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
     assert "Watched" not in str(type(fit.loader.batch_sampler).__mro__[0].__iter__)
-    run = callback._session
-    if run is not None:
-        keeper = run._verification if isinstance(run, Verifying) else run
-        assert keeper is None or keeper._writer is None or keeper._writer._file is None
+    run = None if callback._session is None else callback._session.run
+    writer = getattr(run, "_writer", run)  # a verification has one
+    assert writer is None or writer._file is None
