@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.tensor  # DebugMode imports it; here, so that every process has it and memory can be compared
 from device import counted_synchronizations, torch_device, wait_for
+from memory import resident_mib
 from models import Workload, make_workload
 from ours import Ours
 from torch.utils._debug_mode import DebugMode  # looked at in torch 2.13
@@ -186,14 +187,14 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
         steps, recorders = make_steps(workload, case.optimizer, [variant], Path(root))
         step = steps[variant]
-        before = _resident_mib("VmRSS")
+        before = resident_mib("VmRSS")
         device_before = 0
         if is_on_cuda:
             torch.cuda.reset_peak_memory_stats(workload.device)
             device_before = torch.cuda.memory_allocated(workload.device)
         for number in range(num_steps):
             step(number)
-        result: dict[str, Any] = {"peak_growth_mib": _resident_mib("VmHWM") - before}
+        result: dict[str, Any] = {"peak_growth_mib": resident_mib("VmHWM") - before}
         if is_on_cuda:
             peak = torch.cuda.max_memory_allocated(workload.device)
             result["device_peak_growth_mib"] = (peak - device_before) / 2**20
@@ -224,17 +225,6 @@ def measure_memory_apart(case: Case, variant: str, num_steps: int) -> dict[str, 
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
-
-
-def _resident_mib(name: str) -> float:
-    """Read VmRSS (now) or VmHWM (peak) of this process.
-
-    Not ``getrusage``: the peak it gives begins with that of the process that started this one.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    raise OSError(f"/proc/self/status has no {name}; measure memory on Linux, or leave it out with --memory-steps 0")
 
 
 if __name__ == "__main__":

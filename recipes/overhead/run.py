@@ -1,6 +1,6 @@
-"""Print what recording costs: time of a training step as a ratio to plain, peak of memory, and bytes on disk.
+"""Print what recording costs: time of a training step as a ratio to plain, and how fast digests are against a copy.
 
-On a GPU also how often a step waits for it, and how fast digests are against a copy.
+With --memory-steps also the peak of memory, bytes on disk, and how often a step waits for a GPU.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--networks",
         nargs="*",
         choices=NETWORKS,
-        help=f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else {' '.join(FLOAT32_NETWORKS)}",
+        help=f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else {FLOAT32_NETWORKS[0]}",
     )
     parser.add_argument(
         "--optimizers", nargs="+", choices=OPTIMIZERS, help="kinds of AdamW; default: on cuda foreach, else plain"
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-steps",
         type=int,
-        default=4,
+        default=0,
         help="steps for memory, disk and, on cuda, synchronisations, 0 for none; default: %(default)s",
     )
     parser.add_argument("--compile", metavar="BACKEND", help="compile the networks, all variants: inductor, aot_eager")
@@ -79,7 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "measured. A GPU needs its driver and a build of torch with CUDA; --device cpu works without.\n",
         )
     if options.networks is None:
-        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS)
+        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS[:1])
     if options.optimizers is None:
         options.optimizers = ["foreach" if is_on_cuda else "plain"]  # what torch takes by itself on that device
     if options.sizes is None:

@@ -1,7 +1,6 @@
 """Print what many ranks cost: write two synthetic runs that differ in one place, and compare them."""
 
 import argparse
-import resource
 import sys
 import tempfile
 import time
@@ -10,6 +9,10 @@ from pathlib import Path
 from synthetic import Difference, write_run
 
 from det_callbacks import Verdict, compare_runs
+
+sys.path.append(str(Path(__file__).parents[1] / "overhead"))  # recipes are folders, not packages
+
+from memory import resident_mib  # found by the line above
 
 CASES = {
     "equal": "nothing differs",
@@ -47,7 +50,7 @@ def main() -> None:
             f"{ranks} ranks x {steps} steps x {sites} sites: {len(files)} files, {sum(files) / 1e6:,.1f} MB; "
             f"8 bytes a site and {per_step:.0f} bytes a step of a rank"
         )
-        before = peak_mb()
+        before = resident_mib("VmHWM")
         for case in options.cases:
             differences = planted(case, ranks, steps, sites)
             write_run(folder / case, num_ranks=ranks, num_steps=steps, num_sites=sites, differences=differences)
@@ -57,7 +60,7 @@ def main() -> None:
                 seconds = time.perf_counter() - start
                 how = "reads all" if check_files else "by chains"
                 print(f"{CASES[case]:38} {how}: {seconds:6.2f} s, {shown(verdict)}")
-        print(f"peak of memory: {peak_mb():.0f} MB, {before:.0f} MB of it before the first comparison")
+        print(f"peak of memory: {resident_mib('VmHWM'):.0f} MiB, {before:.0f} MiB of it before the first comparison")
 
 
 def shown(verdict: Verdict) -> str:
@@ -66,11 +69,6 @@ def shown(verdict: Verdict) -> str:
         return verdict.verdict
     found = f"rank {first.rank}, step {first.step}, {first.op} #{first.occurrence} in {first.module}"
     return f"{verdict.verdict}: {found}; {verdict.counts.sites_differing:,} sites differ"
-
-
-def peak_mb() -> float:
-    """Return the most memory that this process had: megabytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 if __name__ == "__main__":

@@ -195,8 +195,8 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(
 @pytest.mark.filterwarnings("default")  # of DebugMode and of the first use of the debug mode
 def test_on_a_gpu_everything_is_measured(overhead: dict[str, ModuleType], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    options = ["--device", "cuda", "--tiny", "--rounds", "2", "--sizes", "1", "65536", "--json", str(file)]
-    overhead["run"].main(options)
+    options = ["--device", "cuda", "--tiny", "--rounds", "2", "--memory-steps", "4", "--sizes", "1", "65536", "--json"]
+    overhead["run"].main([*options, str(file)])
     content = json.loads(file.read_text())
     assert content["machine"]["device"] == torch.cuda.get_device_name()
     assert all(one["enqueue_seconds"] > 0 for one in content["digests"])
