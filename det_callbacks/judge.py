@@ -5,7 +5,7 @@ Everything that a verdict says is read from the two folders, so a verification t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -257,6 +257,8 @@ class _Judge:
             verdict = "not_comparable"
         ranks = self._classify(first)
         answer = self._answer(first, whole, ranks)
+        in_order = sorted(first.values(), key=lambda one: one.order)
+        origins = [origin for known in in_order for origin in known.origins_among(ranks)]
         # how long a training was to be explains steps that only one run has, and nothing in a step that both have
         others = [one for one in self._environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
         parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self._notes]
@@ -266,7 +268,7 @@ class _Judge:
             reference=self._names[0],
             current=self._names[1],
             first_divergence=answer.first,
-            origins=_origins(first, ranks),
+            origins=tuple(origins[:MAX_ORIGINS]),
             cause=answer.cause,
             explanation=" ".join(f"{part.rstrip('.')}." for part in parts if part),
             counts=Counts(
@@ -348,8 +350,8 @@ class _Judge:
             text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
             return _Answer(first=shown, cause="collective", text=text)
         leader = earliest
-        if ranks is not None and ranks.origins:
-            leader = min((first[rank] for rank in ranks.origins), key=lambda one: one.order)
+        if ranks is not None and ranks.ranks("origin"):
+            leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)
         rule, cause = find_cause(facts)
         text = explain_step(facts, rule, show_rank=self._show_rank)
@@ -385,7 +387,6 @@ class _Judge:
         record = self._walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
         is_recorded = all(run.selection.selects_step(step - 1) for run in (reference, current))
-        is_after_gap = step > 0 and not is_recorded and not known.is_resumed and not difference.num_initial
         evidence, unread = None, ""
         try:
             evidence = find_evidence(reference, current, difference)
@@ -394,8 +395,8 @@ class _Judge:
         return Facts(
             difference=difference,
             environment=self._environment,
-            is_first=known.is_first and not is_after_gap,
-            is_after_gap=is_after_gap,
+            is_first_seen=known.is_first,
+            is_after_unrecorded=step > 0 and not is_recorded,
             is_resumed=known.is_resumed,
             unrestored=fit.unrestored if fit is not None and known.is_resumed else (),
             evidence=evidence,
@@ -440,18 +441,6 @@ def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
             comparison.end()
         done.append(comparison)
     return done
-
-
-def _origins(first: Mapping[int, FirstDifference], ranks: Classification | None) -> tuple[Divergence, ...]:
-    origins: list[Divergence] = []
-    collective = None if ranks is None or ranks.collective is None else ranks.collective.key
-    for known in sorted(first.values(), key=lambda one: one.order):
-        delivered = (divergence for key, divergence in known.delivered if key == collective)
-        origins.extend(replace(divergence, is_origin=True) for divergence in delivered)
-        # what looks like one to a rank alone is none where the others tell that it received the difference
-        if ranks is None or ranks.sides[known.order[-1]] == "origin":
-            origins.extend(known.origins)
-    return tuple(origins[:MAX_ORIGINS])
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:

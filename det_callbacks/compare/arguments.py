@@ -2,11 +2,13 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from det_callbacks.runs.program import StepView, plain_value
+import numpy as np
+
+from det_callbacks.runs.program import Site, StepView, plain_value
 
 _UNKNOWN = "a value that was kept as a digest only"
 _ABSENT = "a tensor or nothing"
@@ -88,7 +90,7 @@ class ArgumentReader:
         return json.dumps([sorted(known.values.items()), known.digested, known.bits])
 
 
-def differing_arguments(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
+def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
     """Return how two calls differ in their arguments, None where they agree."""
     is_known = reference.digested == current.digested
     names = dict.fromkeys((*reference.values, *current.values))
@@ -107,3 +109,66 @@ def _decode(bits: int, tag: str) -> Any:
     if tag == "int":
         return bits - 2**64 if bits >= 2**63 else bits
     return bool(bits) if tag == "bool" else None
+
+
+def other_arguments(
+    reference: StepView,
+    current: StepView,
+    pairs: Iterable[tuple[int, int]],
+    argument_rows: Iterable[int],
+    differs: np.ndarray,
+) -> dict[int, ArgumentDifference]:
+    """Return the rows whose op was called with other arguments: the first of each call, and those that differ.
+
+    Args:
+        reference: step of the reference.
+        current: the same step of the current run.
+        pairs: position of each row in both.
+        argument_rows: rows of varying arguments that differ.
+        differs: bool by row.
+    """
+    if reference.record.program_id == current.record.program_id:
+        candidates = _outputs_of(current.program.sites, argument_rows)
+    else:
+        candidates = _calls_to_examine(reference.program.sites, current.program.sites, pairs)
+    readers = ArgumentReader(reference), ArgumentReader(current)
+    by_call: dict[int, ArgumentDifference | None] = {}
+    found: dict[int, ArgumentDifference] = {}
+    for row, left, right in candidates:
+        call = right - current.program.sites[right].output
+        is_first = call not in by_call
+        if is_first:
+            by_call[call] = _differing(readers[0].read(left), readers[1].read(right))
+        difference = by_call[call]
+        if difference is not None and (is_first or differs[row]):
+            found[row] = difference
+    return found
+
+
+def _outputs_of(sites: tuple[Site, ...], argument_rows: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the outputs of the calls whose row of varying arguments differs, in one and the same program."""
+    for row in argument_rows:
+        place = row + 1
+        while place < len(sites) and _is_output(sites[place], sites[row], place - row - 1):
+            yield place, place, place
+            place += 1
+        if place == row + 1:
+            yield row, row, row
+
+
+def _calls_to_examine(
+    ours: tuple[Site, ...], theirs: tuple[Site, ...], pairs: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield row and positions of calls that may have had other arguments, where the programs differ."""
+    for row, (left, right) in enumerate(pairs):
+        if left < 0 or right < 0 or not theirs[right].op:
+            continue
+        one, other = ours[left], theirs[right]
+        if one.role == "argument" and right + 1 < len(theirs) and _is_output(theirs[right + 1], other, 0):
+            continue
+        if one.varying or other.varying or one.arguments != other.arguments:
+            yield row, left, right
+
+
+def _is_output(site: Site, argument: Site, output: int) -> bool:
+    return site.op == argument.op and site.role in ("output", "value") and site.output == output

@@ -6,10 +6,13 @@ the rules by name. Their sentences are made in ``report/sentences.py``.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
+from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import BatchChange, Evidence, GeneratorChange
-from det_callbacks.compare.step import Finding, StepDifference
 from det_callbacks.verdict import Cause, EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -44,15 +47,19 @@ _WITHIN_STEP = ("after forward", "after backward", "batch end")
 _NO_BATCH = BatchChange(settings={})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_STARTS_BACKWARD = "aten.ones_like.default"
+"""The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is known of the first step that differs.
 
     Attributes:
         difference: of its sites.
         environment: how the environments differ.
-        is_first: whether it is the first step of its fit, where a parameter that differs was initialised differently.
-        is_after_gap: whether the step before it was not recorded, and may have changed what this one read.
+        is_first_seen: whether it is the first recorded step of its fit.
+        is_after_unrecorded: whether the step before it was not recorded.
         is_resumed: whether one of the runs had just been resumed from a checkpoint.
         unrestored: restored state that is not what the reference ended the step before with.
         evidence: of generators and data; None where one of the runs has none.
@@ -61,32 +68,64 @@ class Facts:
 
     difference: StepDifference
     environment: Sequence[EnvironmentDifference] = ()
-    is_first: bool = False
-    is_after_gap: bool = False
+    is_first_seen: bool = False
+    is_after_unrecorded: bool = False
     is_resumed: bool = False
     unrestored: Sequence[str] = ()
     evidence: Evidence | None = None
     unread: str = ""
 
-    @property
+    @cached_property
     def first(self) -> Finding:
         """What differs first."""
-        return self.difference.findings[0]
+        return self.difference.finding(next(iter(self.difference.kinds)))
 
-    @property
+    @cached_property
     def origin(self) -> Finding | None:
         """The first finding that is proven to start the difference."""
-        return next((finding for finding in self.difference.findings if finding.divergence.is_origin), None)
+        rows = self.difference.starting("here")
+        return self.difference.finding(rows[0]) if rows else None
+
+    @cached_property
+    def sources(self) -> list[Finding]:
+        """What entered the step with other bits before its first origin."""
+        rows = self.difference.starting("outside")
+        return [self.difference.finding(row) for row in rows if self.origin is None or row < self.origin.row]
 
     @property
-    def sources(self) -> list[Finding]:
-        """What entered the step with other bits."""
-        return [finding for finding in self.difference.findings if finding.is_source]
+    def is_after_gap(self) -> bool:
+        """Whether a step that was not recorded may have changed what this one read."""
+        return self.is_after_unrecorded and not self.is_resumed and not self.num_initial
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first step of its fit, where a parameter that differs was initialised differently."""
+        return self.is_first_seen and not self.is_after_gap
 
     @property
     def source_phases(self) -> set[str]:
         """Phases of the sources: state, data, rng, input."""
         return {finding.divergence.phase for finding in self.sources}
+
+    @cached_property
+    def restored(self) -> list[Finding]:
+        """Parameters, buffers and optimizer state that differ as the step finds them, wherever its origins lie.
+
+        In the first step after a checkpoint was restored they came from there.
+        """
+        return [self.difference.finding(row) for row in self.difference.starts if self._is_state(row)]
+
+    @cached_property
+    def num_initial(self) -> int:
+        """Tensors of the initial state that both sides list before the step; 0 unless it is a fit's first."""
+        rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
+        return sum(map(self._is_state, rows))
+
+    def _is_state(self, row: int) -> bool:
+        """Return whether a row is a tensor of the state as the step finds it: listed before it, or read first."""
+        site = self.difference.site(row)
+        is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
+        return not site.op and site.name is not None and (site.role == "input" or is_listed)
 
     @property
     def batch(self) -> BatchChange:
@@ -118,7 +157,7 @@ class Facts:
     @property
     def num_random(self) -> int:
         """Initial tensors that follow from the seed: the others hold one value, whatever it is."""
-        return self.difference.num_initial - (0 if self.evidence is None else self.evidence.num_constant)
+        return self.num_initial - (0 if self.evidence is None else self.evidence.num_constant)
 
     @property
     def has_few_weights(self) -> bool:
@@ -141,7 +180,15 @@ class Facts:
     def has_equal_samples(self) -> bool:
         """Whether every tensor of the batch that differs holds the same samples in another order."""
         tensors = [item for item in self.sources if item.divergence.phase == "data" and item.role != "samples"]
-        return bool(tensors) and all(finding.has_equal_samples for finding in tensors)
+        return bool(tensors) and all(map(self._holds_equal_samples, tensors))
+
+    def _holds_equal_samples(self, finding: Finding) -> bool:
+        """Return whether the order-free digest of a batch tensor's samples, which follows it, agrees."""
+        difference, following = self.difference, finding.row + 1
+        if finding.divergence.kind != "content" or following in difference.kinds or following == len(difference.roles):
+            return False
+        site = difference.site(following)
+        return site.role == "samples" and site.name == finding.divergence.name
 
     @property
     def data_change(self) -> DataChange:
@@ -180,10 +227,17 @@ class Facts:
     # what is computed
 
     @property
+    def starts_backward(self) -> bool:
+        """Whether the origin, or what differs first, is the gradient that a backward pass starts with."""
+        found = self.origin or self.first
+        return found.divergence.op == _STARTS_BACKWARD and self.difference.first_reader(found.row) == "backward"
+
+    @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The choice that explains what differs first: without it, the two runs would have done the same there."""
         found = self.origin or self.first
-        return next((entry for entry in self.choices if _explains(entry.name, found)), None)
+        is_other = found.divergence.phase == "other" and not self.starts_backward
+        return next((one for one in self.choices if _explains(one.name, found, is_other=is_other)), None)
 
     @property
     def earlier_choice(self) -> EnvironmentDifference | None:
@@ -191,8 +245,8 @@ class Facts:
         return next((one for one in self.choices if one.name.startswith(("optimizer.", "trainer.", "settings."))), None)
 
 
-def _explains(choice: str, found: Finding) -> bool:
-    """Return whether a choice of this name leads to such a difference."""
+def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
+    """Return whether a choice of this name leads to such a difference; ``is_other``: between the passes."""
     one = found.divergence
     is_other_call = one.kind != "content" or found.layouts is not None
     if choice.startswith("trainer.gradient_clip"):
@@ -207,7 +261,7 @@ def _explains(choice: str, found: Finding) -> bool:
         return bool(one.op) and one.kind == "content"  # sums are split among threads
     if choice.startswith("settings."):
         return not one.is_origin
-    return one.phase == "other" and not found.starts_backward
+    return is_other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +317,8 @@ def _is_drawn(facts: Facts) -> bool:
     if first.kind == "argument" and any(map(facts.is_before_step, named)):
         return True
     within = [one for one in facts.generators if one.equal_at == (first.step, "batch start")]
-    if first.kind == "extra" and facts.first.draws:
+    draws = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
+    if first.kind == "extra" and first.op and draws:
         return True
     # below level op no op is recorded, and so none is blamed
     return not first.op and first.phase == "forward" and bool(within)
@@ -283,12 +338,14 @@ def _cause_of_input(facts: Facts) -> Cause:
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first and name:
         return "initial_weights"
-    return _PHASE_CAUSES.get(source.read_in, "unknown") if name else "unknown"
+    return _PHASE_CAUSES.get(facts.difference.first_reader(source.row), "unknown") if name else "unknown"
 
 
 def _cause_of_state(facts: Facts) -> Cause:
     """Return who left state that only differs after the step: an optimizer owns what it has a gradient of."""
-    name, gradients = facts.first.divergence.name or "", facts.difference.gradients
+    name, difference = facts.first.divergence.name or "", facts.difference
+    sites = (*difference.reference.program.sites, *difference.current.program.sites)
+    gradients = {site.name for site in sites if site.phase == "gradient" and site.role == "named"}
     is_owned = " of " in name or f"grad of {name}" in gradients
     return "optimizer" if is_owned or not gradients else "forward"
 
@@ -297,13 +354,13 @@ def _cause_of(facts: Facts) -> Cause:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
-    return "backward" if found.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
+    return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="restored state",
-        applies=lambda facts: facts.is_resumed and bool(facts.difference.restored or facts.unrestored),
+        applies=lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored),
         cause="checkpoint",
     ),
     Rule(
@@ -337,15 +394,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="structure",
-        applies=lambda facts: not facts.difference.kinds & {"content", "argument"},
+        applies=lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()},
         cause="structure",
     ),
     Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of),
     Rule(
         name="written elsewhere",
-        applies=lambda facts: (
-            facts.first.role == "delivered" or any(found.role == "left" for found in facts.difference.findings)
-        ),
+        applies=lambda facts: facts.first.role in ("delivered", "left"),
         cause="unknown",  # of a collective the other ranks know more: see ``compare/collectives.py``
     ),
     Rule(

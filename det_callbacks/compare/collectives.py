@@ -6,43 +6,41 @@ together can: the k-th call of a collective in a group is the same call on all o
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from det_callbacks.compare.differences import SiteDifferences
-from det_callbacks.runs.program import IN_FLIGHT, Site, StepView
+from det_callbacks.compare.differences import StepDifference
+from det_callbacks.runs.program import Site, StepView
+from det_callbacks.verdict import Divergence
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]
-CallKey = tuple[str, str, int]
+_SUREST: tuple[Begins, ...] = ("local", "external", "ambiguous", "received")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """A call of a collective that differs on one rank.
+    """A call of a collective in a step: the same one on all ranks of its group.
 
     Attributes:
         op: ``namespace.op.overload``.
         group: ranks, as "0-3".
-        number: how many calls of the same op in the same group came before it in the step.
-        input_differs: what this rank put in is not what it put in in the reference, or it was called otherwise.
-        output_differs: what came out here differs.
+        number: how many calls of the same op in the same group came before it; -1 where only the reference has it.
         source: lines of the user's code, innermost first.
     """
 
     op: str
     group: str
     number: int
-    input_differs: bool
-    output_differs: bool
-    source: tuple[str, ...] = ()
+    source: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def key(self) -> CallKey:
-        """What the call has in common on all ranks; the two ends of a message are calls of two ops."""
-        return call_key(self.op, self.group, self.number)
+    def key(self) -> tuple[str, str, int]:
+        """What the call has in common on all ranks; messages of a group, whose ends are two ops, are not told apart."""
+        is_message = self.op.partition(".")[2].startswith(_POINT_TO_POINT)
+        return ("", self.group, 0) if is_message else (self.op, self.group, self.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +57,21 @@ class RankDifference:
             the run's first difference that is the rank's own, and later it may follow from what another rank did.
             "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
             "received": a collective delivered all that differs.
-        calls: the collectives that differ, in the order of the step.
+        changed: the calls into which this rank put something else, or that it called otherwise.
+        received: what other calls delivered here, in the order of the step.
     """
 
     rank: int
     segment: int
     step: int
     begins: Begins
-    calls: tuple[CollectiveCall, ...] = ()
+    changed: frozenset[tuple[str, str, int]] = frozenset()
+    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Segment and step."""
+        return self.segment, self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,25 +91,14 @@ class Classification:
     through: CollectiveCall | None = None
     since: tuple[tuple[int, int] | None, ...] = ()
 
-    @property
-    def origins(self) -> tuple[int, ...]:
-        """The ranks that started a difference; none where a collective did."""
-        return tuple(rank for rank, side in enumerate(self.sides) if side == "origin")
-
-    @property
-    def receivers(self) -> tuple[int, ...]:
-        """The ranks that were brought a difference."""
-        return tuple(rank for rank, side in enumerate(self.sides) if side == "receiver")
-
-    @property
-    def unknown(self) -> tuple[int, ...]:
-        """The ranks of which it cannot be told."""
-        return tuple(rank for rank, side in enumerate(self.sides) if side == "unknown")
+    def ranks(self, side: Side) -> tuple[int, ...]:
+        """Return the ranks on one side."""
+        return tuple(rank for rank, known in enumerate(self.sides) if known == side)
 
     @property
     def is_collective(self) -> bool:
         """Whether a collective started it, and no rank can have."""
-        return self.collective is not None and not self.origins and not self.unknown
+        return self.collective is not None and not {"origin", "unknown"} & {*self.sides}
 
 
 def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
@@ -113,178 +107,105 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
     Args:
         per_rank: of each rank of the run, by rank, its first differing step; None where nothing differs on it. No rank
             may be left out: what is not known of one would count as agreeing.
-
-    Raises:
-        ValueError: an entry is of another rank than its place says.
-
-    Example:
-        >>> sent = CollectiveCall(
-        ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=True, output_differs=True
-        ... )
-        >>> got = CollectiveCall(
-        ...     op="c10d.allreduce_.default", group="0-1", number=0, input_differs=False, output_differs=True
-        ... )
-        >>> zero = RankDifference(rank=0, segment=0, step=3, begins="received", calls=(got,))
-        >>> one = RankDifference(rank=1, segment=0, step=3, begins="local", calls=(sent,))
-        >>> classify([zero, one]).sides
-        ('receiver', 'origin')
     """
-    for place, known in enumerate(per_rank):
-        if known is not None and known.rank != place:
-            raise ValueError(f"The entry of rank {place} is of rank {known.rank}: entries are ordered by rank.")
     differing = [known for known in per_rank if known is not None]
-    first = min(map(_moment, differing), default=None)
-    earliest = [known for known in differing if _moment(known) == first]
-    changed = {call.key for known in earliest for call in known.calls if call.input_differs}
-    sides = tuple("equal" if known is None else _side(known, earliest) for known in per_rank)
-    calls = [(known, call) for known in differing for call in _delivered(known)]
+    first = min((known.moment for known in differing), default=None)
+    earliest = [known for known in differing if known.moment == first]
+    changed = frozenset().union(*(known.changed for known in earliest))
+    received = [(known, call) for known in differing for call, _ in known.received]
     # what went in on all ranks is known of the first step that differs only
-    at_once = [(known, call) for known, call in calls if _moment(known) == first]
-    handed_on = [call for known, call in calls if _moment(known) != first or call.key in changed]
+    by_itself = (call for known, call in received if known.moment == first and call.key not in changed)
+    handed_on = (call for known, call in received if known.moment != first or call.key in changed)
     return Classification(
-        sides=sides,
-        collective=next((call for _, call in at_once if call.key not in changed), None),
-        through=next(iter(handed_on), None),
-        since=tuple(None if known is None else _moment(known) for known in per_rank),
+        sides=tuple("equal" if known is None else _side(known, earliest) for known in per_rank),
+        collective=next(by_itself, None),
+        through=next(handed_on, None),
+        since=tuple(None if known is None else known.moment for known in per_rank),
     )
 
 
 def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
     """Return who a rank that differs is, among the ranks that differ at the run's first differing step."""
-    is_early = any(known is other for other in earliest)
+    is_early = known.moment == earliest[0].moment
     if known.begins == "local" or (known.begins == "external" and is_early):
         return "origin"
-    if known.begins == "received":
-        return "receiver"
     if known.begins == "external":
         return "unknown"
-    if not is_early or any(other.begins in ("local", "external") for other in earliest):
+    begun = Counter(other.begins for other in earliest)
+    if known.begins == "received" or not is_early or begun["local"] or begun["external"]:
         return "receiver"
     # nobody else can have started it, or several may have
-    return "origin" if sum(other.begins == "ambiguous" for other in earliest) == 1 else "unknown"
+    return "origin" if begun["ambiguous"] == 1 else "unknown"
 
 
-def call_key(op: str, group: str, number: int) -> CallKey:
-    """Return what tells a call from the others on all ranks; messages of a group are not told from each other."""
-    return ("", group, 0) if op.partition(".")[2].startswith(_POINT_TO_POINT) else (op, group, number)
-
-
-def describe_rank(found: SiteDifferences) -> tuple[list[tuple[CallKey, int]], RankDifference]:
-    """Return what collectives delivered with nothing differing before it here, and what the other ranks have to know.
-
-    Args:
-        found: how the first step of a rank differs that does.
-
-    Returns:
-        Rows that a collective delivered, with its call; and what is to be known of the rank.
-    """
-    current = found.current
-    keys = {position: call_key(site.op, group, number) for position, site, group, number in _calls_in(current)}
-    delivered: list[tuple[CallKey, int]] = []
+def describe_rank(difference: StepDifference) -> RankDifference:
+    """Return what the other ranks have to know of the first step of a rank that differs."""
+    current = difference.current
+    calls = _calls_in(current)
+    changed = _changed_calls(difference, calls)
+    received: list[tuple[CollectiveCall, Divergence]] = []
     begins: set[Begins] = set()
-    for row in found.beginnings:
-        if found.site(row).role == "delivered" and not _is_in_flight(found, row):
-            position = found.places(row)[1]
-            delivered.extend((keys[call], row) for call in _calls_of(current, position)[:1])
+    for row in difference.starts:
+        site = difference.site(row)
+        if site.role == "delivered" and not difference.is_in_flight(row):
             begins.add("received")
+            is_there = difference.places(row)[1] >= 0
+            read = [(place, current.program.sites[place]) for place in site.inputs if is_there]
+            sent = [place - one.output for place, one in read if one.role == "sent"]
+            if sent and calls[sent[0]].key not in changed and len(received) < difference.limit:
+                received.append((calls[sent[0]], difference.describe(row)))
             continue
         # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
         has_received = "received" in begins
-        is_passed_on = has_received or found.site(row).role == "value" or found.is_after_readable(row)
-        begun = _begun(found, row, is_passed_on=is_passed_on)
+        is_passed_on = has_received or site.role == "value" or difference.is_after_readable(row)
+        begun = _begun(difference, row, is_passed_on=is_passed_on)
         if begun != "ambiguous" or not has_received:
             begins.add(begun)
-    surest: tuple[Begins, ...] = ("local", "external", "ambiguous")
-    return delivered, RankDifference(
-        rank=current.rank,
-        segment=current.record.segment,
-        step=current.record.step,
-        begins=next((begun for begun in surest if begun in begins), "received"),
-        calls=_differing_calls(found),
+    return RankDifference(
+        rank=difference.rank,
+        segment=difference.segment,
+        step=difference.step,
+        begins=next((begun for begun in _SUREST if begun in begins), "received"),
+        changed=changed,
+        received=tuple(received),
     )
 
 
-def _begun(found: SiteDifferences, row: int, *, is_passed_on: bool) -> Begins:
+def _begun(difference: StepDifference, row: int, *, is_passed_on: bool) -> Begins:
     """Return how sure it is that a difference which nothing recorded led to is this rank's own."""
-    site = found.site(row)
-    if found.is_source(row):
-        if site.phase in ("data", "rng"):
-            return "local"
+    site, start = difference.site(row), difference.start(row)
+    if start == "outside" and site.phase not in ("data", "rng"):
         # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
         is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
         return "ambiguous" if is_exchanged or is_passed_on else "external"
-    if site.op and found.kinds[row] in ("argument", "missing", "extra"):
+    if site.op and difference.kinds[row] in ("argument", "missing", "extra"):
         return "ambiguous" if is_passed_on else "external"
-    return "local" if found.is_origin(row) else "ambiguous"
+    return "local" if start in ("here", "outside") else "ambiguous"
 
 
-def _differing_calls(found: SiteDifferences) -> tuple[CollectiveCall, ...]:
-    """Return the collectives of a step that differ on this rank; one that only the reference has comes last."""
-    current, inputs, outputs = found.current, set[int](), set[int]()
-    if not any((view.program.roles == "sent").any() for view in (found.reference, current)):
-        return ()
-    missing: list[Site] = []
-    for row in found.kinds:
-        site, position = found.site(row), found.places(row)[1]
-        if position < 0:
-            missing += [site] if site.role == "sent" and site.output == 0 else []
-        elif site.role == "sent":
-            inputs.add(position - site.output)
-        elif site.role == "delivered" and not _is_in_flight(found, row):
-            outputs.update(_calls_of(current, position))
-    calls = [
-        CollectiveCall(
-            op=site.op,
-            group=group,
-            number=number,
-            input_differs=position in inputs,
-            output_differs=position in outputs,
-            source=site.source,
-        )
-        for position, site, group, number in _calls_in(current)
-        if position in inputs or position in outputs
-    ]
-    calls += [
-        CollectiveCall(
-            op=site.op, group=_group_of(site), number=-1, input_differs=True, output_differs=False, source=site.source
-        )
-        for site in missing
-    ]
-    return tuple(calls)
-
-
-def _calls_in(view: StepView) -> Iterator[tuple[int, Site, str, int]]:
-    """Yield position, first site, group and number of each collective of a step."""
+def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
+    """Return the collectives of a step by the position of their first site, in order."""
     counts: Counter[tuple[str, str]] = Counter()
+    found = {}
     for position in (view.program.roles == "sent").nonzero()[0].tolist():
         site = view.program.sites[position]
         if site.output == 0:
             group = _group_of(site)
-            yield position, site, group, counts[site.op, group]
+            found[position] = CollectiveCall(op=site.op, group=group, number=counts[site.op, group], source=site.source)
             counts[site.op, group] += 1
+    return found
 
 
-def _is_in_flight(found: SiteDifferences, row: int) -> bool:
-    """Return whether a site had not arrived from its collective yet when it was read, in one of the two steps."""
-    views = zip((found.reference, found.current), found.places(row), strict=True)
-    entries = [view.layout.entries[position] for view, position in views if position >= 0]
-    return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
-
-
-def _calls_of(view: StepView, position: int) -> list[int]:
-    """Return where the calls are that delivered what a site holds; none of a site that is not there."""
-    inputs = view.program.sites[position].inputs if position >= 0 else ()
-    read = ((place, view.program.sites[place]) for place in inputs)
-    return [place - site.output for place, site in read if site.role == "sent"]
-
-
-def _moment(known: RankDifference) -> tuple[int, int]:
-    return known.segment, known.step
-
-
-def _delivered(known: RankDifference) -> Iterator[CollectiveCall]:
-    """Yield the calls that brought a difference to a rank whose own part agrees."""
-    return (call for call in known.calls if call.output_differs and not call.input_differs)
+def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[tuple[str, str, int]]:
+    """Return the calls that got something else on this rank, were called otherwise or are only in the reference."""
+    found = set()
+    for row in (difference.roles == "sent").nonzero()[0].tolist():
+        site, position = difference.site(row), difference.places(row)[1]
+        if row in difference.kinds and position >= 0:
+            found.add(calls[position - site.output].key)
+        elif row in difference.kinds:
+            found.add(CollectiveCall(op=site.op, group=_group_of(site), number=-1).key)
+    return frozenset(found)
 
 
 def _group_of(site: Site) -> str:

@@ -4,18 +4,49 @@ Every other difference came in from elsewhere. What is looked at row by row are 
 arrays.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
-from det_callbacks.compare.arguments import ArgumentDifference, ArgumentReader, differing_arguments
-from det_callbacks.runs.program import IN_FLIGHT, MISSES_PARAMETERS, REGION, UNWRITTEN, Program, Site, StepView
-from det_callbacks.verdict import Kind
+from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
+from det_callbacks.runs.program import (
+    IN_FLIGHT,
+    MISSES_PARAMETERS,
+    REGION,
+    UNWRITTEN,
+    Program,
+    Site,
+    StepView,
+    TensorLayout,
+)
+from det_callbacks.verdict import Divergence, Kind
 
-SOURCE_ROLES = ("input", "generator", "samples")
-SOURCE_PHASES = ("data", "rng", "input")
+Start = Literal[
+    "here",  # nothing that the op read differs, on either side
+    "read",  # something that it read differs
+    "outside",  # it entered the step here: a batch, a weight, a generator, a tensor from outside the trace
+    # why it cannot be proven
+    "inside a region",  # of a compiled region only the whole can be told to be the origin
+    "written since",  # the recorded writers of a named tensor agree, so something unseen has changed it
+    "other arguments",  # each side kept a digest of other arguments
+    "unread batch",  # the batch holds something that could not be looked into, and Python may have read it
+    "passed on",  # Python may have read a number or a shape that differs before it: see ``may_be_passed_on``
+    "race",  # it was read before the collective that brings it was done
+    "collective",  # a collective delivered it, into which other ranks may have put something else
+    "graph replay",  # a replay of a CUDA graph may have written it
+    "not recorded",  # what wrote it was not
+    "region parameters",  # the parameters that a compiled region reads have no digest, below level op
+    "unseen writer",  # something that the trace did not see wrote what it reads
+]
+"""Where the difference at a row starts."""
+
+_IS_ORIGIN: Mapping[Start, bool] = {"here": True, "read": False, "outside": False}
+_SOURCE_ROLES = ("input", "generator", "samples")
+_SOURCE_PHASES = ("data", "rng", "input")
 _BEFORE_OPS = ("state", "data", "rng", "input")
 _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
 """Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
@@ -23,13 +54,37 @@ _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
 _HOST_GENERATORS = ("python", "numpy")
 
 
-class SiteDifferences:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A divergence with what its explanation needs besides.
+
+    Attributes:
+        divergence: as the verdict shows it.
+        row: among the aligned sites of the step; the least comes first.
+        role: of its site.
+        start: where it starts.
+        is_rewired: the op reads other tensors than in the reference.
+        layouts: of the reference and of the current step, where they differ.
+        arguments: of an op whose arguments differ.
+    """
+
+    divergence: Divergence
+    row: int
+    role: str
+    start: Start
+    is_rewired: bool = False
+    layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
+    arguments: ArgumentDifference | None = None
+
+
+class StepDifference:
     """How the aligned sites of one step differ, and where each difference starts.
 
     Args:
         reference: the step in the reference.
         current: the same step in the current run.
         alignment: which of their sites belong together; a row below is one of its rows.
+        limit: how many divergences and how many origins are described; all are counted.
 
     Attributes:
         kinds: row -> kind of the difference, ascending.
@@ -39,10 +94,11 @@ class SiteDifferences:
         num_compared: rows that both sides have.
     """
 
-    def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
+    def __init__(self, reference: StepView, current: StepView, alignment: Alignment, *, limit: int = 100) -> None:
         self.reference = reference
         self.current = current
         self.alignment = alignment
+        self.limit = limit
         lefts, rights = alignment.reference, alignment.current
         both = (lefts >= 0) & (rights >= 0)
         other_bits = np.zeros(len(alignment), dtype=bool)
@@ -50,17 +106,86 @@ class SiteDifferences:
         other_layout = self._other_layout = _other_layout(reference, current, alignment)
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
-        is_argument = np.zeros(len(alignment), dtype=bool)
-        is_argument[both] = current.program.roles[rights[both]] == "argument"
-        argument_rows = np.flatnonzero(self.differs & is_argument).tolist()
+        argument_rows = np.flatnonzero(self.differs & both & (self.roles == "argument")).tolist()
         self.differs[argument_rows] = False
-        self.arguments = self._other_arguments(argument_rows)
+        self.arguments = other_arguments(reference, current, self._pairs, argument_rows, self.differs)
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
         kinds.update((row, "argument") for row, known in self.arguments.items() if known.is_known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
+
+    @property
+    def rank(self) -> int:
+        """Process."""
+        return self.current.rank
+
+    @property
+    def segment(self) -> int:
+        """Fit of the run."""
+        return self.current.record.segment
+
+    @property
+    def step(self) -> int:
+        """Training batch."""
+        return self.current.record.step
+
+    @property
+    def num_differing(self) -> int:
+        """Divergences, all of them."""
+        return len(self.kinds)
+
+    @cached_property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """The first ones, in the order of the step."""
+        return tuple(map(self.describe, list(self.kinds)[: self.limit]))
+
+    @cached_property
+    def origins(self) -> tuple[Divergence, ...]:
+        """The first ones that are proven to start a difference, even where they lie beyond ``divergences``."""
+        return tuple(map(self.describe, self.starting("here")[: self.limit]))
+
+    def describe(self, row: int) -> Divergence:
+        """Return a differing row as the verdict has it."""
+        left, right = self.places(row)
+        site, ours, theirs = self.site(row), self.reference, self.current
+        layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
+        is_tensor = layout is not None and site.role not in ("value", "argument", "graph")
+        before = ours.program.sites[left] if left >= 0 else site
+        return Divergence(
+            rank=theirs.rank,
+            step=theirs.record.step,
+            phase=site.phase,
+            module=site.module,
+            op=site.op,
+            occurrence=site.occurrence,
+            output=site.output,
+            name=site.name or before.name,
+            kind=self.kinds[row],
+            source=site.source or before.source,
+            shape=layout.shape if layout is not None and is_tensor else None,
+            dtype=layout.dtype if layout is not None and is_tensor else None,
+            reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
+            current_digest=None if right < 0 else f"{int(theirs.record.digests[right]):016x}",
+            is_origin=_IS_ORIGIN.get(self.start(row)),
+        )
+
+    def finding(self, row: int) -> Finding:
+        """Return a differing row with what its explanation needs besides."""
+        left, right = self.places(row)
+        layouts = None
+        if self._other_layout[row]:
+            layouts = self.reference.layout.entries[left], self.current.layout.entries[right]
+        return Finding(
+            divergence=self.describe(row),
+            row=row,
+            role=self.site(row).role,
+            start=self.start(row),
+            is_rewired=self._is_rewired(row),
+            layouts=layouts,
+            arguments=self.arguments.get(row),
+        )
 
     # where a row lies
 
@@ -74,13 +199,30 @@ class SiteDifferences:
 
     def site(self, row: int) -> Site:
         """Return the site of a row: that of the current step, where it has one."""
-        left, right = self._pairs[row]
-        return self.current.program.sites[right] if right >= 0 else self.reference.program.sites[left]
+        program, position = self._side(row)
+        return program.sites[position]
 
     def _side(self, row: int) -> tuple[Program, int]:
         """Return the program that a row's site is in, and its position there."""
         left, right = self._pairs[row]
         return (self.current.program, right) if right >= 0 else (self.reference.program, left)
+
+    def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """Return what two arrays have by position as an array by row: the current step's, where it has one."""
+        lefts, rights = self.alignment.reference, self.alignment.current
+        found: np.ndarray = np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts])
+        return found
+
+    @cached_property
+    def roles(self) -> np.ndarray:
+        """Role by row, as text."""
+        return self._by_row(self.reference.program.roles, self.current.program.roles)
+
+    @cached_property
+    def is_leading(self) -> np.ndarray:
+        """Bool by row: it lies before everything that the step computed."""
+        programs = self.reference.program, self.current.program
+        return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
     def sites_read(self, row: int) -> Iterator[Site]:
         """Yield what a row reads in the current step, else in the reference."""
@@ -94,14 +236,13 @@ class SiteDifferences:
         sites = (program.sites[place] for place in readers[read == position].tolist() if place > position)
         return next((site.phase for site in sites if site.op), "")
 
-    @cached_property
-    def is_leading(self) -> np.ndarray:
-        """Bool by row: it lies before everything that the step computed."""
-        numbers = [num_leading_sites(view.program) for view in (self.reference, self.current)]
-        lefts, rights = self.alignment.reference, self.alignment.current
-        return np.where(rights >= 0, rights < numbers[1], lefts < numbers[0])
+    def is_in_flight(self, row: int) -> bool:
+        """Return whether a site had not arrived from its collective when it was read, in one of the two steps."""
+        views = zip((self.reference, self.current), self._pairs[row], strict=True)
+        entries = [view.layout.entries[position] for view, position in views if position >= 0]
+        return any(entry is not None and entry.detail == IN_FLIGHT for entry in entries)
 
-    # what a row read
+    # where a difference starts
 
     @cached_property
     def fed(self) -> np.ndarray:
@@ -109,47 +250,27 @@ class SiteDifferences:
 
         That is another writer, or one whose memory a named tensor has shown to be changed since.
         """
-        sides = (self.reference.program, self.alignment.reference), (self.current.program, self.alignment.current)
-        fed = np.zeros(len(self.alignment), dtype=bool)
-
-        def spread(hits: Sequence[np.ndarray]) -> None:
-            for (program, positions), hit in zip(sides, hits, strict=True):
-                is_fed = np.zeros(len(program) + 1, dtype=bool)  # the last one is of position -1
-                is_fed[program.edges[0][hit]] = True
-                np.logical_or(fed, is_fed[positions], out=fed)
-
-        flags = []
-        for program, positions in sides:
-            differs = np.zeros(len(program) + 1, dtype=bool)
-            differs[positions[self.differs]] = True
-            flags.append(differs[program.edges[1]])
-        spread(flags)
-        changed = self._changed_unseen(fed)
-        if any(changed):
-            flags = []
-            for (program, _), known in zip(sides, changed, strict=True):
-                since = np.full(len(program), len(program))
-                for writer, position in known.items():
-                    since[writer] = position
-                readers, read = program.edges
-                flags.append(since[read] < readers)
-            spread(flags)
-        return fed
-
-    def _changed_unseen(self, fed: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
-        """Return, on either side, writer -> the first named tensor that shows its memory to be changed unseen since."""
-        changed: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        rows = np.flatnonzero(self.differs & ~fed & (self.alignment.current >= 0))
-        is_named = self.current.program.roles[self.alignment.current[rows]] == "named"
-        for row in rows[is_named].tolist():
+        alignment, programs = self.alignment, (self.reference.program, self.current.program)
+        sides = list(zip(programs, (alignment.reference, alignment.current), strict=True))
+        # by position: readers after it read other bits there
+        since = [np.full(len(program), len(program)) for program in programs]
+        for (_, positions), known in zip(sides, since, strict=True):
+            differing = positions[self.differs]
+            known[differing[differing >= 0]] = -1
+        fed = _readers(sides, since)
+        has_changed = False
+        for row in np.flatnonzero(self.differs & ~fed & (self.roles == "named")).tolist():
             if self.kinds[row] != "content":
                 continue
-            views = zip((self.reference, self.current), changed, self._pairs[row], strict=True)
-            sides = [(known, position, view.program.sites[position].inputs) for view, known, position in views]
-            if not any(known.get(place, position) < position for known, position, read in sides for place in read):
-                for known, position, read in sides:
-                    known.update((place, position) for place in read)
-        return changed
+            read = [
+                program.sites[position].inputs for program, position in zip(programs, self._pairs[row], strict=True)
+            ]
+            told = list(zip(since, read, self._pairs[row], strict=True))
+            if not any((known[list(places)] < position).any() for known, places, position in told if places):
+                for known, places, position in told:
+                    known[list(places)] = position
+                has_changed |= any(read)
+        return _readers(sides, since) if has_changed else fed
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -157,66 +278,49 @@ class SiteDifferences:
         return np.fromiter(self.kinds, dtype=np.int64, count=len(self.kinds))
 
     @cached_property
-    def beginnings(self) -> list[int]:
+    def starts(self) -> Mapping[int, Start]:
         """The differing rows where nothing that was read differs, ascending: all other differences follow from them."""
-        found: list[int] = self.rows[~self.fed[self.rows]].tolist()
-        return found
+        return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
 
-    @property
-    def origins(self) -> np.ndarray:
-        """Bool by entry of ``rows``: an op with nothing it read differing."""
-        return np.isin(self.rows, [row for row in self.beginnings if self.is_origin(row)])
+    def start(self, row: int) -> Start:
+        """Return where the difference at a row starts."""
+        return self.starts.get(row, "read")
 
-    @property
-    def sources(self) -> np.ndarray:
-        """Bool by entry of ``rows``: something that entered the step here (a batch, a weight, a generator)."""
-        return np.isin(self.rows, [row for row in self.beginnings if self.is_source(row)])
+    def starting(self, start: Start) -> list[int]:
+        """Return the rows whose difference starts in this way, ascending."""
+        return [row for row, known in self.starts.items() if known == start]
 
-    @property
-    def unproven(self) -> np.ndarray:
-        """Bool by entry of ``rows``: nothing that it read differs, and that it starts there cannot be proven."""
-        return np.isin(self.rows, [row for row in self.beginnings if self.is_origin(row) is None])
-
-    # where a difference starts
-
-    def is_source(self, row: int) -> bool:
-        """Return whether a row is where something with other bits enters the step: it was not computed in it."""
-        site = self.site(row)
-        if site.op or self.fed[row]:
-            return False
-        is_state = site.phase == "state" and bool(self.is_leading[row])
-        return site.role in SOURCE_ROLES or site.phase in SOURCE_PHASES or is_state
-
-    def is_origin(self, row: int) -> bool | None:
-        """Return whether the difference at a row starts there.
-
-        Returns:
-            True when nothing the op read differs, on either side; False when something does, or when the site is a
-            source (a batch, an initial weight, a generator, a tensor from outside the trace); None where neither can
-            be proven: what wrote it was not recorded, or was seen to have been changed unseen, or a collective
-            delivered it, into which other ranks may have put something else; or a CUDA graph may have written it; or
-            it goes into a compiled region, or was seen inside one; or Python may have passed it on
-            (see ``may_be_passed_on``).
-        """
-        if self.fed[row] or self.is_source(row):
-            return False
-        # Bits of a named tensor are those that its writers left: if they agree, something unseen wrote it, and without
-        # recorded writers nothing is known.
-        site = self.site(row)
-        is_comparable = row not in self.arguments or self.arguments[row].is_known
-        if not site.op or not is_comparable or self._pairs[row][1] in self.current.unseen_writes:
-            return None
-        if site.role in ("delivered", "entering") or self._reads_unknown(row) or self.is_inside_region(row):
-            return None
-        if site.op.startswith(REGION) and any(MISSES_PARAMETERS in one.arguments for one in self.sites_read(row)):
-            return None  # a compiled region reads parameters that are no sites: below level op
-        if site.role == "sent" and self.kinds[row] in ("content", "structure"):
-            return None  # nothing computed it: what wrote it agrees, so something unseen did
-        return None if self.may_be_passed_on(row) else True
+    def _start(self, row: int) -> Start:
+        """Return where the difference at a row starts, where nothing that was read differs."""
+        site, kind = self.site(row), self.kinds[row]
+        is_found = site.phase == "state" and bool(self.is_leading[row])
+        if not site.op and (site.role in _SOURCE_ROLES or site.phase in _SOURCE_PHASES or is_found):
+            return "outside"
+        if site.op and not site.op.startswith(REGION) and any(read.role == "graph" for read in self.sites_read(row)):
+            return "inside a region"
+        # bits of a named tensor are those that its writers left
+        if not site.op and site.role == "named" and site.inputs and kind == "content":
+            return "written since"
+        if row in self.arguments and not self.arguments[row].is_known:
+            return "other arguments"
+        if self.may_be_passed_on(row):
+            return "unread batch" if self.unread else "passed on"
+        if site.role == "delivered":
+            return "race" if self.is_in_flight(row) else "collective"
+        if site.role == "left":
+            return "graph replay"
+        if not site.op:
+            return "not recorded"
+        if site.op.startswith(REGION) and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
+            return "region parameters"
+        # what goes into a collective or a region was computed by nobody: what wrote it agrees, so something unseen did
+        is_given = site.role == "entering" or (site.role == "sent" and kind in ("content", "structure"))
+        is_unseen = self._pairs[row][1] in self.current.unseen_writes
+        return "unseen writer" if is_given or is_unseen or self._reads_unknown(row) else "here"
 
     @property
     def unread(self) -> str:
-        """Type of something in the batch that could not be looked into, so that Python may read it unseen; or ""."""
+        """Type of something in the batch that could not be looked into; "" where there is none."""
         return self.reference.layout.unread or self.current.layout.unread
 
     def may_be_passed_on(self, row: int) -> bool:
@@ -229,7 +333,7 @@ class SiteDifferences:
         is_backward_of_other_calls = row > self._first_called_otherwise and self.site(row).phase == "backward"
         if not (self.is_after_readable(row) or is_backward_of_other_calls):
             return False
-        return self.kinds[row] != "content" or self.is_rewired(row)
+        return self.kinds[row] != "content" or self._is_rewired(row)
 
     def is_after_readable(self, row: int) -> bool:
         """Return whether something that Python could read differs before the call that a row belongs to."""
@@ -250,13 +354,10 @@ class SiteDifferences:
     @cached_property
     def _first_readable(self) -> int:
         """The first differing row that Python may know of: another structure, or a number that it reads."""
-        lefts, rights = self.alignment.reference, self.alignment.current
-        sides = [np.append(_readable_sites(view.program), False) for view in (self.reference, self.current)]
-        is_readable = np.where(rights >= 0, sides[1][rights], sides[0][lefts])
-        both = (lefts >= 0) & (rights >= 0)
-        is_number = np.append(np.isin(self.current.layout.dtypes, _READ_UNSEEN), False)
-        is_readable |= both & (self._other_layout | is_number[rights])
-        found = np.flatnonzero(self.differs & is_readable)
+        is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
+        both = (self.alignment.reference >= 0) & (self.alignment.current >= 0)
+        is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
+        found = np.flatnonzero(self.differs & (is_readable | (both & (self._other_layout | is_number))))
         return int(found[0]) if len(found) else len(self.alignment)
 
     def _call(self, row: int) -> tuple[bool, int]:
@@ -264,9 +365,7 @@ class SiteDifferences:
         left, right = self._pairs[row]
         return right >= 0, (right if right >= 0 else left) - self.site(row).output
 
-    # what else is said of a row
-
-    def is_rewired(self, row: int) -> bool:
+    def _is_rewired(self, row: int) -> bool:
         """Return whether an op with other bits reads other sites than its partner in the reference does."""
         left, right = self._pairs[row]
         if self.alignment.is_same_program or self.kinds[row] != "content" or not self.site(row).op:
@@ -278,20 +377,6 @@ class SiteDifferences:
     def _partners(self) -> dict[int, int]:
         return {current: reference for reference, current in self._pairs if current >= 0}
 
-    def is_inside_region(self, row: int) -> bool:
-        """Return whether a site is of an op seen inside a compiled region: only the region can be told an origin."""
-        op = self.site(row).op
-        return bool(op) and not op.startswith(REGION) and any(site.role == "graph" for site in self.sites_read(row))
-
-    def is_written_unseen(self, row: int) -> bool:
-        """Return whether a named tensor has other bits although what the step recorded as its writers agrees."""
-        site = self.site(row)
-        return site.role == "named" and bool(site.inputs) and self.kinds[row] == "content" and not bool(self.fed[row])
-
-    def draws(self, row: int) -> bool:
-        """Return whether the op at a row reads the state of a generator."""
-        return bool(self.site(row).op) and any(site.role == "generator" for site in self.sites_read(row))
-
     def _reads_unknown(self, row: int) -> bool:
         """Return whether something read at a row has no bits: a collective brings it, or nobody saw its writer."""
         for position, view in zip(self._pairs[row], (self.reference, self.current), strict=True):
@@ -300,48 +385,6 @@ class SiteDifferences:
             if any(entry is not None and entry.detail in (IN_FLIGHT, UNWRITTEN) for entry in entries):
                 return True
         return False
-
-    def _other_arguments(self, argument_rows: Sequence[int]) -> dict[int, ArgumentDifference]:
-        """Return the rows whose op was called with other arguments: the first of each call, and those that differ."""
-        is_same = self.alignment.is_same_program
-        candidates = self._outputs_of(argument_rows) if is_same else self._rows_to_examine()
-        readers = ArgumentReader(self.reference), ArgumentReader(self.current)
-        by_call: dict[int, ArgumentDifference | None] = {}
-        found: dict[int, ArgumentDifference] = {}
-        for row in candidates:
-            left, right = self._pairs[row]
-            call = right - self.current.program.sites[right].output
-            is_first = call not in by_call
-            if is_first:
-                by_call[call] = differing_arguments(readers[0].read(left), readers[1].read(right))
-            difference = by_call[call]
-            if difference is not None and (is_first or self.differs[row]):
-                found[row] = difference
-        return found
-
-    def _outputs_of(self, argument_rows: Iterable[int]) -> Iterator[int]:
-        """Yield the output rows of the calls whose row of varying arguments differs, in one and the same program."""
-        sites = self.current.program.sites
-        for row in argument_rows:
-            place = row + 1
-            while place < len(sites) and _is_output(sites[place], sites[row], place - row - 1):
-                yield place
-                place += 1
-            if place == row + 1:
-                yield row
-
-    def _rows_to_examine(self) -> Iterator[int]:
-        """Yield the rows of calls that may have had other arguments, where the programs differ."""
-        ours, theirs = self.reference.program.sites, self.current.program.sites
-        for row, (left, right) in enumerate(self._pairs):
-            if left < 0 or right < 0 or not theirs[right].op:
-                continue
-            one, other = ours[left], theirs[right]
-            has_outputs = right + 1 < len(theirs) and _is_output(theirs[right + 1], other, 0)
-            if one.role == "argument" and has_outputs:
-                continue
-            if one.varying or other.varying or one.arguments != other.arguments:
-                yield row
 
 
 def num_leading_sites(program: Program) -> int:
@@ -352,16 +395,33 @@ def num_leading_sites(program: Program) -> int:
     return len(program)
 
 
+def _with_blank(values: np.ndarray) -> np.ndarray:
+    """Return an array whose last entry stands for position -1, and says nothing."""
+    return np.append(values, np.zeros(1, dtype=values.dtype))
+
+
+def _readers(sides: Iterable[tuple[Program, np.ndarray]], since: Iterable[np.ndarray]) -> np.ndarray:
+    """Return, bool by row, which rows read other bits, on either side.
+
+    Args:
+        sides: the program of each, with the position of each row in it.
+        since: by position in each, after which position what is read there differs.
+    """
+    found = np.zeros(0, dtype=bool)
+    for (program, positions), known in zip(sides, since, strict=True):
+        readers, read = program.edges
+        is_fed = np.zeros(len(program) + 1, dtype=bool)
+        is_fed[readers[known[read] < readers]] = True
+        found = is_fed[positions] | found if len(found) else is_fed[positions]
+    return found
+
+
 def _readable_sites(program: Program) -> np.ndarray:
     """Return, bool by position, whether Python may know of what is there: a number, the batch, its own generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS
     return is_readable
-
-
-def _is_output(site: Site, argument: Site, output: int) -> bool:
-    return site.op == argument.op and site.role in ("output", "value") and site.output == output
 
 
 def _other_layout(reference: StepView, current: StepView, alignment: Alignment) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.compare.step import StepDifference
+from det_callbacks.compare.differences import StepDifference
 from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, VALUES, Filter, Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 
@@ -156,7 +156,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     if ours is None or theirs is None:
         return None
-    has_other_data = any(one.is_source and one.divergence.phase == "data" for one in difference.findings)
+    has_other_data = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
     others = other_samples(ours, theirs, place[2]) if has_other_data else []
     found_at, is_whole = None, False
     if others:

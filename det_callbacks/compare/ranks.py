@@ -7,18 +7,15 @@ from typing import Literal
 
 import numpy as np
 
-from det_callbacks.compare.collectives import CallKey, Classification, RankDifference
-from det_callbacks.compare.differences import SiteDifferences
+from det_callbacks.compare.collectives import Classification, RankDifference, describe_rank
+from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
-from det_callbacks.compare.step import StepCounter, StepDifference, compare_steps, differing_sites, reached_part
+from det_callbacks.compare.step import StepCounter, are_equal, compare_steps, reached_part
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import Fit
 from det_callbacks.verdict import Divergence
-
-MAX_ORIGINS = 100
-"""Origins of a rank that are described; all differing sites are counted."""
 
 Report = Callable[[int], None]
 """Called with a number of steps that were looked at."""
@@ -35,7 +32,6 @@ class FirstDifference:
         order: of it among those of all ranks.
         first: divergence.
         among_ranks: what tells, with that of the other ranks, who started it.
-        delivered: by collectives into which this rank put what the reference did.
         origins: of the step, as this rank alone sees it.
         is_first: it is in the first step of its fit.
         is_resumed: it is in the first step after a checkpoint was restored.
@@ -44,7 +40,6 @@ class FirstDifference:
     order: Order
     first: Divergence
     among_ranks: RankDifference
-    delivered: tuple[tuple[CallKey, Divergence], ...] = ()
     origins: tuple[Divergence, ...] = ()
     is_first: bool = False
     is_resumed: bool = False
@@ -53,13 +48,24 @@ class FirstDifference:
         """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
         if ranks is None:
             return self.first
-        if ranks.is_collective and ranks.collective is not None:
-            by_it = [divergence for key, divergence in self.delivered if key == ranks.collective.key]
-            return replace(self.first, is_origin=replace(self.first, numbers=None) in by_it)
+        if ranks.is_collective:
+            return replace(self.first, is_origin=replace(self.first, numbers=None) in self.delivered_by(ranks))
         side = ranks.sides[self.order[-1]]
         if side == "receiver":
             return replace(self.first, is_origin=False)
         return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
+
+    def delivered_by(self, ranks: Classification) -> list[Divergence]:
+        """Return what the collective delivered that is an origin itself; [] where none is."""
+        key = None if ranks.collective is None else ranks.collective.key
+        return [divergence for call, divergence in self.among_ranks.received if call.key == key]
+
+    def origins_among(self, ranks: Classification | None) -> list[Divergence]:
+        """Return the origins of the step; what looks like one to this rank alone is none where it received it."""
+        if ranks is None:
+            return [*self.origins]
+        own = self.origins if ranks.sides[self.order[-1]] == "origin" else ()
+        return [*(replace(one, is_origin=True) for one in self.delivered_by(ranks)), *own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +163,7 @@ class RankWalk:
                 tally.count([step], views[1].program, num_compared)
                 tally.num_differing += num_differing
                 if first is None and num_differing:
-                    difference = compare_steps(*views, limit=MAX_ORIGINS)
-                    first = self._first(difference, is_first=step == int(left.steps[0]))
+                    first = self._first(compare_steps(*views), is_first=step == int(left.steps[0]))
                 report(1)
             if not self.is_common:
                 whole += _whole("missing", rank, segment, in_ours - in_theirs)
@@ -186,7 +191,7 @@ class RankWalk:
                 )
             step = next(filter(fit.differs, stored), None)
             if first is None and step is not None:
-                difference = compare_steps(*self.views(rank, fit.segment, step), limit=MAX_ORIGINS)
+                difference = compare_steps(*self.views(rank, fit.segment, step))
                 if difference.num_differing:
                     first = self._first(difference, is_first=step == fit.compared[0][0])
             if first is None and fit.differing:
@@ -219,13 +224,11 @@ class RankWalk:
         return reference, current
 
     def _first(self, difference: StepDifference, *, is_first: bool) -> FirstDifference:
-        finding, place = difference.findings[0], (difference.segment, difference.step)
-        assert difference.among_ranks is not None, "a step that differs was described"
+        row, place = next(iter(difference.kinds)), (difference.segment, difference.step)
         return FirstDifference(
-            order=(*place, finding.position, difference.rank),
-            first=finding.divergence,
-            among_ranks=difference.among_ranks,
-            delivered=difference.delivered,
+            order=(*place, row, difference.rank),
+            first=difference.describe(row),
+            among_ranks=describe_rank(difference),
             origins=difference.origins,
             is_first=is_first,
             is_resumed=place in self.reference.resumed_steps | self.current.resumed_steps,
@@ -291,7 +294,7 @@ class StepOutcome:
     step: int
     outcome: Outcome
     program_id: int
-    sites: SiteDifferences | None = None
+    sites: StepDifference | None = None
 
 
 def walk_outcomes(
@@ -322,7 +325,8 @@ def walk_outcomes(
         elif left < 0:
             outcome = "extra"
         elif left >= num_equal:
-            sites = differing_sites(reference.view(rank, segment, step), current.view(rank, segment, step))
+            views = reference.view(rank, segment, step), current.view(rank, segment, step)
+            sites = None if are_equal(*views) else compare_steps(*views)
             sites = sites if sites is not None and sites.kinds else None
             outcome = "equal" if sites is None else "differs"
         yield StepOutcome(step=step, outcome=outcome, program_id=program_id, sites=sites)

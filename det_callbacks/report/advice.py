@@ -38,7 +38,7 @@ def _advise_initial(facts: Facts) -> str:
 
 
 def _share(facts: Facts) -> str:
-    num, total = len(facts.initial_sources), facts.difference.num_initial
+    num, total = len(facts.initial_sources), facts.num_initial
     if num >= total:
         return "the only initial tensor differs" if total == 1 else f"all {total} initial tensors differ"
     if num == facts.num_random == 1:
@@ -143,7 +143,7 @@ def _advise_graph(facts: Facts) -> str:
 
 
 def _advise_unseen(facts: Facts) -> str:
-    if not any(found.role == "left" for found in facts.difference.findings):
+    if facts.first.role != "left":
         return ""
     return (
         f"An op inside a CUDA graph runs where nobody sees it: record step {facts.difference.step} of both without "
@@ -257,10 +257,10 @@ _DREW = {
 
 def evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
-    difference, initial, lines = facts.difference, facts.initial_sources, list[str]()
-    if facts.is_first and difference.num_initial:
+    initial, lines = facts.initial_sources, list[str]()
+    if facts.is_first and facts.num_initial:
         first = f", first {initial[0]}" if initial else ""
-        lines.append(f"initial state: {len(initial)} of {difference.num_initial} tensors differ{first}")
+        lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{first}")
     lines += _batch_lines(facts)
     lines += [show_change(change, facts.evidence) for change in facts.generators]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]

@@ -1,15 +1,15 @@
 """The sentences of a verdict: what differs, where it starts, and why there; ``advice.py`` says what can be done."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from det_callbacks.compare.cause import Facts
 from det_callbacks.compare.collectives import Classification, CollectiveCall
+from det_callbacks.compare.differences import Finding, Start
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
-from det_callbacks.compare.step import Finding
 from det_callbacks.report.console import capitalised, count, listed, ranks_text
-from det_callbacks.runs.program import IN_FLIGHT, REGION, TensorLayout
+from det_callbacks.runs.program import REGION, TensorLayout
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 MAX_RANGES = 4
@@ -27,12 +27,12 @@ _CONTENT = {
 }
 
 
-def describe(finding: Finding) -> str:
-    """Return what differs at a site, and why it starts there or not."""
-    return f"{_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding)}"
+def describe(finding: Finding, unread: str) -> str:
+    """Return what differs at a site, and why it starts there or not; ``unread`` is a type that a batch holds."""
+    return f"{_site(finding.divergence)} {_what_differs(finding)}{_where_from(finding, unread)}"
 
 
-def _where_from(finding: Finding) -> str:
+def _where_from(finding: Finding, unread: str) -> str:
     divergence = finding.divergence
     if divergence.is_origin:
         if divergence.kind in ("missing", "extra"):
@@ -46,34 +46,28 @@ def _where_from(finding: Finding) -> str:
         return "; the inputs agree, so it starts here"
     if divergence.is_origin is False:
         return "; the difference came in through what it reads"
-    if finding.is_inside_region:
-        return "; it ran inside a compiled region, of which only the whole can be told to be the origin"
-    if finding.is_written_unseen and not divergence.op:
-        return (
-            "; what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed it since"
-        )
-    return f"; {_why_unproven(finding)}, so where it starts cannot be proven"
+    if finding.start in _UNPROVEN:
+        return f"; {_UNPROVEN[finding.start].format(unread=unread)}, so where it starts cannot be proven"
+    return f"; {_NO_ORIGIN[finding.start]}"
 
 
-def _why_unproven(finding: Finding) -> str:
-    is_op = bool(finding.divergence.op)
-    if finding.arguments is not None and not finding.arguments.is_known:
-        return "the two runs kept digests of other arguments of it"
-    if finding.is_passed_on and finding.unread:
-        return f"the batch holds a {finding.unread}, which cannot be looked into, and Python may have read it"
-    if finding.is_passed_on:
-        return "a shape, or a number that Python could read, differs before it, and Python may have passed that on"
-    if finding.role == "delivered":
-        if any(entry is not None and entry.detail == IN_FLIGHT for entry in finding.layouts or ()):
-            return "it was read before anybody had waited for the collective, which is a race"
-        return "what this rank put in agrees, and it came from another rank or from the collective itself"
-    if finding.role == "left":
-        return "a CUDA graph, of which nothing is seen inside, may have written it"
-    if finding.role == "entering":
-        return "something that the trace did not see wrote what goes into the compiled region"
-    if finding.divergence.op.startswith(REGION):
-        return "the parameters that the compiled region reads have no digest at this level"
-    return "something that the trace did not see wrote what it reads" if is_op else "what wrote it was not recorded"
+_NO_ORIGIN: Mapping[Start, str] = {
+    "inside a region": "it ran inside a compiled region, of which only the whole can be told to be the origin",
+    "written since": (
+        "what wrote it agrees, so something that the trace did not see (NumPy, a raw kernel) has changed it since"
+    ),
+}
+_UNPROVEN: Mapping[Start, str] = {
+    "other arguments": "the two runs kept digests of other arguments of it",
+    "unread batch": "the batch holds a {unread}, which cannot be looked into, and Python may have read it",
+    "passed on": "a shape, or a number that Python could read, differs before it, and Python may have passed that on",
+    "race": "it was read before anybody had waited for the collective, which is a race",
+    "collective": "what this rank put in agrees, and it came from another rank or from the collective itself",
+    "graph replay": "a CUDA graph, of which nothing is seen inside, may have written it",
+    "not recorded": "what wrote it was not recorded",
+    "region parameters": "the parameters that the compiled region reads have no digest at this level",
+    "unseen writer": "something that the trace did not see wrote what it reads",
+}
 
 
 def _what_differs(finding: Finding) -> str:
@@ -156,27 +150,27 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
         place += ", the first after resuming"
     if rule == "restored state":
         return f"{place}: {_explain_restored(facts)}; no op is to blame"
-    if first.is_source:
+    if first.start == "outside":
         text = f"{place}: {_explain_sources(facts)}"
-        return text if facts.origin is None else f"{text} for it; besides, {_in_phase(facts.origin)}"
-    text = f"{place}, {_in_phase(first)}"
+        return text if facts.origin is None else f"{text} for it; besides, {_in_phase(facts.origin, facts)}"
+    text = f"{place}, {_in_phase(first, facts)}"
     if rule == "choice" and (choice := facts.explaining_choice) is not None:
         text = f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
     if facts.origin is not None and facts.origin is not first:
-        text += f"; an origin is {_in_phase(facts.origin)}"
+        text += f"; an origin is {_in_phase(facts.origin, facts)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
     if first.divergence.is_origin and num_alike > 0:
         text += f" (so do {count(num_alike, 'more call')} of it)"
     return text
 
 
-def _in_phase(finding: Finding) -> str:
-    return f"{finding.divergence.phase}: {describe(finding)}"
+def _in_phase(finding: Finding, facts: Facts) -> str:
+    return f"{finding.divergence.phase}: {describe(finding, facts.difference.unread)}"
 
 
 def _explain_restored(facts: Facts) -> str:
     also = _also(facts, [phase for phase in ("data", "rng") if phase in facts.source_phases])
-    restored = facts.difference.restored
+    restored = facts.restored
     if not restored:
         return f"{listed(facts.unrestored)} is not what the reference ended step {facts.difference.step - 1} with{also}"
     kinds = {one.divergence.kind for one in restored}
@@ -199,7 +193,7 @@ def _explain_sources(facts: Facts) -> str:
     alike = alike or [sources[0]]
     names = list(dict.fromkeys(map(source_name, alike)))
     layouts = next((finding.layouts for finding in alike if finding.divergence.kind == "structure"), None)
-    if phase == "data" and all(finding.has_equal_samples for finding in alike):
+    if phase == "data" and facts.has_equal_samples:
         what = "holds the same samples in another order"
     elif layouts is not None:
         what = f"has another structure: {_layouts(layouts)}"
@@ -207,7 +201,7 @@ def _explain_sources(facts: Facts) -> str:
         what = f"is only in the {_side(alike[0].divergence)}"
     else:
         what = "differs"
-    if phase == "state" and (num_initial := facts.difference.num_initial) > 1:
+    if phase == "state" and (num_initial := facts.num_initial) > 1:
         what += f" ({f'all {len(names)}' if len(names) >= num_initial else f'{len(names)} of {num_initial}'} tensors)"
     others = [one for one in dict.fromkeys(found.divergence.phase for found in sources) if one != phase]
     return (
@@ -221,21 +215,22 @@ def _explain_sources(facts: Facts) -> str:
 
 def explain_ranks(ranks: Classification) -> str:
     """Return a clause on where a difference started among the ranks, and since when which differ; "" for no ranks."""
-    texts = [f"it started on {ranks_text(ranks.origins)}"] if ranks.origins else []
+    origins, receivers, unknown = (ranks.ranks(side) for side in ("origin", "receiver", "unknown"))
+    texts = [f"it started on {ranks_text(origins)}"] if origins else []
     if ranks.collective is not None:
         texts.append(
             f"what went into {_call(ranks.collective)} agrees on all ranks and what came out differs, so "
-            f"the collective itself is {'an origin too' if ranks.origins else 'the origin'}"
+            f"the collective itself is {'an origin too' if origins else 'the origin'}"
         )
-    if ranks.receivers and ranks.through is not None:
+    if receivers and ranks.through is not None:
         texts.append(
-            f"{ranks_text(ranks.receivers)} put in what the reference did and received the difference through "
+            f"{ranks_text(receivers)} put in what the reference did and received the difference through "
             f"{_call(ranks.through)}"
         )
-    elif ranks.receivers and ranks.collective is None:
-        texts.append(f"{ranks_text(ranks.receivers)} received the difference")
-    if ranks.unknown:
-        texts.append(f"whether {ranks_text(ranks.unknown)} started a difference or received it cannot be told")
+    elif receivers and ranks.collective is None:
+        texts.append(f"{ranks_text(receivers)} received the difference")
+    if unknown:
+        texts.append(f"whether {ranks_text(unknown)} started a difference or received it cannot be told")
     since: dict[tuple[int, int], list[int]] = {}
     for rank, moment in enumerate(ranks.since):
         if moment is not None:

@@ -7,87 +7,77 @@ import pytest
 from pairs import Pair, judge
 from step_builder import StepBuilder, reducing_step
 
-from det_callbacks.compare.collectives import Begins, CollectiveCall, RankDifference, classify
+from det_callbacks.compare.collectives import Begins, CollectiveCall, RankDifference, classify, describe_rank
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.sentences import explain_ranks
 from det_callbacks.runs.program import IN_FLIGHT
+from det_callbacks.verdict import Divergence
 
 REDUCE = "c10d.allreduce_.default"
 
 
-def call(*, put: bool, got: bool, op: str = REDUCE, group: str = "0-2", number: int = 0) -> CollectiveCall:
-    source = ("train.py:9 in step",)
-    return CollectiveCall(op=op, group=group, number=number, input_differs=put, output_differs=got, source=source)
+def call(**place: Any) -> CollectiveCall:
+    return CollectiveCall(**{"op": REDUCE, "group": "0-2", "number": 0, "source": ("train.py:9 in step",), **place})
 
 
-def rank(number: int, *calls: CollectiveCall, begins: Begins = "received", step: int = 3) -> RankDifference:
-    return RankDifference(rank=number, segment=0, step=step, begins=begins, calls=calls)
+FIRST, SECOND = call(), call(number=1)
+SEND, RECEIVE = (call(op=f"c10d.{name}.default") for name in ("send", "recv_"))
+WITH = {"op": REDUCE, "rank": 0, "phase": "forward", "kind": "content"}
 
 
-def test_nothing_differs() -> None:
-    found = classify([None, None])
-    assert (found.sides, found.collective, found.through) == (("equal", "equal"), None, None)
-    assert explain_ranks(found) == ""
+def rank(
+    *received: CollectiveCall, put: tuple[CollectiveCall, ...] = (), begins: Begins = "received", step: int = 3
+) -> RankDifference:
+    """Return what a rank tells; its number does not matter."""
+    changed = frozenset(one.key for one in put)
+    delivered = tuple((one, Divergence(step=step, **WITH)) for one in received)
+    return RankDifference(rank=0, segment=0, step=step, begins=begins, changed=changed, received=delivered)
 
 
-def test_one_rank_started_it_and_the_others_received_it() -> None:
-    got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local"), rank(2, got)])
-    assert found.sides == ("receiver", "origin", "receiver")
-    assert (found.origins, found.receivers, found.collective, found.through) == ((1,), (0, 2), None, got)
-    assert explain_ranks(found) == (
+@pytest.mark.parametrize(
+    ("ranks", "sides", "collective", "through"),
+    [
+        ([None, None], "equal equal", None, None),
+        (
+            [rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)],
+            "receiver origin receiver",
+            None,
+            FIRST,
+        ),
+        ([rank(FIRST), rank(FIRST), None], "receiver receiver equal", FIRST, None),
+        # another call explains nothing
+        *(
+            ([rank(FIRST), rank(put=(other,), begins="local")], "receiver origin", FIRST, None)
+            for other in (call(group="1-2"), SECOND, call(op="c10d.broadcast_.default"))
+        ),
+        # a later collective hands on what an earlier one brought
+        ([rank(FIRST, put=(SECOND,)), rank(put=(FIRST, SECOND), begins="local")], "receiver origin", None, FIRST),
+        ([rank(FIRST, put=(SECOND,)), rank(FIRST, put=(SECOND,))], "receiver receiver", FIRST, None),
+        # the two ends of a message
+        ([rank(RECEIVE), rank(put=(SEND,), begins="local")], "receiver origin", None, RECEIVE),
+        ([rank(RECEIVE), None], "receiver equal", RECEIVE, None),
+        # ranks that differ later do not explain an earlier step
+        ([rank(FIRST), rank(put=(FIRST,), begins="local", step=4)], "receiver origin", FIRST, None),
+        ([rank(begins="local"), rank(FIRST, step=4)], "origin receiver", None, FIRST),
+    ],
+)
+def test_who_started_it(ranks: list[RankDifference | None], sides: str, collective: Any, through: Any) -> None:
+    found = classify(ranks)
+    assert (" ".join(found.sides), found.collective, found.through) == (sides, collective, through)
+
+
+def test_who_started_it_is_said() -> None:
+    assert explain_ranks(classify([None, None])) == ""
+    assert explain_ranks(classify([rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)])) == (
         "it started on rank 1; ranks 0, 2 put in what the reference did and received the difference through "
         "c10d.allreduce_.default in the group of ranks 0-2 at train.py:9 in step; 3 of 3 ranks differ "
         "(ranks 0, 1, 2 from step 3 on)"
     )
-
-
-def test_the_collective_itself() -> None:
-    got = call(put=False, got=True, number=4)
-    found = classify([rank(0, got), rank(1, got), None])
-    assert found.sides == ("receiver", "receiver", "equal")
-    assert found.collective == got
-    assert explain_ranks(found) == (
-        "what went into c10d.allreduce_.default (number 5 there) in the group of ranks 0-2 at train.py:9 "
+    assert explain_ranks(classify([rank(SECOND), rank(SECOND), None])) == (
+        "what went into c10d.allreduce_.default (number 2 there) in the group of ranks 0-2 at train.py:9 "
         "in step agrees on all ranks and what came out differs, so the collective itself is the origin; "
         "2 of 3 ranks differ (ranks 0, 1 from step 3 on)"
     )
-
-
-@pytest.mark.parametrize("other", [{"group": "1-2"}, {"number": 1}, {"op": "c10d.broadcast_.default"}])
-def test_another_call_explains_nothing(other: dict[str, Any]) -> None:
-    found = classify([rank(0, call(put=False, got=True)), rank(1, call(put=True, got=False, **other), begins="local")])
-    assert found.collective == call(put=False, got=True)
-
-
-def test_a_later_collective_hands_on_what_an_earlier_one_brought() -> None:
-    first, second = call(put=False, got=True), call(put=True, got=True, number=1)
-    found = classify([rank(0, first, second), rank(1, call(put=True, got=True), second, begins="local")])
-    assert found.sides == ("receiver", "origin")
-    assert found.through == first
-    found = classify([rank(0, first, second), rank(1, first, second)])
-    assert found.collective == first
-
-
-def test_the_ends_of_a_message_belong_together() -> None:
-    got = call(put=False, got=True, op="c10d.recv_.default")
-    put = call(put=True, got=False, op="c10d.send.default")
-    assert classify([rank(0, got), rank(1, put, begins="local")]).sides == ("receiver", "origin")
-    assert classify([rank(0, got), rank(1, put, begins="local")]).collective is None
-    assert classify([rank(0, got), None]).collective == got
-
-
-def test_ranks_that_differ_later_do_not_explain_an_earlier_step() -> None:
-    got = call(put=False, got=True)
-    found = classify([rank(0, got), rank(1, call(put=True, got=True), begins="local", step=4)])
-    assert found.collective == got
-    later = classify([rank(0, begins="local"), rank(1, got, step=4)])
-    assert (later.sides, later.collective) == (("origin", "receiver"), None)
-
-
-def test_entries_are_ordered_by_rank() -> None:
-    with pytest.raises(ValueError, match="The entry of rank 0 is of rank 1"):
-        classify([rank(1)])
 
 
 def differing(**changes: Any) -> Pair:
@@ -136,9 +126,8 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
     assert verdict.origins == ()
     assert verdict.cause != "collective"
     assert "which is a race" in verdict.explanation
-    among = compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()).among_ranks
-    assert among is not None
-    assert (among.begins, among.calls) == ("ambiguous", ())
+    among = describe_rank(compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()))
+    assert (among.begins, among.received) == ("ambiguous", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
     verdict = judge(tmp_path, (reference, current))

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from tracing import step_of, traced
 
-from det_callbacks.compare.step import StepDifference
+from det_callbacks.compare.differences import StepDifference
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 

@@ -12,7 +12,7 @@ from torch.nn.functional import bilinear, dropout, scaled_dot_product_attention
 from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
-from det_callbacks.compare import compare_steps
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)

@@ -46,7 +46,7 @@ def test_other_argument_is_named_with_both_values(was_varying, is_varying):
     assert (origin.phase, origin.module, origin.op) == ("optimizer", "net", "aten.addcdiv_.default")
     assert (origin.output, origin.kind) == (0, "argument")
     assert difference.num_differing == 2  # the update, and the weight after it
-    assert difference.findings[0].arguments.values == {"value": ("-0.1", "-0.2")}
+    assert [one.values for one in difference.arguments.values()] == [{"value": ("-0.1", "-0.2")}]
 
 
 @pytest.mark.parametrize("kind", ["varying", "arguments"])
@@ -55,8 +55,8 @@ def test_argument_of_another_type_or_sign_is_seen(kind, ours, theirs):
     pair = both(lambda step, now: step.op("aten.add.Tensor", **{kind: {"alpha": theirs if now else ours}}))
     difference = compare(*pair)
     assert [item.kind for item in difference.divergences] == ["argument"]
-    shown = difference.findings[0].arguments.values["alpha"]
-    assert shown == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
+    (shown,) = difference.arguments.values()
+    assert shown.values["alpha"] == tuple(json.dumps(plain_value(value)) for value in (ours, theirs))
 
 
 def test_other_argument_is_reported_at_the_first_output_and_at_those_that_differ():
@@ -220,7 +220,7 @@ def named_after(*, written_unseen, named_differs=True, noise=None, in_place=Fals
 def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver():
     difference = compare(named_after(written_unseen=False), named_after(written_unseen=True))
     assert [(item.op, item.is_origin) for item in difference.divergences] == [("", None), ("aten.mul_.Tensor", False)]
-    assert difference.findings[0].is_written_unseen
+    assert difference.starting("written since")
 
 
 @pytest.mark.parametrize("options", [{"named_differs": False}, {"in_place": True}])

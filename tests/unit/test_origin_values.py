@@ -8,7 +8,7 @@ from step_builder import FLOAT, both
 from torch import nn
 from tracing import step_of
 
-from det_callbacks.compare import compare_steps
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import TensorLayout
 from det_callbacks.trace.hash_mode import HashMode
 

@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from det_callbacks.compare.differences import SiteDifferences
+from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.ranks import Outcome, first_difference, walk_outcomes
 from det_callbacks.compare.record import read_compared
 from det_callbacks.report.console import count
@@ -223,7 +223,7 @@ class _Builder:
             num_starting=int(starting.sum()),
         )
 
-    def _starting(self, sites: SiteDifferences, found: Sequence[Site]) -> np.ndarray:
+    def _starting(self, sites: StepDifference, found: Sequence[Site]) -> np.ndarray:
         """Return at which of the differing sites a difference starts.
 
         In the first step of a rank that differs the verdict says which ops those are: it knows of other ranks, and of
@@ -232,18 +232,18 @@ class _Builder:
         rank, step, first = sites.current.rank, sites.current.record.step, self._verdict.first_divergence
         is_first = rank not in self._known_names
         known_names = self._known_names.setdefault(rank, set())
-        starting = sites.origins.copy()
+        starting = np.isin(sites.rows, sites.starting("here"))
         if is_first and len(self._verdict.origins) < MAX_ORIGINS:
             origins = {_place(one) for one in self._verdict.origins if (one.rank, one.step) == (rank, step)}
             starting[:] = [_place(site) in origins for site in found]
         is_of_first = is_first and first is not None and first.rank == rank
-        for index in np.flatnonzero(sites.sources).tolist():
+        for index in np.flatnonzero(np.isin(sites.rows, sites.starting("outside"))).tolist():
             name = found[index].name
             starting[index] |= is_of_first if name is None else name not in known_names
         known_names.update(site.name for site in found if site.name is not None)
         return starting
 
-    def _inputs_of_first(self, sites: SiteDifferences, rows: "_SiteRows") -> tuple[SiteRow, ...]:
+    def _inputs_of_first(self, sites: StepDifference, rows: "_SiteRows") -> tuple[SiteRow, ...]:
         """Return what the first divergence read: it is the first row that differs in its step; () in other steps."""
         first, row = self._verdict.first_divergence, int(sites.rows[0])
         if first is None or (sites.current.rank, sites.current.record.step) != (first.rank, first.step):
@@ -275,10 +275,11 @@ class _Builder:
 class _SiteRows:
     """The rows of one step that differs, as they are shown."""
 
-    def __init__(self, sites: SiteDifferences, starting: np.ndarray) -> None:
+    def __init__(self, sites: StepDifference, starting: np.ndarray) -> None:
         self._sites = sites
         self._states = dict.fromkeys(sites.rows.tolist(), "carried on")
-        self._states |= dict.fromkeys(sites.rows[sites.unproven].tolist(), "differs, start not proven")
+        proven = ("here", "outside")
+        self._states |= {row: "differs, start not proven" for row, start in sites.starts.items() if start not in proven}
         self._states |= dict.fromkeys(sites.rows[starting].tolist(), "starts here")
 
     def row(self, row: int) -> SiteRow:
