@@ -110,7 +110,7 @@ class Verification(StepDetector):
         self.differs_anywhere = False
         self._peers = peers
         self._environment = compare_environments(reference.environment, Environment.from_dict(manifest["environment"]))
-        is_ours = peers.do(lambda: _is_of_verification(current), task=f"looking into {current}")
+        is_ours = peers.run_on_all(lambda: _is_of_verification(current), task=f"looking into {current}")
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify", overwrite=is_ours)
         self._metrics = self._metrics_of(0)
         self._num_stored = 0
@@ -226,7 +226,7 @@ class Verification(StepDetector):
             self._seal(stop, complete=True)
             return self.has_divergence
 
-        self.differs_anywhere = any(self._peers.agree(seal, task=END_OF_FIT))
+        self.differs_anywhere = any(self._peers.gather(seal, task=END_OF_FIT))
         try:
             verdict = Verdict.from_dict(self._peers.broadcast(self._judge, task=JUDGING))
         except RankError as error:

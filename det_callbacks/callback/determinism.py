@@ -15,17 +15,16 @@ from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.manifest import manifest_of, root_folder
+from det_callbacks.callback.manifest import manifest_of, replicated_weights, root_folder
 from det_callbacks.callback.progress import ProgressReporter, say_beside
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session, Stage, StepHooks
-from det_callbacks.callback.together import Together
 from det_callbacks.callback.tracing import OpWatch, Tracing
 from det_callbacks.callback.verifying import Verifying
 from det_callbacks.checkpoint.watch import CheckpointWatch
 from det_callbacks.errors import DivergenceError, NothingComparedError
-from det_callbacks.ranks import ReplicaReport
+from det_callbacks.ranks import RankGroup, ReplicaReport, require_same_start
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
@@ -112,13 +111,13 @@ class DeterminismCallback(CallbackArguments):
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
         self.choices: dict[str, Any] = {}
-        self._together = Together()
+        self._group = RankGroup()
         self._session: Session | None = None
         self._hooks = StepHooks()
         self._ops = OpWatch()
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
-        self._replicas = Replicas(self.audit_replicas_every_n_steps, on_divergence=self.on_divergence)
+        self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._checkpoints: CheckpointWatch | None = None
         self._enforced: EnforcedDeterminism | None = None
         self._replaced = ReplacedInLightning()
@@ -135,7 +134,7 @@ class DeterminismCallback(CallbackArguments):
     @property
     def replica_report(self) -> ReplicaReport | None:
         """The report of the last audit of the replicas; None before the first."""
-        return self._replicas.report
+        return self._replicas.replica_report
 
     # before training
 
@@ -143,14 +142,14 @@ class DeterminismCallback(CallbackArguments):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self.mode == "disabled":
             return
-        self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._together)
+        self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._group)
         self._checkpoints.begin_stage(trainer)
         COMPILED_GRAPHS.follow(self)  # now: a validation may compile the model before a step is traced
         self._call = None
         call = CALLS.get(TrainerFn(stage))
         if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
-            self._together.begin(trainer)
-            self._together.do(partial(self._prepare, trainer, pl_module), task="checking the settings")
+            self._group.open(trainer.world_size)
+            self._group.run_on_all(partial(self._prepare, trainer, pl_module), task="checking the settings")
             if self._session is None or self._session.is_over:
                 self._session = self._new_session()
             self.selection = self._session.prepare(self.selection, lambda: root_folder(trainer))
@@ -171,7 +170,7 @@ class DeterminismCallback(CallbackArguments):
     def _new_session(self) -> Session:
         if self.mode == "audit":
             return Auditing(self)
-        return (Recording if self.mode == "record" else Verifying)(self, self._together)
+        return (Recording if self.mode == "record" else Verifying)(self, self._group)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -210,7 +209,8 @@ class DeterminismCallback(CallbackArguments):
         session.say = partial(say_beside, trainer)
         manifest = manifest_of(trainer, pl_module, self, self.choices)
         stage = Stage(manifest=manifest, selection=self.selection, root=root_folder(trainer), **options)
-        self._together.check_start(trainer, pl_module, manifest, with_weights=stage.call is None)
+        # what is no fit broadcasts no weights
+        require_same_start(self._group, manifest, None if stage.call else replicated_weights(trainer, pl_module))
         self.verdict = self.audit_report = None
         session.begin(stage)
         self._is_open = True
@@ -247,7 +247,7 @@ class DeterminismCallback(CallbackArguments):
     ) -> None:
         if not self._is_open:
             return
-        self._together.tell("step")
+        self._group.tell("step")
         self._close_step()  # one that a module ended by returning -1
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
@@ -279,7 +279,8 @@ class DeterminismCallback(CallbackArguments):
         differs = self._hooks.end_step(step, trainer.current_epoch, outputs)
         self._ops.close()
         self._progress.after_step(session.progress)
-        self._together.end_batch(trainer)
+        if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
+            self._group.tell("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(step)
         self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
         raise_if(error)
@@ -287,12 +288,12 @@ class DeterminismCallback(CallbackArguments):
     def _stop_together(self, *, differs: bool, is_last: bool = True) -> None:
         """End the fit on all ranks where something differed on one of them."""
         may_stop = self._session is not None and self._session.may_stop
-        if self._together.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=is_last):
+        if self._group.stops_after(self._logged.step, differs=differs, may_stop=may_stop, is_last=is_last):
             self._end(is_early=True)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._together.tell("between")
+        self._group.tell("between")
         self._close_step()
         self._hooks.mark("epoch end")
         self._logged.end_epoch(trainer.current_epoch)
@@ -305,7 +306,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._together.tell("between")
+        self._group.tell("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
         self._begin_evaluation(trainer, pl_module)
@@ -437,7 +438,7 @@ class DeterminismCallback(CallbackArguments):
         self._ops.end()
         COMPILED_GRAPHS.unfollow(self)
         self._replicas.close()
-        self._together.close()
+        self._group.close()
         enforced, self._enforced = self._enforced, None
         if enforced is not None:
             enforced.restore()

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.environment import capture_environment, command_choice
@@ -78,6 +80,15 @@ def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices
+
+
+def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:
+    """Return the parameters and buffers that are to be equal on all ranks; None where the strategy does not say so."""
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return None
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP calls it, torch 2.13
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
 
 def root_folder(trainer: pl.Trainer) -> Path:

@@ -110,7 +110,7 @@ def prove_resume(
     with suppress(TrainingInterruptedError):
         train(interrupted, _End(stop_at, place / CHECKPOINT))
     with closing(RankGroup().open()) as group:  # all have written what is compared
-        group.agree(lambda: None, task="proving a resume")
+        group.gather(lambda: None, task="proving a resume")
     before = compare_runs(whole.path, interrupted.path, steps="common")
     if before.verdict != "match":
         return before

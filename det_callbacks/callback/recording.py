@@ -86,7 +86,7 @@ class Recording(Session):
             self.detector = None
             (self.run.start_segment if has_fit else self.run.reopen)()
         elif stage.is_resumed and not self.arguments.overwrite and self._is_there():
-            earlier = self.peers.do(self._open_earlier, task=f"opening the run {self.path}")
+            earlier = self.peers.run_on_all(self._open_earlier, task=f"opening the run {self.path}")
             self.run = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)
             self.detector = EarlierAttempts(earlier, self.run.segment, stage.manifest, self.peers)
             if not self._is_resumed:
@@ -193,7 +193,7 @@ class Recording(Session):
             self._end_call(self.stage.call)
             return
         writer, earlier = self._running, self.detector
-        ended = self.peers.agree(self._at_end, task=END_OF_FIT)
+        ended = self.peers.gather(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and earlier is not None:
             self._take_back(earlier, ended)
         is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
@@ -332,7 +332,7 @@ class EarlierAttempts(StepDetector):
             writer.start_segment()
         if self._resumed_at is not None:
             writer.note_resumed(self._resumed_at)
-        self._peers.do(lambda: self._write(writer), task="storing the step that differs")
+        self._peers.run_on_all(lambda: self._write(writer), task="storing the step that differs")
 
         def judge() -> dict[str, Any]:
             try:

@@ -40,21 +40,20 @@ class Replicas:
         ignore: fnmatch patterns over names of tensors that are not compared.
 
     Attributes:
-        report: of the last audit; None before the first.
+        replica_report: of the last audit; None before the first.
     """
 
-    def __init__(self, every_n_steps: int, *, on_divergence: OnDivergence, ignore: Sequence[str] = ()) -> None:
-        self.report: ReplicaReport | None = None
-        self._every_n_steps, self._on_divergence, self._ignore = every_n_steps, on_divergence, tuple(ignore)
-        self._open: tuple[pl.Trainer, RankGroup, ReplicaAudit] | None = None
-        self._num_audits = self._num_bytes = 0
-        self._first: ReplicaReport | None = None  # that found a difference
-        self._found: dict[str, list[ReplicaDifference]] = {}
+    _open: tuple[pl.Trainer, RankGroup, ReplicaAudit] | None = None
+    _first: ReplicaReport | None = None  # that found a difference
+    _num_audits = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a fit is under way whose replicas are compared."""
-        return self._open is not None
+    def __init__(self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()) -> None:
+        self.every_n_steps, self.on_divergence, self.ignore = every_n_steps, on_divergence, tuple(ignore)
+        self.replica_report: ReplicaReport | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes along: the arguments, never the group of a fit under way."""
+        return {name: vars(self)[name] for name in ("every_n_steps", "on_divergence", "ignore", "replica_report")}
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Compare the replicas that a fit starts with; one process has none, which a line says.
@@ -66,17 +65,18 @@ class Replicas:
             RankError: a rank does not come, or failed.
         """
         self.close()
-        if self._every_n_steps and trainer.world_size == 1:
+        if self.every_n_steps and trainer.world_size == 1:
             say_beside(trainer, no_replicas_line())
-        elif self._every_n_steps:
+        elif self.every_n_steps:
             group = RankGroup().open()
             self._open = trainer, group, ReplicaAudit(group)
-            self._num_audits, self._num_bytes, self._first, self._found = 0, 0, None, {}
+            self._num_audits, self._first = 0, None
+            self._found: dict[str, list[ReplicaDifference]] = {}
             raise_if(self._compare())
 
     def after_step(self, step: int) -> ReplicaError | None:
         """Compare the replicas when it is their turn."""
-        return None if self._open is None or (step + 1) % self._every_n_steps else self._compare()
+        return None if self._open is None or (step + 1) % self.every_n_steps else self._compare()
 
     def end(self) -> ReplicaError | None:
         """Compare the replicas at the end of a fit, and print the closing line."""
@@ -85,10 +85,10 @@ class Replicas:
         error = self._compare()
         if error is None:
             self._say()
-        if self._on_divergence == "collect" and self._first is not None:
+        if self.on_divergence == "collect" and self._first is not None:
             differences = tuple(found for one in self._found.values() for found in one)
-            self.report = replace(self._first, differences=differences)
-            error = ReplicaError(replicas_text(self.report), self.report)
+            self.replica_report = replace(self._first, differences=differences)
+            error = ReplicaError(replicas_text(self.replica_report), self.replica_report)
         self.close()
         return error
 
@@ -102,56 +102,33 @@ class Replicas:
         assert self._open is not None, "a fit is under way"
         trainer, group, audit = self._open
         if self._num_audits:
-            state = self._state(trainer)
+            state = _state_of(trainer, self.ignore)
         else:  # an error of one rank alone is an error of all
-            state = group.do(lambda: self._state(trainer), task="looking for replicas")
-        report = self.report = audit.compare(state, step=trainer.fit_loop.epoch_loop.total_batch_idx)
+            state = group.run_on_all(lambda: _state_of(trainer, self.ignore), task="looking for replicas")
+        report = self.replica_report = audit.compare(state, step=trainer.fit_loop.epoch_loop.total_batch_idx)
         self._num_audits += 1
-        self._num_bytes += report.num_bytes
         if report.equal:
             return None
         self._first = self._first or report
         new = tuple(found for found in report.differences if found.name not in self._found)
         for found in new:
             self._found.setdefault(found.name, []).append(found)
-        if self._on_divergence == "raise":
+        if self.on_divergence == "raise":
             self._say()
             return ReplicaError(replicas_text(report), report)
-        if self._on_divergence == "warn" and new:
+        if self.on_divergence == "warn" and new:
             pl.utilities.rank_zero_warn(replicas_text(replace(report, differences=new)), category=DivergenceWarning)
         return None
 
     def _say(self) -> None:
         """Print the closing line, on one rank."""
-        if self._open is not None and self._open[0].is_global_zero and self.report is not None:
-            counts = {"num_audits": self._num_audits, "num_bytes": self._num_bytes}
-            say_beside(self._open[0], replicas_line(self.report, **counts, has_differed=self._first is not None))
-
-    def _state(self, trainer: pl.Trainer) -> ReplicatedState:
-        """Return what has to be equal, as the strategy has it."""
-        strategy, model = trainer.strategy, trainer.strategy.model
-        everybody: Sequence[int] = range(trainer.world_size)
-        options: dict[str, Any] = {}
-        if isinstance(model, DistributedDataParallel):
-            # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
-            if getattr(strategy, "_model_averager", None) is not None:
-                raise SettingsError(
-                    "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
-                    "so an audit of them would say nothing. Leave the audit out, or the averaging."
-                )
-            everybody = dist.get_process_group_ranks(model.process_group)
-            options = {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
-        elif not isinstance(strategy, ModelParallelStrategy):
-            raise SettingsError(
-                f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
-                "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
-                "compare runs with DeterminismCallback for others."
-            )
-        module, optimizers = trainer.lightning_module, trainer.optimizers
-        return replicated_state(module, optimizers, everybody=everybody, ignore=self._ignore, **options)
+        if self._open is not None and self._open[0].is_global_zero and self.replica_report is not None:
+            has_differed = self._first is not None
+            line = replicas_line(self.replica_report, num_audits=self._num_audits, has_differed=has_differed)
+            say_beside(self._open[0], line)
 
 
-class ReplicaAuditCallback(Callback):
+class ReplicaAuditCallback(Replicas, Callback):
     """Compare the replicas of a training on several ranks, without a reference.
 
     Parameters, buffers and optimizer state that several ranks have to hold alike are compared by digest: under DDP all
@@ -187,67 +164,73 @@ class ReplicaAuditCallback(Callback):
     def __init__(
         self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
     ) -> None:
-        super().__init__()
         check_on_divergence(on_divergence)
         check_whole("every_n_steps", every_n_steps, 1)
-        self.every_n_steps = every_n_steps
-        self.on_divergence = on_divergence
-        self.ignore = as_names("ignore", ignore)
-        self._replicas = Replicas(every_n_steps, on_divergence=on_divergence, ignore=self.ignore)
-        self._has_begun = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes along: the arguments, never the group of a fit under way."""
-        fresh = vars(ReplicaAuditCallback(self.every_n_steps, self.on_divergence, ignore=self.ignore))
-        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
-
-    @property
-    def replica_report(self) -> ReplicaReport | None:
-        """The report of the last audit; None before the first."""
-        return self._replicas.report
+        super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != TrainerFn.FITTING:
-            return
-        self._has_begun = False
-        if trainer.world_size == 1:
+        if stage == TrainerFn.FITTING and trainer.world_size == 1:
             raise SettingsError(
                 "One process has no replicas, so there is nothing to compare, which would look as if they agreed. "
                 "Train with several (devices=2, strategy='ddp'), or leave the audit out."
             )
+        self._num_audits = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._has_begun = True
-        self._replicas.begin(trainer)
+        self.begin(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        raise_if(self._replicas.after_step(trainer.fit_loop.epoch_loop.total_batch_idx))
+        raise_if(self.after_step(trainer.fit_loop.epoch_loop.total_batch_idx))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         note_ended()
-        raise_if(self._replicas.end())
+        raise_if(self.end())
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._replicas.is_open:
+        if self._open is not None:
             note_ended()
-        self._replicas.close()
+        self.close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replicas.close()
-        if stage == TrainerFn.FITTING and not self._has_begun:
+        self.close()
+        if stage == TrainerFn.FITTING and not self._num_audits:
             note_ended()
             raise NothingComparedError(
                 "Nothing was compared: the fit had nothing to train. Audit one that has steps left, or leave the audit "
                 "out."
             )
+
+
+def _state_of(trainer: pl.Trainer, ignore: Sequence[str]) -> ReplicatedState:
+    """Return what has to be equal, as the strategy has it."""
+    strategy, model = trainer.strategy, trainer.strategy.model
+    everybody: Sequence[int] = range(trainer.world_size)
+    options: dict[str, Any] = {}
+    if isinstance(model, DistributedDataParallel):
+        # post-local SGD, read at Lightning 2.6.6: its replicas are only equal every now and then
+        if getattr(strategy, "_model_averager", None) is not None:
+            raise SettingsError(
+                "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
+                "so an audit of them would say nothing. Leave the audit out, or the averaging."
+            )
+        everybody = dist.get_process_group_ranks(model.process_group)
+        options = {"ddp_ignores": model.parameters_to_ignore, "has_own_buffers": not model.broadcast_buffers}
+    elif not isinstance(strategy, ModelParallelStrategy):
+        raise SettingsError(
+            f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
+            "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
+            "compare runs with DeterminismCallback for others."
+        )
+    module, optimizers = trainer.lightning_module, trainer.optimizers
+    return replicated_state(module, optimizers, everybody=everybody, ignore=ignore, **options)
 
 
 def raise_if(error: Exception | None) -> None:

@@ -66,7 +66,7 @@ class Verifying(Session):
     def _open(self) -> Run:
         arguments = self.arguments
         opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
-        return self.peers.do(opens, task=f"opening the reference {self.path}")
+        return self.peers.run_on_all(opens, task=f"opening the reference {self.path}")
 
     @override
     def begin(self, stage: Stage) -> None:
@@ -142,7 +142,7 @@ class Verifying(Session):
         if not is_early and stage.call is None:
             verification.end_fit()
         missing = [FIT] * (verification.num_segments - self.stages.count(FIT))
-        missing += self.peers.agree(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
+        missing += self.peers.gather(lambda: [*verification.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = verification.finish(is_pending=is_pending, is_early=is_early)
         level = level_words(stage.selection.level, stage.selection.compiled, verdict.coverage.opaque_regions)

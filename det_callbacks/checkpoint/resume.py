@@ -152,7 +152,7 @@ class Resuming:
                 self._pending, self._tensors = (None, {}) if part is None else part
             return {"num_saved": num_saved, "state": None if self._pending is None else self._pending.row()}
 
-        rows = self._peers.agree(take, task="reading what stands beside it")
+        rows = self._peers.gather(take, task="reading what stands beside it")
         num_saved = max(row["num_saved"] for row in rows)
         states = [row["state"] for row in rows]
         missing = ", ".join(str(rank) for rank, state in enumerate(states) if state is None)
@@ -182,7 +182,7 @@ class Resuming:
         """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
         state = self._pending
         if state is not None:
-            self._peers.do(partial(self._begin_epoch, state), task="beginning an epoch")
+            self._peers.run_on_all(partial(self._begin_epoch, state), task="beginning an epoch")
 
     def _begin_epoch(self, state: ResumeState) -> None:
         if state.position is None:
@@ -225,7 +225,9 @@ class Resuming:
             return
         state, self._pending = self._pending, None
         is_new = self._watch.num_iterations > num_before
-        self._peers.do(lambda: self._go_on(loop, state, fetcher, is_new), task="going to the place that it is of")
+        self._peers.run_on_all(
+            lambda: self._go_on(loop, state, fetcher, is_new), task="going to the place that it is of"
+        )
 
     # restoring
 

@@ -9,6 +9,7 @@ from det_callbacks.ranks.replicas import (
     ReplicaValue,
     replicated_state,
 )
+from det_callbacks.ranks.start import require_same, require_same_start, start_facts
 
 __all__ = [
     "RankGroup",
@@ -18,4 +19,7 @@ __all__ = [
     "ReplicaValue",
     "ReplicatedState",
     "replicated_state",
+    "require_same",
+    "require_same_start",
+    "start_facts",
 ]

@@ -1,7 +1,7 @@
 """A group of our own for the few bytes that the processes of a run exchange.
 
-It runs on gloo, whatever the training uses, so that nothing of ours ever stands in the training's own groups; each
-exchange has a short timeout, and an error names the rank that is missing or went wrong.
+It runs on gloo, whatever the training uses, so that nothing of ours ever stands in the training's own groups; an error
+names the rank that is missing or went wrong.
 """
 
 import json
@@ -26,6 +26,9 @@ END_SECONDS = 30.0
 """For which a rank that has finished its training waits for one that is in a training step: that one may have got more
 batches, and wait for it in a collective of the training."""
 
+SYNC_EVERY_N_STEPS = 10
+"""After how many steps the processes ask each other whether one differs, to stop together."""
+
 _HEAD_BYTES = 256
 """Of the first collective of an exchange; one of at most so many bytes needs no second."""
 
@@ -49,36 +52,50 @@ class RankGroup:
     Attributes:
         rank: of this process, from 0.
         world_size: number of processes.
-        num_bytes: that this process has sent so far.
 
     Raises:
         RankError: from every method, when a process does not take part in time.
     """
 
     def __init__(self, *, timeout_seconds: float = PATIENCE_SECONDS, end_seconds: float = END_SECONDS) -> None:
-        self.rank, self.world_size, self.num_bytes = 0, 1, 0
+        self.rank, self.world_size = 0, 1
         self._timeout_seconds, self._end_seconds = timeout_seconds, end_seconds
         self._group: Any = None
         self._places: Any = None
         self._place: Place | None = None
+        self._has_differed = False
 
     def __reduce__(self) -> tuple[type["RankGroup"], tuple[()]]:
         """Let a copy begin with a closed group."""
         return RankGroup, ()
 
-    def open(self) -> "RankGroup":
-        """Make the group of all processes that torch.distributed knows of, and return it.
+    def open(self, world_size: int | None = None) -> "RankGroup":
+        """Make the group, and return it.
 
         That is itself a collective of the default group (``torch.distributed.new_group``), so all ranks do it at the
         same place, before anything that can fail on one of them.
+
+        Args:
+            world_size: number of processes; None is as many as torch.distributed knows of.
+
+        Raises:
+            RankError: torch.distributed knows of another number.
         """
         self.close()
-        self.rank, self.world_size = 0, 1
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
-            self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", _get_default_store())
-            self.tell("between")
+        known = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self.rank, self.world_size, self._has_differed = 0, world_size or known, False
+        if self.world_size == 1:
+            return self
+        if known != self.world_size:
+            raise RankError(
+                f"This training has {self.world_size} processes, and torch.distributed knows of {known}: they could "
+                "not tell each other what they find. Use a strategy that runs on torch.distributed, such as ddp, or "
+                "devices=1."
+            )
+        self.rank = dist.get_rank()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+        self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", _get_default_store())
+        self.tell("between")
         return self
 
     def close(self) -> None:
@@ -98,16 +115,21 @@ class RankGroup:
             self._places.set(str(self.rank), place)
             self._place = place
 
-    def do(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on every rank, and return what came out on this one, or raise on every rank as ``agree`` does.
+    def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on every rank, and return what came out on this one, or raise on every rank as ``gather`` does.
 
         What the action does with other ranks it does not do here: an exchange has none within it.
         """
         outcome: list[Value] = []
-        self.agree(lambda: outcome.append(action()), task=task)
+        self.gather(lambda: outcome.append(action()), task=task)
         return outcome[0]
 
-    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
+        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank."""
+        result: Value = self.gather(lambda: action() if self.rank == 0 else None, task=task)[0]
+        return result
+
+    def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank, and return what came out by rank (as JSON holds it), or raise on every rank.
 
         Args:
@@ -116,24 +138,13 @@ class RankGroup:
         """
         if self.world_size == 1:
             return [action()]
-        return [json.loads(row) for row in self.gather(lambda: json.dumps(action()).encode(), task=task)]
+        return [json.loads(row) for row in self.gather_bytes(lambda: json.dumps(action()).encode(), task=task)]
 
-    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        """Do something on rank 0 and return what came out (as JSON holds it) on every rank, or raise on every rank."""
-        if self.world_size == 1:
-            return action()
-        result: Value = self.agree(lambda: action() if self.rank == 0 else None, task=task)[0]
-        return result
-
-    def gather(self, action: Callable[[], bytes], *, task: str) -> list[bytes]:
+    def gather_bytes(self, action: Callable[[], bytes], *, task: str) -> list[bytes]:
         """Do something on every rank, and return the bytes that came out by rank, or raise on every rank.
 
         A rank whose own action failed raises that error; the others raise ``RankError`` with what it said and its exit
-        code, so that all end together.
-
-        Args:
-            action: of this rank.
-            task: what it is, for messages; all ranks have to be at the same one, or none goes on.
+        code, so that all end together. All ranks have to be at the same task, or none goes on.
         """
         if self.world_size == 1:
             return [action()]
@@ -168,6 +179,33 @@ class RankGroup:
             found.append(content)
         return found
 
+    def stops_after(self, step: int, *, differs: bool, may_stop: bool, is_last: bool = False) -> bool:
+        """Return whether all ranks stop now, because of a step that differed on one of them.
+
+        Several ranks ask each other after every ``SYNC_EVERY_N_STEPS``-th step: one collective of a few bytes.
+
+        Args:
+            step: that ended.
+            differs: whether it did here.
+            may_stop: whether a difference stops anything; the same on all ranks.
+            is_last: all ranks stop after this step anyway, and want to know whether for this reason.
+
+        Raises:
+            RankError: a rank is at another step, or does not come.
+        """
+        if self.world_size == 1:
+            return differs
+        self._has_differed |= differs
+        if not may_stop or ((step + 1) % SYNC_EVERY_N_STEPS and not is_last):
+            return False
+        rows = self.gather(lambda: [step, self._has_differed], task="the sync after every n-th step")
+        if len({at for at, _ in rows}) > 1:
+            raise RankError(
+                f"The ranks are no longer at the same step: {', '.join(str(at) for at, _ in rows)}, by rank. Give "
+                "all ranks equally many steps.",
+            )
+        return any(has_differed for _, has_differed in rows)
+
     def _exchange(self, message: bytes, task: str) -> list[bytes]:
         """Return the message of each rank: its length and its beginning first, and the rest where one has more."""
         room = _HEAD_BYTES - 8
@@ -183,7 +221,6 @@ class RankGroup:
             raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self.num_bytes += len(content)
         try:
             if task == END_OF_FIT:
                 self._meet()
@@ -193,9 +230,7 @@ class RankGroup:
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
                 f"{self._timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(error).splitlines()[0]}. "
-                "Look at the output of the other ranks: one raised, was killed, or left the training early.",
-                -1,
-                DetCallbacksError.exit_code,
+                "Look at the output of the other ranks: one raised, was killed, or left the training early."
             ) from error
         return [part.numpy().tobytes() for part in parts]
 
@@ -210,23 +245,22 @@ class RankGroup:
         while True:
             places = [place.decode() for place in self._places.multi_get(keys)]
             now = monotonic()
-            if "step" not in places:
-                last_without_step = now
             if set(places) == {"end"}:
                 return
+            if "step" not in places:
+                last_without_step = now
+            why = ""
             if "gone" in places:
-                self._give_up(f"rank {places.index('gone')} has left")
-            if now - last_without_step > self._end_seconds:
-                self._give_up(f"rank {places.index('step')} is in a training step, for {self._end_seconds:.0f} seconds")
-            if now - begun > self._timeout_seconds:
-                self._give_up(f"not all others came to its end within {self._timeout_seconds:.0f} seconds")
+                why = f"rank {places.index('gone')} has left"
+            elif now - last_without_step > self._end_seconds:
+                why = f"rank {places.index('step')} is in a training step, for {self._end_seconds:.0f} seconds"
+            elif now - begun > self._timeout_seconds:
+                why = f"not all others came to its end within {self._timeout_seconds:.0f} seconds"
+            if why:
+                raise RankError(
+                    f"Rank {self.rank} of {self.world_size} has finished its training, and {why}: one got fewer "
+                    "batches than the others, stopped early, or failed. Give all ranks equally many steps, and stop "
+                    "them together."
+                )
             sleep(pause)
             pause = min(2 * pause, 0.5)
-
-    def _give_up(self, why: str) -> None:
-        raise RankError(
-            f"Rank {self.rank} of {self.world_size} has finished its training, and {why}: one got fewer batches than "
-            "the others, stopped early, or failed. Give all ranks equally many steps, and stop them together.",
-            -1,
-            DetCallbacksError.exit_code,
-        )

@@ -6,7 +6,6 @@ shard. The digests of each rank's tensors are gathered and compared.
 
 import json
 import struct
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from det_callbacks.digest import digest_bytes, digest_tensors, format_digest, unobserved
-from det_callbacks.errors import NothingComparedError, RankError
+from det_callbacks.errors import NothingComparedError, RankError, SettingsError
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.named_tensors import Entry, StateWalker, states_of_parameters
+from det_callbacks.trace.named_tensors import StateWalker, states_of_parameters
 
 TASK = "the audit of the replicas"
 
-LeftOut = Literal[
-    "sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "sharded state", "no data"
-]
+Ranks = tuple[int, ...]
+LeftOut = Literal["sharded", "partial sum", "running statistic", "own buffer", "ignored by DDP", "ignored", "no data"]
 """Why a tensor is not compared: no other rank holds its shard; it is a summand of what all ranks hold; each rank has
-its own by design; a name that DDP, or the user, leaves out; a state that ZeroRedundancyOptimizer divides; no data."""
+its own by design; a name that DDP, or the user, leaves out; it has no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class ReplicaValue:
 
     digest: str | None
     layout: str | None
-    ranks: tuple[int, ...]
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +53,11 @@ class ReplicaDifference:
     Attributes:
         name: "net.head.weight", "exp_avg of net.head.weight".
         step: after which it was found to differ; -1 before the first.
-        last_agreement: the last step after which it was compared and equal; None where there is none.
         values: what there is instead of one value: the one that most ranks hold first, then by lowest rank.
     """
 
     name: str
     step: int
-    last_agreement: int | None
     values: tuple[ReplicaValue, ...]
 
     @property
@@ -81,7 +77,6 @@ class ReplicaReport:
         num_compared: tensors and numbers of this rank that another rank has to hold too.
         left_out: reason -> number of tensors of this rank that were not compared.
         differences: parameters first, then buffers, then optimizer state; of sharded tensors one for each shard.
-        num_bytes: that this rank sent for it.
     """
 
     step: int
@@ -90,15 +85,11 @@ class ReplicaReport:
     num_compared: int
     left_out: Mapping[str, int]
     differences: tuple[ReplicaDifference, ...]
-    num_bytes: int
 
     @property
     def equal(self) -> bool:
         """Whether everything compared was equal."""
         return not self.differences
-
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +150,16 @@ def replicated_state(
         ddp_ignores: names that DDP does not synchronise.
         has_own_buffers: buffers are each rank's own (DDP with ``broadcast_buffers=False``).
         ignore: fnmatch patterns over names; the state of a parameter goes with it.
+
+    Raises:
+        SettingsError: an optimizer divides its state among the ranks.
     """
     everyone = tuple(sorted(everybody))
     tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]] = {}
     left_out: Counter[str] = Counter()
 
-    def add(entry: Entry, holders: Ranks | LeftOut) -> LeftOut | None:
-        name, value = entry
+    def add(name: str, value: Tensor | bool | int | float, holders: Ranks | LeftOut) -> LeftOut | None:
+        """Compare a tensor, unless there is a reason not to, which is returned."""
         if any(fnmatchcase(name, pattern) for pattern in ignore):
             holders = "ignored"
         elif not holds_data(value):
@@ -184,7 +178,7 @@ def replicated_state(
     reasons: dict[int, LeftOut | None] = {}
     for name, parameter in parameters:
         holders = "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everyone)
-        reasons[id(parameter)] = add((name, parameter), holders)
+        reasons[id(parameter)] = add(name, parameter, holders)
     num_parameters = len(tensors)
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in walker.state()[len(parameters) :]:
@@ -196,31 +190,18 @@ def replicated_state(
             holders = "running statistic"
         elif has_own_buffers:
             holders = "own buffer"
-        add((name, buffer), holders)
+        add(name, buffer, holders)
     names = {id(parameter): name for name, parameter in parameters}
     for optimizer in optimizers:
-        divided = _divided(optimizer)
-        for parameter, entry in states_of_parameters([divided or optimizer], names):
-            reason: LeftOut | None = "sharded state" if divided else reasons.get(id(parameter))
-            like = entry[1] if isinstance(entry[1], DTensor) else parameter
-            add(entry, reason or holders_of(like, everyone))
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise SettingsError(
+                "ZeroRedundancyOptimizer divides its state among the ranks, so it has no replicas. Audit a training "
+                "with another optimizer, or leave the audit out."
+            )
+        for parameter, (name, value) in states_of_parameters([optimizer], names):
+            like = value if isinstance(value, DTensor) else parameter
+            add(name, value, reasons.get(id(parameter)) or holders_of(like, everyone))
     return ReplicatedState(tensors=tensors, left_out=dict(left_out), num_parameters=num_parameters)
-
-
-def _divided(optimizer: Optimizer) -> Optimizer | None:
-    """Return what holds this rank's part of a state that is divided among the ranks; None where it is whole.
-
-    Importing the class would warn of what torch 2.13 deprecates; without it there is no such optimizer.
-    """
-    optim = sys.modules.get("torch.distributed.optim")
-    if optim is None or not isinstance(optimizer, optim.ZeroRedundancyOptimizer):
-        return None
-    part: Optimizer = optimizer.optim
-    return part
-
-
-_Listed = tuple[str, str, Ranks]
-"""Name, layout and holders of a tensor."""
 
 
 class ReplicaAudit:
@@ -238,9 +219,8 @@ class ReplicaAudit:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._agreed: int | None = None
-        self._agreements: dict[tuple[str, Ranks], int] = {}
         self._listed: list[int] = []
-        self._listings: list[list[_Listed]] = []
+        self._listings: list[list[tuple[str, str, Ranks]]] = []  # by rank: name, layout and holders of each tensor
 
     def compare(self, state: ReplicatedState, *, step: int) -> ReplicaReport:
         """Compare a state with the other ranks'.
@@ -255,7 +235,6 @@ class ReplicaAudit:
             DetCallbacksError, TypeError: a tensor of this rank cannot be digested.
         """
         group = self._group
-        num_bytes = group.num_bytes
         listing = json.dumps([(name, _layout(value), ranks) for name, (value, ranks) in state.tensors.items()]).encode()
 
         def digests() -> bytes:
@@ -264,7 +243,7 @@ class ReplicaAudit:
             found = [next(known) if isinstance(value, Tensor) else scalar_bits(value)[0] for value in values]
             return struct.pack(f"<{len(found) + 3}Q", step + 1, state.num_parameters, digest_bytes(listing), *found)
 
-        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather(digests, task=TASK)]
+        rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather_bytes(digests, task=TASK)]
         if len({row[0] for row in rows}) > 1:
             steps = ", ".join(str(row[0] - 1) for row in rows)
             raise RankError(
@@ -278,29 +257,24 @@ class ReplicaAudit:
                 "dimension), or compare runs with DeterminismCallback."
             )
         if (listed := [row[2] for row in rows]) != self._listed:
-            told = group.gather(lambda: listing, task=TASK)
+            told = group.gather_bytes(lambda: listing, task=TASK)
             self._listings = [[(name, layout, tuple(held)) for name, layout, held in json.loads(row)] for row in told]
             self._listed = listed
-        differences = dict(self._differences([row[3:] for row in rows], step))
+        differences = tuple(self._differences([row[3:] for row in rows], step))
         if not differences:
             self._agreed = step
-        keys = {(name, holders) for listing in self._listings for name, _, holders in listing}
-        self._agreements.update(dict.fromkeys(keys.difference(differences), step))
         return ReplicaReport(
             step=step,
             last_agreement=self._agreed,
             world_size=group.world_size,
             num_compared=len(state.tensors),
             left_out=dict(state.left_out),
-            differences=tuple(differences.values()),
-            num_bytes=group.num_bytes - num_bytes,
+            differences=differences,
         )
 
-    def _differences(
-        self, rows: Sequence[Sequence[int]], step: int
-    ) -> Iterator[tuple[tuple[str, Ranks], ReplicaDifference]]:
+    def _differences(self, rows: Sequence[Sequence[int]], step: int) -> Iterator[ReplicaDifference]:
         """Yield how the holders of each tensor differ, the same on every rank."""
-        if len(set(map(tuple, self._listings))) == len(set(rows)) == 1:
+        if len(set(self._listed)) == len(set(rows)) == 1:
             return  # as most often, and without sharding
         held = [
             {name: (format_digest(digest), layout) for (name, layout, _), digest in zip(listing, row, strict=True)}
@@ -312,15 +286,8 @@ class ReplicaAudit:
                 by_value.setdefault(held[rank].get(name, (None, None)), []).append(rank)
             if len(by_value) > 1:
                 values = [ReplicaValue(digest=one[0], layout=one[1], ranks=tuple(by_value[one])) for one in by_value]
-                yield (
-                    (name, holders),
-                    ReplicaDifference(
-                        name=name,
-                        step=step,
-                        last_agreement=self._agreements.get((name, holders)),
-                        values=tuple(sorted(values, key=lambda value: (-len(value.ranks), value.ranks))),
-                    ),
-                )
+                values.sort(key=lambda value: (-len(value.ranks), value.ranks))
+                yield ReplicaDifference(name=name, step=step, values=tuple(values))
 
 
 def _layout(value: object) -> str:

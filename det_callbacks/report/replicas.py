@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.console import count, ranks_text, size
+from det_callbacks.report.console import count, ranks_text
 
 if TYPE_CHECKING:
     from det_callbacks.ranks import ReplicaDifference, ReplicaReport
@@ -18,7 +18,6 @@ _LEFT_OUT = {
     "own buffer": "buffers of each rank's own, by broadcast_buffers=False",
     "ignored by DDP": "what DDP was told to ignore",
     "ignored": "what the audit was told to ignore",
-    "sharded state": "optimizer state that ZeroRedundancyOptimizer divides",
     "no data": "tensors without data",
 }
 
@@ -46,13 +45,12 @@ def replicas_text(report: "ReplicaReport") -> str:
     )
 
 
-def replicas_line(report: "ReplicaReport", *, num_audits: int, num_bytes: int, has_differed: bool) -> str:
+def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: bool) -> str:
     """Return the closing line of a fit whose replicas were compared so often, with the report of the last time."""
     verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
     return (
         f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "
-        f"{report.world_size} ranks, the last {_when(report.step)}; {size(num_bytes)} sent by each rank"
-        f"{_left_out(report.left_out)}"
+        f"{report.world_size} ranks, the last {_when(report.step)}{_left_out(report.left_out)}"
     )
 
 

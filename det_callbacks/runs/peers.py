@@ -24,10 +24,10 @@ class Peers(Protocol):
     rank: int
     world_size: int
 
-    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+    def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         """Do something on every rank and return what came out, by rank, or raise on every rank."""
 
-    def do(self, action: Callable[[], Value], *, task: str) -> Value:
+    def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         """Do something on every rank and return what came out on this one, or raise on every rank."""
 
     def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
@@ -43,14 +43,13 @@ class _Alone:
     rank = 0
     world_size = 1
 
-    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+    def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         return [action()]
 
-    def do(self, action: Callable[[], Value], *, task: str) -> Value:
+    def run_on_all(self, action: Callable[[], Value], *, task: str) -> Value:
         return action()
 
-    def broadcast(self, action: Callable[[], Value], *, task: str) -> Value:
-        return action()
+    broadcast = run_on_all
 
 
 ALONE: Peers = _Alone()
@@ -80,9 +79,9 @@ def agree_on_folder(path: Path, peers: Peers, *, overwrite: bool = False, is_new
             marker.touch()
         return [run_id, marker.name, socket.gethostname()]
 
-    run_id, name, host = peers.agree(lambda: lead() if peers.rank == 0 else None, task=f"making room in {path}")[0]
+    run_id, name, host = peers.gather(lambda: lead() if peers.rank == 0 else None, task=f"making room in {path}")[0]
     if peers.world_size > 1:
-        peers.do(lambda: _require_shared(path / name, peers.rank, host), task=f"looking into {path}")
+        peers.run_on_all(lambda: _require_shared(path / name, peers.rank, host), task=f"looking into {path}")
         if peers.rank == 0:
             marker.unlink(missing_ok=True)
     return str(run_id)

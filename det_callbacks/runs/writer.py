@@ -96,7 +96,7 @@ class RunWriter:
             RankError: another process could not do it.
         """
         path = Path(path)
-        run = peers.do(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
+        run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
         agree_on_folder(path, peers, is_new=False)
         attempts = run.manifest.attempts
         manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
@@ -202,7 +202,7 @@ class RunWriter:
     def reopen(self) -> None:
         """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
         if self._file is None:
-            self._peers.do(self._open_stream, task=f"opening its stream in {self.path}")
+            self._peers.run_on_all(self._open_stream, task=f"opening its stream in {self.path}")
 
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
@@ -250,7 +250,7 @@ class RunWriter:
             if self.is_leader:
                 write_manifest(self.path, self._manifest)
 
-        self._peers.do(write, task=f"writing run.json in {self.path}")
+        self._peers.run_on_all(write, task=f"writing run.json in {self.path}")
 
     def _open_new_stream(self) -> None:
         def open_it() -> None:
@@ -259,7 +259,7 @@ class RunWriter:
             metrics_path(self.stream).unlink(missing_ok=True)  # of an attempt killed before run.json told of it
             self._open_stream()
 
-        self._peers.do(open_it, task=f"opening its stream in {self.path}")
+        self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
 
     def _open_stream(self) -> None:
         path = self.stream

@@ -27,10 +27,10 @@ from det_callbacks import (
     compare_runs,
     verification,
 )
-from det_callbacks.callback import take_unfinished, together
+from det_callbacks.callback import take_unfinished
 from det_callbacks.callback.fits import Waiting, wait
 from det_callbacks.compare.record import record_path
-from det_callbacks.ranks import RankGroup
+from det_callbacks.ranks import RankGroup, group
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
@@ -295,7 +295,7 @@ def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
 def test_all_ranks_stop_at_the_same_sync(
     every: int, last: int, is_late: bool, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "SYNC_EVERY_N_STEPS", every)
+    monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
     ended = verify(linked(one_fit, tmp_path), 0, is_late=is_late, status=1)
     assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)

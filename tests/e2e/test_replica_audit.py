@@ -66,11 +66,10 @@ def test_equal_replicas_are_said_to_be_and_the_training_is_the_one_without(tmp_p
             torch.save([module.state_dict(), torch.get_rng_state()], tmp_path / f"{name}-{rank}.pt")
         assert audit.replica_report is not None
         assert fits.read_text() == "1"  # to a Hydra job, something was compared
-        assert 0 < audit.replica_report.num_bytes < 1000
 
     ended = run_ranks(body, tmp_path, status=0)
     # before the first step, after steps 1 and 3, and at the end; six parameters with three tensors of state each
-    line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; "
+    line = "det_callbacks: replicas agree: 4 audits of 26 tensors on 2 ranks, the last after step 3; not compared: "
     assert ended[0].output.count(line) == 1
     assert "not compared: running statistics of each rank's own batches (2)" in ended[0].output
     assert "replicas" not in ended[1].output
@@ -126,7 +125,6 @@ OWN_BUFFERS = "buffers of each rank's own, by broadcast_buffers=False (2)"
         (OwnScale, "buffer", {}, [], "what DDP was told to ignore (1)"),
         (Drifting, "buffer", {}, ["sc*"], "what the audit was told to ignore (1)"),
         pytest.param(Drifting, "buffer", {"broadcast_buffers": False}, [], OWN_BUFFERS, marks=SLOW),
-        pytest.param(*(Divided, "none", {}, [], "optimizer state that ZeroRedundancyOptimizer divides ("), marks=SLOW),
     ],
 )
 def test_what_differs_by_design_is_no_difference(
@@ -196,6 +194,7 @@ def averaged() -> DDPStrategy:
         ),
         (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=SLOW),
+        pytest.param(DDPStrategy, Divided, "ZeroRedundancyOptimizer divides its state", marks=SLOW),
     ],
 )
 def test_what_has_no_replicas_is_refused(strategy: Any, model: Any, text: str, tmp_path: Path) -> None:

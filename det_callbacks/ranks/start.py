@@ -1,0 +1,85 @@
+"""Whether the processes of a run start alike.
+
+Data shards, generator states and seeds may differ by design; settings, versions, code, selection and, where they are
+replicated, the initial weights may not.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from det_callbacks.digest import digest_bytes
+from det_callbacks.digest.state import digest_state
+from det_callbacks.errors import SettingsError
+from det_callbacks.ranks.group import RankGroup
+from det_callbacks.report.console import ranks_text
+
+MAX_NAMED = 5
+"""Entries that a message names; the others are counted."""
+
+_PREFIXES = ("settings.", "python.", "numpy.", "lightning.", "det_callbacks.", "triton.", "trainer.", "torch.")
+_NAMES = frozenset({"code.git_commit"})
+_BY_DESIGN = frozenset({"settings.seed", "torch.cpu_capability", "torch.num_interop_threads"})
+"""What may differ between the ranks: seeds, and what the nodes of a cluster are."""
+
+
+def require_same_start(group: RankGroup, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
+    """Raise ``SettingsError`` on all ranks when they do not start alike; one exchange, and a pass over the weights.
+
+    Args:
+        group: of all ranks.
+        manifest: of run.json: selection and environment.
+        weights: by name, where each rank has all of them.
+    """
+    if group.world_size == 1:
+        return
+    facts = start_facts(manifest)
+    if weights is not None:
+        facts |= {f"weights of {name}": digest for name, digest in digest_state(weights).tensors.items()}
+    digest = digest_bytes(json.dumps(facts, sort_keys=True).encode())
+    if len(set(group.gather(lambda: digest, task="comparing how the ranks start"))) > 1:
+        require_same(group.gather(lambda: facts, task="comparing in what they differ"))
+
+
+def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what has to be the same in all processes at the start of a fit: name -> value, as JSON holds it."""
+    environment = {
+        name: entry["value"]
+        for name, entry in manifest["environment"].items()
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _BY_DESIGN
+    }
+    selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
+    saved = {name: list(manifest.get(name, ())) for name in ("replay", "keep_tensors")}
+    return {**environment, **selection, **saved}
+
+
+def require_same(told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``SettingsError`` that names what differs between ranks, and who is in the minority.
+
+    Args:
+        told: the facts of each rank, by rank.
+    """
+    names = sorted({name for facts in told for name in facts})
+    problems = [text for name in names if (text := _difference(name, [facts.get(name) for facts in told])) is not None]
+    if not problems:
+        return
+    more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+    raise SettingsError(
+        f"The {len(told)} processes of this run do not start alike: {'; '.join(problems[:MAX_NAMED])}{more}. Nothing "
+        f"was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, packages, "
+        "settings and weights; only seeds and data may differ."
+    )
+
+
+def _difference(name: str, values: Sequence[Any]) -> str | None:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(json.dumps(value, sort_keys=True), []).append(rank)
+    if len(by_value) == 1:
+        return None
+    # the larger group is taken for the right one, of equal ones that of the lowest rank
+    majority, *minorities = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    shown = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in minorities[:MAX_NAMED])
+    return f"{name} is {shown}, and {majority[0]} on {ranks_text(majority[1])}"
