@@ -17,6 +17,7 @@ from typing import IO, Any, Literal, get_args
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.runs.place import REPLACEMENT
 from det_callbacks.runs.store import Run
 from det_callbacks.variables import LAUNCH, NUM_WORKERS
 from det_callbacks.verdict import Verdict
@@ -251,7 +252,8 @@ def new_folder(to: str | Path | None, kind: str) -> Path:
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return what tells whether something was written into a folder."""
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+    files = [path for path in folder.rglob("*") if REPLACEMENT not in path.parts and path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
 def _vary(script: Script, factor: Factor, home: Path, reference: Path) -> CheckedRun:

@@ -1,7 +1,6 @@
 """The trainings of one test: recorded into the test's folder, or verified against what is there."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from det_callbacks.errors import (
 )
 from det_callbacks.judge import compare_runs
 from det_callbacks.report.verdict import verdict_lines
+from det_callbacks.runs.place import REPLACEMENT, put_in_place
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import Verdict
@@ -162,11 +162,7 @@ def _keep(training: _Training) -> str:
                 return "unchanged"
         except DetCallbacksError:  # another selection, or damaged: replacing it is what was asked for
             pass
-    new, old = (target.with_name(f".{target.name}-{word}-{os.getpid()}") for word in ("new", "old"))
-    new.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(training.folder, new)
-    if is_there:
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a session that was killed
+    shutil.copytree(training.folder, target / REPLACEMENT)
+    put_in_place(target)
     return "re-recorded" if is_there else "recorded"

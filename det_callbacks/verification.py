@@ -14,8 +14,7 @@ from det_callbacks.errors import NotComparableError, RankError, ReferenceFormatE
 from det_callbacks.judge import compare_runs
 from det_callbacks.runs.environment import Environment, compare_environments
 from det_callbacks.runs.evidence import NondeterministicOp, Row
-from det_callbacks.runs.files import MANIFEST, PROGRAMS, replace_atomically
-from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers, count_processes
 from det_callbacks.runs.steps import StepTrace
@@ -60,8 +59,9 @@ def open_reference(
         raise _other_world_size(run, peers.world_size)
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
-            f"The reference {path} is incomplete: {run.incomplete_reason} Record it again; a DeterminismCallback can "
-            'compare only what is there, with steps="common".',
+            f"The reference {path} is incomplete: {run.incomplete_reason} Go on with it from a checkpoint "
+            '(mode="record", ckpt_path), or record it again; a DeterminismCallback can compare only the steps that are '
+            'there, with steps="common".',
             str(path),
         )
     manifest = run.manifest
@@ -110,8 +110,7 @@ class Verification(StepDetector):
         self.differs_anywhere = False
         self._peers = peers
         self._environment = compare_environments(reference.environment, Environment.from_dict(manifest["environment"]))
-        is_ours = peers.run_on_all(lambda: _is_of_verification(current), task=f"looking into {current}")
-        self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify", overwrite=is_ours)
+        self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
         self._metrics = self._metrics_of(0)
         self._num_stored = 0
 
@@ -282,13 +281,6 @@ def free_folder(root: Path, *, kind: str = "verify") -> Path:
     while (root / "determinism" / f"{kind}-{number:03d}").exists():
         number += 1
     return root / "determinism" / f"{kind}-{number:03d}"
-
-
-def _is_of_verification(folder: Path) -> bool:
-    """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
-    if not (folder / MANIFEST).is_file():
-        return (folder / VERDICT_FILE).is_file() and not (folder / PROGRAMS).exists()
-    return read_manifest(folder).purpose == "verify"
 
 
 def _other_world_size(run: Run, world_size: int) -> NotComparableError:

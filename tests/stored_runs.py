@@ -118,6 +118,8 @@ class OneOf:
     def run_on_all(self, action: Callable[[], Any], *, task: str) -> Any:
         return action()
 
+    broadcast = run_on_all
+
 
 def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:
     """Start writing, as another process, a run that rank 0 has created."""

@@ -77,7 +77,7 @@ class DeterminismCallback(CallbackArguments):
             uninterrupted run had them, and refuses where that is not possible; "plain" leaves all that to Lightning.
         audit_replicas_every_n_steps: several processes: how often their replicas are compared with each other, see
             ``ReplicaAuditCallback``; 0 never.
-        overwrite: record: replace a run that is there.
+        overwrite: record: replace a run that is there, once the new one is whole.
         log_metrics: record, verify: give the Trainer's loggers ``determinism/*`` metrics every ``log_every_n_steps``
             and at the end, and its progress bar a word; on rank 0. They cannot be monitored.
 

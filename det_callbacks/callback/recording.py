@@ -196,19 +196,17 @@ class Recording(Session):
         ended = self.peers.gather(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and earlier is not None:
             self._take_back(earlier, ended)
-        is_empty = not all(end["num_steps"] or end["num_agreed"] for end in ended)
-        if is_empty and earlier is not None:
+        if not all(end["num_steps"] or end["num_agreed"] for end in ended):
             self._discard()
-        writer.close(complete=not is_empty)
-        if is_empty:
             selected = "" if self.stage.is_resumed else self.stage.selection.shown_steps
             raise NothingComparedError(nothing_recorded_text(path=self.path, selected=selected))
+        writer.close(complete=True)
         selection, kept = self.stage.selection, None
         if self.keeper is not None:
             kept = reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
         self._say_once(
             recorded_line(
-                path=self.path,
+                path=writer.path,
                 **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
                 level=level_words(selection.level, selection.compiled, self._regions),
                 saved=self.replay.counts.to_dict(),
@@ -231,10 +229,13 @@ class Recording(Session):
         numbers = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
         num_new = numbers[1] - numbers[0]
         if FIT not in self.stages:
-            self._running.close(complete=numbers[1] > 0)
+            if numbers[1]:
+                self._running.close(complete=True)
+            else:
+                self._discard()
             if not num_new:
                 raise NothingComparedError(no_metrics_text(call, reference=self.path))
-        self._say_once(recorded_call_line(call, path=self.path, num_metrics=num_new))
+        self._say_once(recorded_call_line(call, path=self._running.path, num_metrics=num_new))
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
@@ -260,13 +261,13 @@ class Recording(Session):
         """Take the attempt back; another fit goes on with the run anew."""
         for step_writer in self._step_writers:
             step_writer.delete()
-        self._running.discard_attempt()
+        self._running.discard()
         self.is_over = True
 
     @override
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
-        line = f"det_callbacks: recording{self._of_rank()} stopped by {reason} after "
+        line, path = f"det_callbacks: recording{self._of_rank()} stopped by {reason} ", self._running.path
         if self.stage.call is not None and FIT in self.stages:
             line = (
                 f"det_callbacks: {self.stage.call} was stopped by {reason}, so nothing of it is recorded in {self.path}"
@@ -275,10 +276,14 @@ class Recording(Session):
             # all ranks take an attempt back together, and the others may not be here
             num_agreed = self.detector.tally.num_steps
             self._discard()
-            line += f"{count(num_agreed, 'step')} that {self.path} held already: it is as it was before"
+            line += f"after {count(num_agreed, 'step')} that {self.path} held already: it is as it was before"
+        elif self.detector is None and not self.num_steps and not (self.stage.call and self._num_metrics):
+            self._discard()
+            line += f"before its first step: nothing is recorded in {self.path}"
         else:
             self._running.close(complete=False)
-            line += f"{count(self.num_steps, 'step')}: {self.path} is incomplete"
+            line += f"after {count(self.num_steps, 'step')}: {path} is incomplete"
+            line += "" if path == self.path else f", and {self.path} is as it was before"
         self.say(line)
 
     @property
@@ -326,8 +331,7 @@ class EarlierAttempts(StepDetector):
     def judge(self) -> Verdict:
         """Return the judge's verdict; all ranks call it when the attempt was taken back, and one of them differs."""
         path, folder = self.reference.path, self.reference.path / DISAGREEMENT
-        options: dict[str, Any] = {"purpose": "verify", "overwrite": True}
-        writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, **options)
+        writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, purpose="verify")
         for _ in range(self._fit.segment):
             writer.start_segment()
         if self._resumed_at is not None:

@@ -252,7 +252,7 @@ class ObserverContext:
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(
-                    f"Nothing was observed, so {self.path} is incomplete. Call observe inside the block, or "
+                    f"Nothing was observed, so nothing is recorded in {self.path}. Call observe inside the block, or "
                     "enable_mode and disable_mode around what is to be recorded."
                 )
             self._leave(complete=True)
@@ -284,9 +284,12 @@ class ObserverContext:
         self._recorder.modules.close()
         self._recorder.abandon()
         deactivate(self._observations)
-        for files in (self._writer, self._verification):
-            if files is not None:
-                files.close(complete=complete)
+        if self._verification is not None:
+            self._verification.close(complete=complete)
+        if self._writer is not None and self._num_sites:
+            self._writer.close(complete=complete)
+        elif self._writer is not None:
+            self._writer.discard()
 
     def _require_open(self) -> None:
         if self._state != "open":

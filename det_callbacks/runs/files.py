@@ -6,8 +6,6 @@ lines, counts) against a digest kept inside. So a flipped bit is an error and ne
 
 import json
 import os
-import re
-import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -19,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from det_callbacks.errors import ReferenceFormatError, RunExistsError
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 
@@ -58,10 +56,6 @@ LAYOUT_SCHEMA = pa.schema(
     ]
 )
 
-_OUR_NAME = re.compile(
-    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
-    r"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
-)
 _READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
@@ -189,36 +183,6 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
         for place, lines in text.items():
             found.setdefault(place, set()).add(lines)
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
-
-
-def make_room(path: Path, *, overwrite: bool) -> None:
-    """Make a folder and see to it that no run is in it; with ``overwrite`` delete one that is, and nothing else.
-
-    Raises:
-        RunExistsError: there is a run, or something else under our names, or a file.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise RunExistsError(
-            f"{path} is a file, or one of the folders above it is; a run is a folder. Nothing was changed. Name "
-            "another place to record to.",
-            str(path),
-        ) from error
-    ours = sorted(child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name))
-    if ours and not overwrite:
-        raise RunExistsError(
-            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}). Nothing was changed. "
-            "Record to another folder, replace the run with overwrite=True, or compare with it "
-            '(DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
-            str(path),
-        )
-    # run.json first: what a kill leaves of the others is no run
-    for child in sorted(ours, key=lambda child: child.name != MANIFEST):
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
 
 
 def program_path(folder: Path, identity: int) -> Path:

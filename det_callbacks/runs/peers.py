@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from det_callbacks.errors import RankError
-from det_callbacks.runs.files import MANIFEST, make_room
+from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.place import Purpose, make_room
 
 Value = TypeVar("Value")
 
@@ -55,36 +56,37 @@ class _Alone:
 ALONE: Peers = _Alone()
 
 
-def agree_on_folder(path: Path, peers: Peers, *, overwrite: bool = False, is_new: bool = True) -> str:
-    """Make a folder that all processes see, and room in it where the run is new; return the identity of the run.
-
-    Args:
-        path: the folder, by the same path on every node.
-        peers: all of them call this; rank 0 makes the folder, and writes what the processes share.
-        overwrite: delete a run that is there.
-        is_new: False where the run is there and is gone on with.
+def agree_on_folder(path: Path, peers: Peers, *, purpose: Purpose, overwrite: bool) -> tuple[str, Path]:
+    """Make a folder for a new run that all processes see; return the identity of the run, and where to write it.
 
     Raises:
         RunExistsError: there is a run, or something else under our names, or a file.
         RankError: a rank does not see the folder that rank 0 made.
     """
-    run_id = uuid.uuid4().hex
-    # of the form of a temporary file of run.json, which an overwriting run removes and readers do not look at
+
+    def lead() -> list[str]:
+        return [uuid.uuid4().hex, str(make_room(path, purpose=purpose, overwrite=overwrite).relative_to(path))]
+
+    run_id, place = peers.broadcast(lead, task=f"making room in {path}")
+    require_shared(path / place, peers)
+    return run_id, path / place
+
+
+def require_shared(path: Path, peers: Peers) -> None:
+    """Raise ``RankError`` on all ranks where one of them does not see the folder that rank 0 sees."""
+    if peers.world_size == 1:
+        return
+    # of the form of a temporary file of run.json, which readers do not look at
     marker = path / f".{MANIFEST}.{uuid.uuid4().int}.tmp"
 
     def lead() -> list[str]:
-        if is_new:
-            make_room(path, overwrite=overwrite)
-        if peers.world_size > 1:
-            marker.touch()
-        return [run_id, marker.name, socket.gethostname()]
+        marker.touch()
+        return [marker.name, socket.gethostname()]
 
-    run_id, name, host = peers.gather(lambda: lead() if peers.rank == 0 else None, task=f"making room in {path}")[0]
-    if peers.world_size > 1:
-        peers.run_on_all(lambda: _require_shared(path / name, peers.rank, host), task=f"looking into {path}")
-        if peers.rank == 0:
-            marker.unlink(missing_ok=True)
-    return str(run_id)
+    name, host = peers.broadcast(lead, task=f"looking into {path}")
+    peers.run_on_all(lambda: _require_marker(path / name, peers.rank, host), task=f"looking into {path}")
+    if peers.rank == 0:
+        marker.unlink(missing_ok=True)
 
 
 def count_processes(world_size: int) -> str:
@@ -92,7 +94,7 @@ def count_processes(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _require_shared(marker: Path, rank: int, host: str) -> None:
+def _require_marker(marker: Path, rank: int, host: str) -> None:
     if not marker.exists():
         raise RankError(
             f"Rank {rank} on {socket.gethostname()} does not see the folder {marker.parent}, which rank 0 made on "

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
 from det_callbacks.runs.files import (
     LAYOUTS,
@@ -24,7 +24,8 @@ from det_callbacks.runs.files import (
 )
 from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
-from det_callbacks.runs.peers import ALONE, Peers, agree_on_folder, count_processes
+from det_callbacks.runs.peers import ALONE, Peers, agree_on_folder, count_processes, require_shared
+from det_callbacks.runs.place import REPLACEMENT, Purpose, put_in_place, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -66,7 +67,7 @@ class RunWriter:
         *,
         manifest: Mapping[str, Any],
         peers: Peers = ALONE,
-        purpose: str = "record",
+        purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
         """Start a new run.
@@ -75,15 +76,15 @@ class RunWriter:
             path: the folder; it and its parents are made.
             manifest: further entries of run.json, JSON-able: selection, environment, and the others of ``Manifest``.
             peers: the processes that write it.
-            purpose: "record", or "verify" for a run with the steps that differ.
-            overwrite: delete a run that is there; only files of ours are deleted.
+            purpose: "record", or "verify" for a run with the steps that differ, which replaces an earlier such one.
+            overwrite: replace a run that is there. It stays until this one is closed as complete: until then this one
+                is written in a folder inside, which ``path`` names.
 
         Raises:
             RunExistsError: there is a run, or something else under our names, or a file.
             RankError: another process could not do it.
         """
-        path = Path(path)
-        run_id = agree_on_folder(path, peers, overwrite=overwrite)
+        run_id, path = agree_on_folder(Path(path), peers, purpose=purpose, overwrite=overwrite)
         content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
         return cls(path, peers, msgspec.convert(content, Manifest), attempt=0, segment=0)
 
@@ -97,7 +98,7 @@ class RunWriter:
         """
         path = Path(path)
         run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
-        agree_on_folder(path, peers, is_new=False)
+        require_shared(path, peers)
         attempts = run.manifest.attempts
         manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
         return cls(run.path, peers, manifest_now, attempt=len(attempts), segment=run.segments[-1])
@@ -218,20 +219,36 @@ class RunWriter:
         self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
-        """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once."""
+        """Close the stream; without ``complete`` it stays marked as incomplete. May be called more than once.
+
+        A run that replaces another one takes its place now, where it is complete; all processes then call this.
+        """
         finished, self._file = self._file, None
         self._end_evidence()
         self._end(finished, complete=complete)
+        if complete and self.path.name == REPLACEMENT:
+            self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
+            if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
+                self.path = self.path.parent
 
-    def discard_attempt(self) -> None:
-        """Take this attempt back, so that the run is what it was before ``resume``; its files are deleted.
+    def _replace(self) -> bool:
+        """Put this run in the place of the one that it replaces, and return True, where it is whole."""
+        run, earlier = Run.open(self.path, check_steps=False), self.path.parent
+        is_whole = run.is_complete and (run.rank(0).num_steps > 0 or not _has_steps(earlier))
+        if is_whole:
+            put_in_place(earlier)
+        return is_whole
 
-        Raises:
-            ValueError: it is the only attempt.
+    def discard(self) -> None:
+        """Take this attempt back, so that the folder is what it was before; its files are deleted.
+
+        A first attempt, which recorded nothing, is taken back by rank 0 alone; of a later one all processes call this.
         """
-        if not self._attempt:
-            raise ValueError(f"{self.path} has one attempt only")
         self.close(complete=False)
+        if not self._attempt:
+            if self.is_leader:
+                remove_run(self.path)
+            return
         *earlier, last = self._manifest.attempts
         self._manifest = replace(self._manifest, attempts=tuple(earlier))
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
@@ -290,6 +307,14 @@ class RunWriter:
         if file is not None:
             with file:
                 self.bytes_written += file.write(END_OF_STREAM) if complete else 0
+
+
+def _has_steps(path: Path) -> bool:
+    """Return whether there is a run that could be verified, with a step: one without any does not replace it."""
+    try:
+        return Run.open(path, ranks=(0,), check_steps=False).rank(0).num_steps > 0
+    except (ReferenceNotFoundError, ReferenceFormatError):
+        return False
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:

@@ -16,6 +16,7 @@ from det_callbacks import (
     DeterminismCallback,
     DivergenceError,
     NothingComparedError,
+    ReferenceFormatError,
     SelectionError,
     compare_runs,
     observe_non_deterministic,
@@ -235,6 +236,44 @@ def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded: Path, 
         fit(recording(run), at_step_9, ckpt_path=recorded / "6.ckpt", max_epochs=3)
     assert not Run.open(run).is_complete
     assert steps_of(run) == list(range(2 * BATCHES + 1))
+    current = run.parent / "current"
+    with pytest.raises(ReferenceFormatError, match=r"is incomplete: .*8 is the last whole step\. Go on with it from a"):
+        fit(DeterminismCallback(run, current=current), max_epochs=3)
+    callback = DeterminismCallback(run, current=current, steps="common")
+    fit(callback, max_epochs=3)
+    assert callback.verdict is not None
+    assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, 8))
     fit(recording(run), ckpt_path=recorded / "6.ckpt", max_epochs=3)
     assert Run.open(run).is_complete
     assert compare_runs(recorded / "run", run, steps="common").verdict == "match"
+
+
+def test_an_overwriting_recording_that_fails_leaves_the_old_run(recorded: Path, run: Path, capsys: Any) -> None:
+    before = files_of(run)
+    callback = recording(run, overwrite=True, level="state")
+    with pytest.raises(StopError):
+        fit(callback, RaiseAt("on_train_batch_start", StopError("stop"), call=1))  # before its first step
+    assert f"before its first step: nothing is recorded in {run}" in capsys.readouterr().out
+    assert files_of(run) == before
+    with pytest.raises(StopError):
+        fit(recording(run, overwrite=True, level="state"), RaiseAt("on_train_batch_start", StopError("stop"), call=3))
+    assert f"{run}/.replacement is incomplete, and {run} is as it was before" in capsys.readouterr().out
+    assert {name: content for name, content in files_of(run).items() if ".replacement" not in name} == before
+    fit(callback)
+    assert f"in {run}\n" in capsys.readouterr().out
+    assert Run.open(run).selection.level == "state"
+    assert not (run / ".replacement").exists()
+
+
+def test_a_recording_without_a_step_leaves_no_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for options, others, error in (
+        ({"only_steps": [99]}, [], NothingComparedError),
+        ({}, [RaiseAt("on_before_backward", StopError("stop"), call=1)], StopError),
+        ({}, [RaiseAt("on_train_batch_start", StopError("stop"), call=1)], StopError),
+    ):
+        with pytest.raises(error):
+            fit(recording(run, **options), *others)
+        assert list(run.iterdir()) == []
+    fit(recording(run))
+    assert steps_of(run) == list(range(2 * BATCHES))

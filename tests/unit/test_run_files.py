@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stored_runs import create, record, small_layout, small_program
+from stored_runs import append, create, record, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
 from det_callbacks.runs.environment import EnvironmentEntry
@@ -15,7 +15,6 @@ from det_callbacks.runs.files import (
     LAYOUTS,
     PROGRAMS,
     layout_path,
-    make_room,
     program_path,
     read_layout,
     read_program,
@@ -25,6 +24,7 @@ from det_callbacks.runs.files import (
     write_source_text,
 )
 from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, _digest, read_manifest, write_manifest
+from det_callbacks.runs.place import make_room, put_in_place
 from det_callbacks.runs.program import Layout, Program
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -236,28 +236,50 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     (run / "rank-00007").symlink_to(tmp_path / "elsewhere")
     before = {name: (run / name).read_bytes() for name in names(run)}
     with pytest.raises(RunExistsError, match="Nothing was changed") as caught:
-        make_room(run, overwrite=False)
+        make_room(run)
     assert all(word in str(caught.value) for word in (str(run), "overwrite=True", "another folder", "verify"))
     assert {name: (run / name).read_bytes() for name in names(run)} == before
 
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            make_room(run, overwrite=True)
-    with pytest.raises(ReferenceNotFoundError):  # run.json goes first
-        read_manifest(run)
-    make_room(run, overwrite=True)
-    assert names(run) == theirs
+    write_manifest(make_room(run, overwrite=True), manifest_with())
+    put_in_place(run)
+    assert names(run) == {*theirs, "run.json"}
     assert names(tmp_path / "elsewhere") == {"data"}
-    make_room(run, overwrite=False)
-    for name in ("programs", "sources", "rank-00000", "verdict.json"):
+    assert read_manifest(run).run_id == "ab12"
+    (run / "run.json").unlink()
+    assert make_room(run) == run
+    for name in ("programs", "sources", "rank-00000", "verdict.json", ".replaced"):
         (run / name).mkdir()
         with pytest.raises(RunExistsError, match=name):
-            make_room(run, overwrite=False)
-        make_room(run, overwrite=True)
+            make_room(run)
+        (run / name).rmdir()
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment):
+    run = record(tmp_path / "run", range(3))
+    writer = create(run, overwrite=True)
+    writer.close(complete=False)
+    files = {path.name: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    rename, calls = Path.rename, []
+
+    def killed(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) > moment:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            put_in_place(run)
+    assert {path.name: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    if moment:
+        with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are: \.replaced, \.replacement"):
+            read_manifest(run)
+    append(writer := create(run, overwrite=True), [0])
+    writer.close(complete=True)
+    assert Run.open(run).rank(0).num_steps == 1
+    assert {path.name for path in run.iterdir()} == {"run.json", "programs", "layouts", "rank-00000"}
 
 
 def test_a_file_in_the_way_is_named(tmp_path):

@@ -252,15 +252,11 @@ def test_another_selection_is_refused(tmp_path):
 def test_an_attempt_is_taken_back(tmp_path: Path, is_complete: bool) -> None:
     path = record(tmp_path / "run", range(4), complete=is_complete)
     before = everything_in(path)
-    only = create(tmp_path / "only")
-    with pytest.raises(ValueError, match="one attempt only"):
-        only.discard_attempt()
-    only.close(complete=True)
     writer = resume(path)
     writer.note_resumed(2)
     append(writer, [2, 3, 4])
     assert Run.open(path).resumed_steps == {(0, 2)}
-    writer.discard_attempt()
+    writer.discard()
     assert everything_in(path) == before
     assert Run.open(path).is_complete == is_complete
     assert [file.name for file in (path / "rank-00000").iterdir()] == ["attempt-000.arrows"]
@@ -268,6 +264,56 @@ def test_an_attempt_is_taken_back(tmp_path: Path, is_complete: bool) -> None:
     append(again, [4])
     again.close(complete=True)
     assert Run.open(path).rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
+
+
+# replacing
+
+
+def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = record(tmp_path / "run", range(4))
+    (path / "notes.txt").write_text("theirs")
+    before = everything_in(path)
+    for complete in (False, None):  # None: a kill
+        writer = create(path, overwrite=True)
+        append(writer, [0, 1], seed=1)
+        assert everything_in(path) == before
+        if complete is not None:
+            writer.close(complete=complete)
+        assert everything_in(path) == before
+        assert steps_of(writer.path) == [0, 1]
+        with pytest.raises(RunExistsError):
+            create(path)
+    writer.close(complete=False)
+    create(path, overwrite=True).close(complete=True)  # one of no step
+    assert everything_in(path) == before
+    (path / ".replaced").mkdir()  # a kill while one took the other's place
+    writers = [create(path, peers=OneOf(0, 2), overwrite=True)]
+    writers.append(join(writers[0].path, 1))
+    for writer in reversed(writers):  # rank 0 looks at the files of all
+        append(writer, [0, 1], seed=2)
+        writer.close(complete=True)
+    assert (seeds_of(path), Run.open(path).ranks, writers[0].path) == ({0: 2, 1: 2}, [0, 1], path)
+    assert {child.name for child in path.iterdir()} == {
+        *("run.json", "programs", "layouts", "rank-00000", "rank-00001"),
+        "notes.txt",
+    }
+    writers[0].start_segment()
+    append(writers[0], [0])
+    assert (path / "rank-00000/attempt-000.segment-001.arrows").exists()
+    writers[0].close(complete=True)
+
+
+def test_a_recording_of_no_step_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    writer = create(path)
+    with pytest.raises(RunExistsError, match="of no step so far: its process was killed, or has only begun"):
+        create(path)
+    writer.discard()
+    assert list(path.iterdir()) == []
+    before = everything_in(record(path, [0]))
+    create(path, overwrite=True).discard()
+    assert everything_in(path) == before
+    assert not (path / ".replacement").exists()
 
 
 # killed between two files: nobody closes what was open then
@@ -298,7 +344,8 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, mom
         with pytest.raises(RunExistsError):
             create(path)
         append(writer := create(path, overwrite=True), [0, 1])
-        writer.close(complete=False)
+        writer.close(complete=True)
+        path = record(tmp_path / "again", [0, 1], complete=False)
     assert steps_of(path) == [0, 1]
     assert not Run.open(path).is_complete
     writer = resume(path)
@@ -314,8 +361,8 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch, mom
 class Follower(OneOf):
     """Is told what rank 0 made elsewhere."""
 
-    def agree(self, action: object, *, task: str) -> list[object]:
-        return [["ab12", ".run.json.7.tmp", "node-0"], None]
+    def broadcast(self, action: object, *, task: str) -> list[str]:
+        return ["ab12", "."] if "room" in task else [".run.json.7.tmp", "node-0"]
 
 
 def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):

@@ -1,0 +1,107 @@
+"""Where a run is written: into its folder, or beside the run there that it replaces once it is whole."""
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from det_callbacks.errors import RunExistsError
+from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SOURCES
+from det_callbacks.runs.manifest import read_manifest
+
+Purpose = Literal["record", "verify"]
+
+REPLACEMENT = ".replacement"
+"""Folder in a run's folder that holds the recording which is to replace it, until that is whole."""
+
+_REPLACED = ".replaced"
+_OUR_NAME = re.compile(
+    rf"{MANIFEST}|{PROGRAMS}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
+    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}|\{_REPLACED}"
+)
+
+
+def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
+    """Make a folder for a new run, and return where to write it.
+
+    A run that is there stays: with ``overwrite`` the new one is written beside it, and ``put_in_place`` replaces it.
+    A verification takes away what an earlier one left.
+
+    Raises:
+        RunExistsError: there is a run, or something else under our names, or a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RunExistsError(
+            f"{path} is a file, or one of the folders above it is; a run is a folder. Nothing was changed. Name "
+            "another place to record to.",
+            str(path),
+        ) from error
+    ours = _ours(path)
+    if not ours:
+        return path
+    if purpose == "verify" and _is_of_verification(path):
+        _remove(ours)
+        return path
+    if purpose == "verify" or not overwrite:
+        is_empty = (path / MANIFEST).is_file() and not any((path / PROGRAMS).glob("*.parquet"))
+        no_step = ", of no step so far: its process was killed, or has only begun" if is_empty else ""
+        raise RunExistsError(
+            f"{path} holds a run already ({', '.join(child.name for child in ours[:4])}){no_step}. Nothing was "
+            "changed. Record to another folder, replace the run with overwrite=True, or compare with it "
+            '(DeterminismCallback: mode="verify"; ObserverContext: reference=...).',
+            str(path),
+        )
+    beside = path / REPLACEMENT
+    if beside.exists():  # of a recording that was not whole
+        shutil.rmtree(beside)
+    beside.mkdir()
+    return beside
+
+
+def put_in_place(path: Path) -> None:
+    """Replace the run in a folder, and nothing else there, by the whole one that was written beside it.
+
+    A kill on the way loses neither: each lies in one of two folders of this one, which opening the run names.
+    """
+    replaced, beside = path / _REPLACED, path / REPLACEMENT
+    if replaced.exists():  # of a process that was killed here
+        shutil.rmtree(replaced)
+    replaced.mkdir()
+    for child in _ours(path):
+        if child not in (replaced, beside):
+            child.rename(replaced / child.name)
+    for child in reversed(_ours(beside)):
+        child.rename(path / child.name)
+    beside.rmdir()
+    shutil.rmtree(replaced)
+
+
+def remove_run(path: Path) -> None:
+    """Remove a run that recorded nothing; other ranks may still hold files of it open."""
+    _remove(_ours(path), ignore_errors=True)
+    if path.name == REPLACEMENT:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _ours(path: Path) -> list[Path]:
+    """Return what may be of a run: run.json first, since what a kill leaves of the others is no run."""
+    ours = [child for child in path.iterdir() if _OUR_NAME.fullmatch(child.name)]
+    return sorted(ours, key=lambda child: (child.name != MANIFEST, child.name))
+
+
+def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
+    for child in children:
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child, ignore_errors=ignore_errors)
+        else:
+            child.unlink()
+
+
+def _is_of_verification(path: Path) -> bool:
+    """Return whether an earlier verification wrote a folder; one that was refused at its start left a verdict only."""
+    if not (path / MANIFEST).is_file():
+        return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()
+    return read_manifest(path).purpose == "verify"
