@@ -19,7 +19,6 @@ MAX_RANGES = 4
 
 _CONTENT = {
     # role of a site -> how its bits differ
-    "inside": "gave other bits inside",
     "entering": "is given other bits",
     "left": "holds other bits",
     "sent": "was given other bits",

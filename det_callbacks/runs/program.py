@@ -30,7 +30,6 @@ Role = Literal[
     "delivered",
     "graph",
     "entering",
-    "inside",
     "left",
 ]
 """What the 8 bytes at a site are.
@@ -48,7 +47,6 @@ delivered: digest of a tensor that a collective wrote, at its first read; 0 with
 graph: fingerprint of the graph of a compiled region, which is about to run; it is in the layout's detail, too, so that
     another graph is a difference in structure.
 entering: digest of a tensor, or the bits of a number, that goes into a compiled region.
-inside: digest of the digests of what ops gave that were seen inside a compiled region.
 left: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 

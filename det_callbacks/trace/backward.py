@@ -10,7 +10,7 @@ Python's autograd Functions).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
@@ -18,10 +18,10 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack, running_region, top_hooks
-from det_callbacks.trace.overloads import OpPlan, tensors_in
+from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope
 from det_callbacks.trace.sites import source_of
 from det_callbacks.trace.source import Entry, engine_entry, frames_above_engine
@@ -84,12 +84,10 @@ class BackwardMap:
         modules.on_enter = self._note_region
         self._threads: dict[int, _Nodes] = {}
         self._scopes: dict[tuple[str, str | None, bool], OpScope] = {}
-        self._compiled: dict[int, OpScope] = {}
 
     def clear(self) -> None:
         """Forget the nodes of the last step; those made up to now belong to no op that was seen."""
         self._threads.clear()
-        self._compiled.clear()
         self.note_unseen()
         if len(self._scopes) > 100_000:
             self._scopes.clear()
@@ -140,14 +138,8 @@ class BackwardMap:
             region = running_region()
             if region is not None:
                 return self.in_module(self._module_of_region(region), recomputed=True)
-        if name == _COMPILED and (claimed := self._compiled.get(node._sequence_nr())) is not None:
-            return claimed
         found = self._of_accumulation(node) if name == _ACCUMULATE else self._of_node(node, name)
         return found if entry is not Entry.HOOK else self.in_module(found.module, recomputed=False)
-
-    def claim(self, node: Any, scope: OpScope) -> None:
-        """Note where the node of a compiled region belongs."""
-        self._compiled[node._sequence_nr()] = scope
 
     def in_module(self, module: str, *, recomputed: bool) -> OpScope:
         """Return the scope of an op inside a module that is called during a backward pass."""
@@ -376,10 +368,10 @@ def _op_base(base: str) -> str:
     return plain if namespace == "aten" else namespace.replace("_", "").lower() + plain
 
 
-def compiled_nodes(outputs: Any, number: int) -> list[Any]:
+def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:
     """Return the autograd nodes of compiled code among those that were made from a sequence number on."""
     found: list[Any] = []
-    waiting = [value.grad_fn for value in tensors_in([outputs]) if value.grad_fn is not None]
+    waiting = [value.grad_fn for value in outputs if value.grad_fn is not None]
     seen: set[Any] = set()
     while waiting and len(seen) < _MAX_FOLLOWED:
         node = waiting.pop()

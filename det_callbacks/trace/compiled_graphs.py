@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +22,6 @@ from det_callbacks.runs.program import REGION
 from det_callbacks.trace.replaced import REPLACED
 
 _TORCH = str(Path(torch.__file__).parent)
-_TRANSPARENT = re.compile(r"(pre_dispatch_)?eager(_noexcept|_debug)?|aot_eager(_\w+)?")
-"""Compilers of torch 2.13 that run each op of a graph by itself, so that every one is seen."""
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -49,7 +46,6 @@ class TracedGraph:
         inputs: of the graph, in order.
         held: tensors that the graph holds itself: Dynamo makes the parameters and states of a compiled optimizer
             attributes of the graph (torch 2.13).
-        modules: paths of the modules called inside, relative to the one whose code it is.
         num_ops: calls in the graph.
         is_graphed: its first runs warm up and capture a CUDA graph and the others replay it, so that each shows
             something else of what is inside.
@@ -60,15 +56,9 @@ class TracedGraph:
     backend: str
     inputs: tuple[GraphInput, ...]
     held: tuple[tuple[GraphInput, Tensor], ...] = field(repr=False)
-    modules: frozenset[str]
     num_ops: int
     is_graphed: bool
     fingerprint: int
-
-    @property
-    def is_transparent(self) -> bool:
-        """Whether the compiler runs op after op, so that all of them are seen."""
-        return _TRANSPARENT.fullmatch(self.backend) is not None
 
 
 def describe_graph(graph: fx.GraphModule, *, name: str, backend: str, is_graphed: bool) -> TracedGraph:
@@ -88,17 +78,10 @@ def describe_graph(graph: fx.GraphModule, *, name: str, backend: str, is_graphed
         backend=backend,
         inputs=tuple(map(_input_of, placeholders)),
         held=tuple((known, value) for known, value in held if isinstance(value, Tensor)),
-        modules=frozenset(map(_module_of, nodes)),
         num_ops=sum(node.op.startswith("call_") for node in nodes),
         is_graphed=is_graphed,
         fingerprint=digest_bytes(text.encode()),
     )
-
-
-def _module_of(node: fx.Node) -> str:
-    """Return the innermost module whose call a node comes from, relative to the traced module."""
-    stack: Mapping[str, tuple[str, type]] = node.meta.get("nn_module_stack") or {}
-    return _path_in_module(list(stack.values())[-1][0]) if stack else ""
 
 
 def _path_in_module(text: str) -> str:
@@ -143,16 +126,14 @@ class Watcher(Protocol):
 
 
 class CompiledGraphs:
-    """Which compiled graphs run: told to the recorders of the steps under way, outermost first.
+    """Which compiled graphs run: told to the recorders of the steps under way.
 
     Attributes:
-        open: these.
-        inside: thread -> number of known graphs that run in it, one inside the other.
+        open: these recorders, outermost first.
     """
 
     def __init__(self) -> None:
         self.open: list[Watcher] = []
-        self.inside: dict[int, int] = {}
 
     def follow(self, follower: object) -> None:
         """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
@@ -175,8 +156,6 @@ class CompiledGraphs:
         """Tell a recorder nothing any more; may be called more than once."""
         if watcher in self.open:
             self.open.remove(watcher)
-        if not self.open:
-            self.inside.clear()
         self.unfollow(watcher)
 
     def _compiling(self, compile_graph: Any) -> Any:
@@ -210,23 +189,15 @@ class CompiledGraphs:
             call = compiled
             for watcher in self.open:
                 call = partial(watcher.run, graph, call)
-            thread = get_ident()
-            self.inside[thread] = self.inside.get(thread, 0) + 1
-            try:
-                return call(*args)
-            finally:
-                depth = self.inside.pop(thread, 1) - 1
-                if depth:
-                    self.inside[thread] = depth
+            return call(*args)
 
         return run
 
     def _calling(self, call_graph: Any) -> Any:
         @wraps(call_graph)
         def call(graph: Any, inputs: Any) -> Any:
-            if not self.open or self.inside.get(get_ident()):
-                return call_graph(graph, inputs)
-            return self.open[-1].run_earlier(partial(call_graph, graph, inputs))
+            run = partial(call_graph, graph, inputs)
+            return self.open[-1].run_earlier(run) if self.open else run()
 
         return call
 

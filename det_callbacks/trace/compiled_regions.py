@@ -1,23 +1,22 @@
-"""Regions that torch.compile compiled: what goes into one, what comes out, and what is seen inside.
+"""Regions that torch.compile compiled: the graph, what goes in, what comes out, and the ops that are seen inside.
 
 One call of a compiled graph makes: the rows of inputs that no recorded op of this step wrote, as for any op; a row of
-role "graph"; rows of role "entering" for all inputs; rows of the ops that a dispatch mode sees inside (extern kernels
-and custom ops), and one of role "inside" that sums those up; and, when it has run, rows for its outputs and for the
-inputs that it wrote, which follow from all of those.
+role "graph"; rows of role "entering" for what goes in, but for parameters that the region only reads; rows of the ops
+that a dispatch mode sees inside (extern kernels and custom ops); and, when it has run, rows for its outputs and for the
+inputs that it wrote.
 
-Inductor reuses buffers, so that of what is seen inside only the region can be told to be the origin. A graph that was
-compiled before anybody followed may have written anything.
+Inductor reuses buffers, so an op inside follows from all that goes in, and never is the origin: the region is. Its
+backward pass follows from the ops inside, too, whose results it may have saved.
 """
 
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest import Bits, digest_bytes, digest_output
+from det_callbacks.digest import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.arguments import arguments_json
 from det_callbacks.trace.backward import compiled_nodes
@@ -35,19 +34,6 @@ if TYPE_CHECKING:
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr  # looked at in torch 2.13
 _EARLIER = f"{REGION}graph_compiled_earlier"
-
-
-class _Input:
-    """One input of a call of a region."""
-
-    __slots__ = ("index", "name", "position", "value", "version")
-
-    def __init__(self, index: int, name: str, value: Any) -> None:
-        self.index = index
-        self.name = name
-        self.value = value
-        self.version = _version_of(value)
-        self.position = -1
 
 
 class Region:
@@ -69,63 +55,58 @@ class Region:
         self.phase = phase
         self.scope = scope
         self.source: tuple[str, ...] = ()
-        self._is_op_level = recorder.selection.level == "op"
-        self._saved: tuple[int, ...] = () if forward is None else forward.reads
+        self._saved: tuple[int, ...] = () if forward is None else (*forward.reads, *forward.inner)
         self.misses_parameters: bool = forward is not None and forward.misses_parameters
-        self.names: dict[int, str] = {}
-        self._inputs: list[_Input] = []
+        self._inputs: list[tuple[str, Any, int, int]] = []
+        """Name and value of what goes in, how often it had been written, and the position of its row."""
+        self._reads_of_inner: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
-        self._reads_of_inner: list[int] = []
-        self._inner: list[Bits] = []
+        self.inner: list[int] = []
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> None:
-        """Record what goes in.
-
-        At level module without the parameters, which the state before the step has, and the gradients made of them.
-        """
+        """Record what goes in; parameters have rows of the state, and at level module are left out."""
         recorder = self._recorder
-        self._inputs = [
-            _Input(index, name, value)
-            for index, (name, value) in enumerate(inputs)
-            if (isinstance(value, Tensor) and holds_data(value)) or isinstance(value, bool | int | float)
-        ]
-        if not self._is_op_level:
-            self.misses_parameters |= any(isinstance(one.value, nn.Parameter) for one in self._inputs)
-            self._inputs = [one for one in self._inputs if not isinstance(one.value, nn.Parameter)]
-        self.names = {one.index: one.name for one in self._inputs}
-        reads: list[list[int]] = []
-        input_names: list[InputName] = []
-        for one in self._inputs:
+        is_op_level = recorder.selection.level == "op"
+        may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
+        entering: list[tuple[str, Any]] = []
+        edges: list[list[int]] = []
+        read_first: list[InputName] = []
+        reads = set(self._saved)
+        for name, value in inputs:
             writers: list[int] = []
-            if isinstance(one.value, Tensor) and self._is_op_level:
-                recorder.reads.read(one.value, writers, input_names)
-            reads.append(writers)
-        every = sorted({writer for writers in reads for writer in writers}.union(self._saved))
+            is_parameter = isinstance(value, nn.Parameter)
+            if isinstance(value, Tensor):
+                if not holds_data(value):
+                    continue
+                self.misses_parameters |= is_parameter and not is_op_level
+                if is_op_level:
+                    recorder.reads.read(value, writers, read_first)
+                    reads.update(writers)
+            if isinstance(value, Tensor | int | float) and (may_write_parameters or not is_parameter):
+                entering.append((name, value))
+                edges.append(writers)
+        every = sorted(reads)
         arguments = {"backend": self.graph.backend, **({MISSES_PARAMETERS: True} if self.misses_parameters else {})}
-        written_down = arguments_json(arguments)
-        names = [*input_names, *self.names.values()]
 
         def build(node: CallNode) -> None:
             node.source = source_of(self.scope)
+            graph = self._site(node, "graph", 0, "graph", None, every, arguments_json(arguments))
             rows = [
-                self._site(node, "inputs", index, "entering", one.name, edges)
-                for index, (one, edges) in enumerate(zip(self._inputs, reads, strict=True))
+                self._site(node, "inputs", index, "entering", name, written)
+                for index, ((name, _), written) in enumerate(zip(entering, edges, strict=True))
             ]
-            graph = self._site(node, "graph", 0, "graph", None, every, written_down)
             node.rows = (*recorder.reads.sites(node), graph, *rows)
 
-        self._step_to("inputs", reads, names, build, every)
+        self._step_to("inputs", [every, *edges], [*read_first, *(name for name, _ in entering)], build)
         recorder.reads.row_edges.clear()
         graph_row = recorder.num_sites
         detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
         recorder.append_bits(self.graph.fingerprint, recorder.layouts.special("graph", (), detail))
-        for one, writers in zip(self._inputs, reads, strict=True):
-            one.position = recorder.num_sites
-            recorder.append_value(one.value, writers if isinstance(one.value, nn.Parameter) else ())
-        self.reads = (*every, graph_row, *(one.position for one in self._inputs))
-        # an op inside follows from the graph, and the inputs but the parameters
-        own = [one.position for one in self._inputs if not isinstance(one.value, nn.Parameter)]
-        self._reads_of_inner = [graph_row, *own]
+        for name, value in entering:
+            self._inputs.append((name, value, _version_of(value), recorder.num_sites))
+            recorder.append_value(value)
+        self._reads_of_inner = tuple(range(graph_row, recorder.num_sites))
+        self.reads = (*every, *self._reads_of_inner)
 
     def forget_values(self) -> None:
         """Let go of the inputs; those that the call writes are then not looked for."""
@@ -137,50 +118,35 @@ class Region:
 
         def build(node: CallNode) -> None:
             node.source = self.source
+            roles: list[Role] = ["output" if isinstance(output, Tensor) else "value" for output in outputs]
             node.rows = tuple(
-                Site(
-                    phase=self.phase,
-                    module=self.scope.module,
-                    op=name,
-                    occurrence=0,
-                    output=index,
-                    role="output" if isinstance(output, Tensor) else "value",
-                    inputs=tuple(self._reads_of_inner),
-                    source=self.source,
-                )
-                for index, output in enumerate(outputs)
+                self._site(node, "", index, role, None, self._reads_of_inner, op=name)
+                for index, role in enumerate(roles)
             )
 
-        recorder.trie.step_to((func, self.phase, self.scope, [], list(self._reads_of_inner), [], len(outputs)), build)
+        recorder.trie.step_to((func, self.phase, self.scope, [], [*self._reads_of_inner], [], len(outputs)), build)
         for output in outputs:
+            self.inner.append(recorder.num_sites)
             recorder.append_value(output)
-            self._inner.append(recorder.late.bits_of(recorder.num_sites - 1, recorder.digests))
         recorder.late.flush()  # the region's kernels, which nobody sees, reuse this memory
 
-    def leave(self, outputs: Sequence[tuple[str | None, Tensor]]) -> None:
+    def leave(self, outputs: Iterable[tuple[str | None, Any]]) -> None:
         """Record what came out."""
         recorder = self._recorder
-        if self._inner:
-            position, inner = recorder.num_sites, self._inner
-            self._step_to("inside", [list(self.reads)], [None])
-            recorder.append_bits(recorder.late.derive(position, inner, _joined), recorder.layouts.none)
-            self.reads += (position,)
+        values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
             # inductor looks at who holds what a CUDA graph of its gave, before it reuses that memory
-            recorder.late.unhold(part for _, value in outputs for part in parts_with_memory(value))
-        is_seen_through = self.graph.is_transparent  # outputs then follow from the ops that wrote them
-        values = [*outputs, *(() if is_seen_through else self._written())]
+            recorder.late.unhold(part for _, value in values for part in parts_with_memory(value))
+        values += self._written()
         recorder.counts.num_digested += 1
         if values:
-            writers = [recorder.writers_of(value) if is_seen_through else [] for _, value in values]
-            reads = [list(found or self.reads) for found in writers]
-            self._step_to("outputs", reads, [name for name, _ in values])
-            for _, value in values:
-                position = recorder.num_sites
-                recorder.append_value(value)
-                self.reads += (position,)
-                for part in () if is_seen_through else parts_with_memory(value):
+            first, reads = recorder.num_sites, self.reads
+            self._step_to("outputs", [list(reads) for _ in values], [name for name, _ in values])
+            for position, (_, value) in enumerate(values, start=first):
+                recorder.append(value)
+                for part in parts_with_memory(value):
                     recorder.ledger.write(part, position)
+            self.reads = (*reads, *range(first, recorder.num_sites))
             recorder.late.end_group()
         if self.graph.is_graphed:
             recorder.late.flush()
@@ -191,25 +157,30 @@ class Region:
         reads: list[list[int]],
         names: Sequence[InputName],
         build: Callable[[CallNode], None] | None = None,
-        saved: Sequence[int] = (),
     ) -> None:
-        role: Role = "inside" if part == "inside" else "output"
-
         def build_part(node: CallNode) -> None:
             node.source = source_of(self.scope)
             pairs = enumerate(zip(names, reads, strict=True))
-            node.rows = tuple(self._site(node, part, index, role, name, edges) for index, (name, edges) in pairs)
+            node.rows = tuple(self._site(node, part, index, "output", name, edges) for index, (name, edges) in pairs)
 
-        call = (self.graph, self.phase, self.scope, [part, *saved], reads, list(names), len(reads))
+        call = (self.graph, self.phase, self.scope, [part], reads, list(names), len(reads))
         self.source = self._recorder.trie.step_to(call, build or build_part).source
 
     def _site(
-        self, node: CallNode, part: str, index: int, role: Role, name: Any, edges: Iterable[int], arguments: str = "{}"
+        self,
+        node: CallNode,
+        part: str,
+        index: int,
+        role: Role,
+        name: Any,
+        edges: Iterable[int],
+        arguments: str = "{}",
+        op: str = "",
     ) -> Site:
         return Site(
             phase=self.phase,
             module=self.scope.module,
-            op=f"{self.graph.region}.{part}",
+            op=op or f"{self.graph.region}.{part}",
             occurrence=0,
             output=index,
             role=role,
@@ -219,24 +190,21 @@ class Region:
             source=node.source,
         )
 
-    def _written(self) -> list[tuple[str | None, Tensor]]:
+    def _written(self) -> list[tuple[str | None, Any]]:
         """Return the inputs that have other bits now.
 
         Autograd is told of some writes only: not of those to buffers, nor of any where no gradients are computed.
         """
         recorder = self._recorder
-        may_write_parameters = self.phase == "optimizer" or not torch.is_grad_enabled()
-        written: list[tuple[str | None, Tensor]] = []
-        for one in self._inputs:
-            if not isinstance(one.value, Tensor):
-                continue
-            is_written = _version_of(one.value) != one.version
-            if not is_written and (may_write_parameters or not isinstance(one.value, nn.Parameter)):
+        written: list[tuple[str | None, Any]] = []
+        for name, value, version, position in self._inputs:
+            if isinstance(value, Tensor) and (
+                _version_of(value) != version
                 # of a device that computes digests it is only known whether it may have
-                is_late = one.position in recorder.late.bits
-                is_written = is_late or digest_output(one.value) != recorder.digests[one.position]
-            if is_written:
-                written.append((one.name, one.value))
+                or position in recorder.late.bits
+                or digest_output(value) != recorder.digests[position]
+            ):
+                written.append((name, value))
         return written
 
 
@@ -244,8 +212,7 @@ class CompiledRegions:
     """Records the compiled regions of one step after the other.
 
     Attributes:
-        inside: thread -> the region that runs in it, unless each of its ops is seen with what it reads; None for a
-            graph of which nothing is known.
+        inside: thread -> the region that runs in it; None for a graph of which nothing is recorded.
     """
 
     def __init__(self, recorder: "Recorder") -> None:
@@ -296,7 +263,7 @@ class CompiledRegions:
             return call(*args)
         phase, scope = recorder.place()
         scope = self._in_own_module(graph, args, scope)
-        if not self._selects(graph, phase, scope):
+        if not self._selects(phase, scope):
             return self._unselected(call, args)
         region = Region(recorder, graph, phase, scope)
         given = [*zip(graph.inputs, args, strict=True), *graph.held]
@@ -309,17 +276,21 @@ class CompiledRegions:
         finally:
             self.inside.pop(get_ident(), None)
             recorder.modules.return_to_stack()
-        region.leave([(None, value) for value in tensors_in([outputs]) if holds_data(value)])
+        results = list(tensors_in([outputs]))
+        region.leave((None, value) for value in results)
         if "backward" in recorder.selection.phases and torch.is_grad_enabled():
             region.forget_values()
-            for node in compiled_nodes(outputs, number):
-                results = enumerate(tensors_in([outputs]))
-                names = {one.output_nr: f"grad of output {index}" for index, one in results if one.grad_fn is node}
-                self._follow_backward(region, node, names)
+            inputs = [
+                "" if region.misses_parameters and isinstance(value, nn.Parameter) else self._name(known, value, scope)
+                for known, value in zip(graph.inputs, args, strict=True)
+            ]
+            for node in compiled_nodes(results, number):
+                outer = {one.output_nr: f"grad of output {at}" for at, one in enumerate(results) if one.grad_fn is node}
+                self._follow_backward(region, node, outer, inputs)
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that inductor compiled before anybody followed, forward or backward."""
+        """Run a graph that inductor compiled before anybody followed, forward or backward: it may write anything."""
         if not self._is_recorded():
             return call()
         self._recorder.late.before_any_write()
@@ -331,7 +302,7 @@ class CompiledRegions:
             self._recorder.run_unseen(_EARLIER)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op while an opaque region runs in some thread; of this one's, record what the op wrote."""
+        """Run an op while a region runs in some thread; of this one's, record what the op wrote."""
         recorder = self._recorder
         if not self.is_inside():
             return recorder.op(func, args, kwargs)
@@ -349,10 +320,7 @@ class CompiledRegions:
         if recorder.late.is_used and not plan.is_functional:
             recorder.late.before_write(written_arguments(plan, args, kwargs))
         kept = begin_kept_call(recorder, plan, phase, scope, args, kwargs)
-        try:
-            out = plan.call(*args, **kwargs)
-        except RuntimeError as error:
-            out = recorder.call_if_allowed(error, recorder.num_sites, func, phase, scope, args, kwargs)
+        out = plan.call(*args, **kwargs)
         if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
             recorder.undigested.mark_in_flight(*flying)
             return out
@@ -374,9 +342,8 @@ class CompiledRegions:
 
     def _start(self, region: Region) -> None:
         self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
-        if not region.graph.is_transparent:
-            self._recorder.counts.opaque.add(region.graph.region)
-            self.inside[get_ident()] = region
+        self._recorder.counts.opaque.add(region.graph.region)
+        self.inside[get_ident()] = region
 
     def _name(self, known: GraphInput, value: Any, scope: OpScope) -> str:
         name = self._recorder.parameter_names.get(id(value))
@@ -401,21 +368,23 @@ class CompiledRegions:
             return self._recorder.backward.in_module(module, recomputed=scope.recomputed)
         return scope
 
-    def _selects(self, graph: TracedGraph, phase: str, scope: OpScope) -> bool:
-        """Return whether the region's module is selected, or one that is called inside."""
+    def _selects(self, phase: str, scope: OpScope) -> bool:
+        """Return whether the region's module is selected, or one inside it, which may be a part of the region."""
         recorder = self._recorder
         if recorder.selects(phase, scope):
             return True
-        owner = _unwrapped(scope.module)
-        inside = {f"{owner}.{path}".strip(".") for path in graph.modules}
-        names = (name for name in recorder.modules.names if _unwrapped(name) in inside)
-        return any(recorder.selects(phase, OpScope(module=name)) for name in names)
+        inside = (name for name in recorder.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
+        return any(recorder.selects(phase, OpScope(module=name)) for name in inside)
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
         self._recorder.late.flush()
         versions = [_version_of(value) for value in args]
-        outputs = call(*args)
+        self.inside[get_ident()] = None
+        try:
+            outputs = call(*args)
+        finally:
+            self.inside.pop(get_ident(), None)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
         for value in tensors_in([outputs, *written]):
             for part in parts_with_memory(value):
@@ -423,11 +392,17 @@ class CompiledRegions:
         self._recorder.counts.skipped["unselected"] += 1
         return outputs
 
-    def _follow_backward(self, forward: Region, node: Any, names: Mapping[int, str]) -> None:
-        """Record the backward pass of a region, too, when it comes within this step; ``names`` are by output number."""
+    def _follow_backward(self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[str]) -> None:
+        """Record the backward pass of a region, too, when it comes within this step.
+
+        Args:
+            forward: the region.
+            node: of its backward pass.
+            outer: names of the gradients that go in, by output number.
+            inputs: names of what went into the forward pass; "" for what has no row.
+        """
         step, recorder = self._step, self._recorder
         scope = OpScope(module=forward.scope.module, source=forward.source)
-        recorder.backward.claim(node, scope)
         running: list[Region] = []
 
         @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
@@ -438,7 +413,7 @@ class CompiledRegions:
                 running.append(Region(recorder, forward.graph, "backward", scope, forward))
                 # what is none of the outputs is an input that the region wrote, or what views among them are of
                 given = enumerate(gradients)
-                running[-1].enter((names.get(index, f"grad of result {index}"), value) for index, value in given)
+                running[-1].enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
                 running[-1].forget_values()
                 self._start(running[-1])
 
@@ -448,25 +423,12 @@ class CompiledRegions:
                 return
             with recorder.lock:
                 self.inside.pop(get_ident(), None)
-                shown = _names_of_gradients(forward, len(gradients))
-                pairs = zip(shown, gradients, strict=True)
-                running.pop().leave(
-                    [(name, one) for name, one in pairs if name != "" and isinstance(one, Tensor) and holds_data(one)]
-                )
+                is_known = len(gradients) == len(inputs)
+                names = [f"grad of {name}" if name else "" for name in inputs] if is_known else [None] * len(gradients)
+                running.pop().leave(pair for pair in zip(names, gradients, strict=True) if pair[0] != "")
 
         node.register_prehook(before)
         node.register_hook(after)
-
-
-def _names_of_gradients(forward: Region, num_gradients: int) -> list[str | None]:
-    """Return names for the gradients of a region's inputs, "" for one that is not recorded."""
-    inputs = forward.graph.inputs
-    if num_gradients != len(inputs):
-        return [None] * num_gradients
-    names = forward.names
-    if forward.misses_parameters:
-        return [f"grad of {names[index]}" if index in names else "" for index in range(num_gradients)]
-    return [f"grad of {names.get(index, known.name)}" for index, known in enumerate(inputs)]
 
 
 def _unwrapped(name: str) -> str:
@@ -477,7 +439,3 @@ def _unwrapped(name: str) -> str:
 def _version_of(value: Any) -> int:
     """Return how often a tensor was written, as far as autograd was told; 0 for what does not count it."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _joined(digests: list[int]) -> int:
-    return digest_bytes(array("Q", digests).tobytes())

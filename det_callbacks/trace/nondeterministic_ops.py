@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from det_callbacks.settings.catalogue import algorithms_in_force
 from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.modules import UNKNOWN_MODULE, ModuleStack
 from det_callbacks.trace.overloads import OpPlan, comes_apart, make_plan
+from det_callbacks.trace.program_trie import OpScope
+from det_callbacks.trace.sites import source_of
 from det_callbacks.trace.source import Entry, capture_source, engine_entry
 
 # looked at in torch 2.13; see backward.py
@@ -53,7 +55,6 @@ class NondeterministicOps:
         self.on_new: Callable[[], None] | None = None
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
         self._found: dict[tuple[str, str, str, tuple[str, ...]], NondeterministicOp] = {}
-        self._suspects: frozenset[str] | None = None
         self._silenced: dict[str, Any] = {}
 
     def close(self) -> None:
@@ -70,57 +71,47 @@ class NondeterministicOps:
         """The ops found so far, in the order of their first calls."""
         return tuple(self._found.values())
 
-    def is_raised_for(self, error: BaseException) -> bool:
-        """Return whether torch raised an error because an op has no deterministic implementation."""
-        return type(error) is RuntimeError and _MARK in str(error)
-
-    def may_warn(self, base: str) -> bool:
-        """Return whether it is known that an op ("aten.put_") may have no deterministic implementation."""
-        if self._suspects is None:
-            documented = (op for fact in read_op_facts() if fact.behaviour == "error" for op in fact.ops)
-            self._suspects = _UNDOCUMENTED.union(documented)
-        return base in self._suspects
-
-    def trap(self, plan: OpPlan) -> Callable[..., Any]:
-        """Return how an op is called: so that it raises under "warn" as well, where it would only warn."""
-        call = plan.call
-        if not self.may_warn(plan.base):
-            return call
-
-        def trapped(*args: Any, **kwargs: Any) -> Any:
-            if algorithms_in_force() != "warn":
-                return call(*args, **kwargs)
-            _set_flags(True, warn_only=False)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                _set_flags(True, warn_only=True)
-
-        return trapped
-
-    def call_again(
-        self,
-        error: BaseException,
-        call: Callable[[], Any],
-        *,
-        op: str,
-        phase: str,
-        module: str,
-        source: tuple[str, ...],
-    ) -> Any:
-        """Make a call again that raised for want of a deterministic implementation, when it may be made.
+    def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
+        """Return how an op is called: again where it raised for want of a deterministic implementation, if it may be.
 
         Args:
-            error: what it raised.
-            call: makes it again.
-            op: ``namespace.op.overload``.
-            phase: of the call.
-            module: qualified name.
-            source: the user's lines; replaced by those of a backward or a hook that the user wrote.
+            plan: of the op.
+            place: returns phase and scope of what runs.
 
         Raises:
-            NondeterministicOpError: it may not be made.
+            NondeterministicOpError: by what is returned: it may not be called.
         """
+        call, may_warn = plan.call, plan.base in self._suspects
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            would_only_warn = may_warn and algorithms_in_force() == "warn"
+            if would_only_warn:
+                _set_flags(True, warn_only=False)
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError or _MARK not in str(error):
+                    raise
+                mode = "warn" if would_only_warn else algorithms_in_force()
+                self._require_allowed(error, plan.name, mode, *place())
+                _set_flags(True, warn_only=True)
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    _set_flags(True, warn_only=mode == "warn")
+            finally:
+                if would_only_warn:
+                    _set_flags(True, warn_only=True)
+
+        return guarded
+
+    @cached_property
+    def _suspects(self) -> frozenset[str]:
+        """The ops ("aten.put_") of which it is known that they may have no deterministic implementation."""
+        return _UNDOCUMENTED.union(op for fact in read_op_facts() if fact.behaviour == "error" for op in fact.ops)
+
+    def _require_allowed(self, error: RuntimeError, op: str, mode: str, phase: str, scope: OpScope) -> None:
+        module, source = scope.module, source_of(scope)
         if phase == "backward" and engine_entry() is not Entry.ENGINE:
             source = capture_source()  # a backward written in Python: its own line, not that of its forward
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
@@ -128,7 +119,6 @@ class NondeterministicOps:
         found = NondeterministicOp(
             op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
         )
-        mode = algorithms_in_force()
         self._keep(found, mode)
         # torch's own warning about a known op names no module and no line, and comes at any time. What is added within
         # a catch_warnings of the user's goes with its end.
@@ -145,11 +135,6 @@ class NondeterministicOps:
                 op,
                 module,
             ) from error
-        _set_flags(True, warn_only=True)
-        try:
-            return call()
-        finally:
-            _set_flags(True, warn_only=mode == "warn")
 
     def _keep(self, found: NondeterministicOp, mode: str) -> None:
         key = (found.op, found.phase, found.module, found.source)
@@ -210,26 +195,19 @@ class NondeterministicOpWatch(DispatchMode):
         known = self._calls.get(id(func))
         if known is None:
             plan = make_plan(func)
-            known = self._calls[id(func)] = (plan, self._ops.trap(plan))
+            known = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
         if comes_apart(known[0], args, kwargs):
             return self.take_apart(func, args, kwargs)
         # The forward of a custom autograd Function runs without gradients, after its node was made. A device's backward
         # thread counts nodes of its own, which only a pass that makes a graph adds to.
         if torch.is_grad_enabled() or _graph_task_id() == -1:
             self._module_of_node.setdefault(_next_sequence_number() - 1, self._modules.current.module)
-        try:
-            return known[1](*args, **kwargs)
-        except RuntimeError as error:
-            if not self._ops.is_raised_for(error):
-                raise
-            phase, module = self._place()
-            call = partial(func, *args, **kwargs)
-            source = capture_source()
-            return self._ops.call_again(error, call, op=str(func), phase=phase, module=module, source=source)
+        return known[1](*args, **kwargs)
 
-    def _place(self) -> tuple[str, str]:
+    def _place(self) -> tuple[str, OpScope]:
         if _graph_task_id() == -1:
-            return "forward", self._modules.current.module
+            return "forward", OpScope(module=self._modules.current.module)
         node = _current_node()
         number = None if node is None else node._sequence_nr()
-        return "backward", self._module_of_node.get(number, UNKNOWN_MODULE) if number is not None else UNKNOWN_MODULE
+        module = UNKNOWN_MODULE if number is None else self._module_of_node.get(number, UNKNOWN_MODULE)
+        return "backward", OpScope(module=module)

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from det_callbacks.trace.overloads import (
 )
 from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
-from det_callbacks.trace.sites import InputName, build_op, source_of, source_of_call
+from det_callbacks.trace.sites import InputName, build_op, source_of_call
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, begin_kept_call, hook_outputs
 from det_callbacks.trace.undigested_ops import UndigestedOps
@@ -170,6 +170,8 @@ class Recorder:
 
     def place(self) -> tuple[str, OpScope]:
         """Return phase and scope of what runs now."""
+        if (region := self.compiled.inside.get(get_ident())) is not None:
+            return region.phase, region.scope
         if _graph_task_id() == -1:
             return self._phase, self.modules.current
         return "backward", self.backward.scope()
@@ -211,7 +213,7 @@ class Recorder:
         writers = ledger.writers
         is_functional = plan.is_functional
         expected = self._expected
-        written_before = kept = None
+        was_changed, kept = False, None
         try:
             if plan.is_overwrite or (plan.may_be_in_flight and ledger.in_flight):
                 self.reads.gather_unwritten(plan, args, kwargs, consts, reads, names)
@@ -239,14 +241,12 @@ class Recorder:
             if not is_functional and (expected is not None or self.late.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None and not plan.is_overwrite:
-                    written_before = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
+                    was_changed = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
                 if self.late.is_used:
                     self.late.before_write(written)
             if self.keeper is not None:
                 kept = begin_kept_call(self, plan, phase, scope, args, kwargs)
             out = plan.call(*args, **kwargs)
-        except RuntimeError as error:
-            out = self.call_if_allowed(error, mark, func, phase, scope, args, kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             self.reads.roll_back(mark)
             raise
@@ -328,7 +328,7 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self.unseen_writes.compare(expected, mark, first, plan, args, kwargs, written_before)
+            self.unseen_writes.compare(expected, mark, first, plan, args, kwargs, was_changed=was_changed)
         return out
 
     def append(self, tensor: Tensor) -> LayoutSlot:
@@ -397,35 +397,11 @@ class Recorder:
             return known
         plan = make_plan(func)
         if self.nondeterministic_ops is not None:
-            plan = replace(plan, call=self.nondeterministic_ops.trap(plan))
+            plan = replace(plan, call=self.nondeterministic_ops.guard(plan, self.place))
         if plan.whole is not None:
             plan = replace(plan, whole=replace(plan.whole, call=plan.call))
         self._plans[id(func)] = plan
         return plan
-
-    def call_if_allowed(
-        self,
-        error: RuntimeError,
-        mark: int,
-        func: Any,
-        phase: str,
-        scope: OpScope,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Make a call again that raised for want of a deterministic implementation, when the user allows it.
-
-        Where the error is another one, or not allowed, it is raised again, and the sites from ``mark`` on are dropped.
-        """
-        ops = self.nondeterministic_ops
-        try:
-            if ops is None or not ops.is_raised_for(error):
-                raise error
-            call, source = partial(func, *args, **kwargs), source_of(scope)
-            return ops.call_again(error, call, op=str(func), phase=phase, module=scope.module, source=source)
-        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
-            self.reads.roll_back(mark)
-            raise
 
     def _trace(
         self, program: Program, digests: np.ndarray, indices: list[int], unseen_writes: frozenset[int]

@@ -78,10 +78,7 @@ class UndigestedOps:
             self._touch(func, plan)
         if recorder.late.is_used and not plan.is_functional:
             recorder.late.before_write(written_arguments(plan, args, kwargs))
-        try:
-            out = plan.call(*args, **kwargs)
-        except RuntimeError as error:
-            out = recorder.call_if_allowed(error, recorder.num_sites, func, phase, scope, args, kwargs)
+        out = plan.call(*args, **kwargs)
         out = hook_outputs(recorder, plan, phase, scope, out, None, args, kwargs)[0]
         self._forget(written_arguments(plan, args, kwargs))
         return out
@@ -131,11 +128,7 @@ class UndigestedOps:
             return TAKE_APART
         self._recorder.counts.skipped["captured"] += 1
         recorder.backward.note_unseen()
-        try:
-            return (plan.whole or plan).call(*args, **kwargs)
-        except RuntimeError as error:
-            phase, scope = recorder.place()
-            return recorder.call_if_allowed(error, recorder.num_sites, func, phase, scope, args, kwargs)
+        return (plan.whole or plan).call(*args, **kwargs)
 
     def _relayout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that gives a tensor another storage or extent; bytes that stay have the writers they had."""

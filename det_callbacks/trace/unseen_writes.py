@@ -7,7 +7,6 @@ Where digests are known at the step's end only, so is what differs: then what is
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,25 +15,12 @@ from torch import Tensor
 from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, digest_tensor, value_of
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.components import has_parts, parts_with_memory
+from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import OpPlan, tensors_read
 from det_callbacks.trace.storages import PartialWrites, region_of
 
 if TYPE_CHECKING:
     from det_callbacks.trace.recorder import Recorder
-
-
-@dataclass(slots=True)
-class WrittenArguments:
-    """What is found of the arguments that an op is about to write, whose bits nobody can read afterwards.
-
-    Attributes:
-        is_changed: one of them is not what its recorded writer left; in an optimizer's update: may not be.
-        pairs: digests that are known at the step's end, of what lies there and of what the writer left.
-    """
-
-    is_changed: bool = False
-    pairs: list[tuple[Bits, Bits]] = field(default_factory=list)
 
 
 class UnseenWriteCheck:
@@ -48,29 +34,19 @@ class UnseenWriteCheck:
         """Note that an optimizer begins its own update: no code of the user's runs until it ends."""
         self._update = self._recorder.num_sites
 
-    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> WrittenArguments:
-        """Return what is found of the arguments that an op is about to write.
+    def look_before(self, tensors: list[Tensor], mark: int, *, is_update: bool) -> bool:
+        """Return whether an argument that an op is about to write is not what its recorded writer left.
 
-        What the optimizer's own update has read or written so far is as it left it. The other memory that an optimizer
-        writes has to be what its recorded writers left, or nobody can be called the origin of what is there afterwards.
+        Nobody can read these bits afterwards. What the call itself has just read is not looked at again, nor, inside an
+        optimizer's update, what the update has read or written.
 
         Args:
             tensors: that the call writes.
             mark: sites that the step had before the call.
             is_update: the call is one of an optimizer's own update.
         """
-        found = WrittenArguments()
         trusted = self._update if is_update else mark
-        for tensor in tensors:
-            writer = None if has_parts(tensor) else self._writer(tensor)
-            if writer.__class__ is int and writer >= trusted:
-                continue
-            if not is_update:
-                found.is_changed = found.is_changed or self._is_changed(tensor)
-                continue
-            for part in parts_with_memory(tensor):
-                self._look_before_update(part, found)
-        return found
+        return any(not self._is_written_since(tensor, trusted) and self._is_changed(tensor) for tensor in tensors)
 
     def compare(
         self,
@@ -80,7 +56,8 @@ class UnseenWriteCheck:
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        written: WrittenArguments | None,
+        *,
+        was_changed: bool,
     ) -> None:
         """Note the sites of a call that differ and read something that nobody recorded wrote.
 
@@ -94,30 +71,22 @@ class UnseenWriteCheck:
             plan: of the op.
             args: of the call.
             kwargs: of the call.
-            written: what was found of the arguments that it wrote; None where it wrote none that it read.
+            was_changed: what ``look_before`` found.
         """
         digests, late = self._recorder.digests, self._recorder.late.bits
         positions = range(first, len(digests))
-        if written is not None and written.pairs:
-            parts = [bits for pair in written.pairs for bits in pair]
-            self._recorder.late.ask(parts, lambda known: _note_changed(expected, known, positions))
         waiting = [position for position in positions if position in late]
         differs = expected.checks_left and any(
             position not in late and expected.differs(position, digests[position]) for position in positions
         )
         if differs:
             expected.checks_left -= 1
-            is_changed = written is not None and written.is_changed
-            if is_changed or any(map(self._is_changed, tensors_read(plan, args, kwargs))):
+            if was_changed or any(map(self._is_changed, tensors_read(plan, args, kwargs))):
                 expected.unseen_writes.update(positions)
         elif waiting:
-            for tensor in tensors_read(plan, args, kwargs):
-                if not tensor.is_cpu or has_parts(tensor):
-                    continue
-                writer = self._writer(tensor)
-                is_just_read = isinstance(writer, int) and writer >= mark
-                if not is_just_read and self._is_changed(tensor):
-                    expected.unseen_writes.update(waiting)
+            on_host = [one for one in tensors_read(plan, args, kwargs) if one.is_cpu and not has_parts(one)]
+            if any(not self._is_written_since(tensor, mark) and self._is_changed(tensor) for tensor in on_host):
+                expected.unseen_writes.update(waiting)
 
     def look_back(self, expected: Expectation, program: Program, late: frozenset[int]) -> None:
         """Do the same at the end of a step for the sites whose digests are known only then.
@@ -138,21 +107,6 @@ class UnseenWriteCheck:
         changed = self._changed({writer for at in differing for writer in sites[at].inputs})
         expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(sites[at].inputs))
 
-    def _look_before_update(self, part: Tensor, found: WrittenArguments) -> None:
-        recorder = self._recorder
-        known = self._writer(part)
-        if not part.numel() or found.is_changed:
-            return
-        if isinstance(known, PartialWrites):
-            region = region_of(part)
-            num_known = sum(left.high - left.low for left, _ in known.untouched(region))
-            is_known = part.is_cpu and num_known == region.high - region.low
-            found.is_changed = not is_known or self._is_part_changed(part, known)
-        elif known is not None and known in recorder.late.bits:
-            found.pairs.append((recorder.late.output_bits(part), recorder.late.bits[known]))
-        else:
-            found.is_changed = known is None or not recorder.layouts.of(part).is_raw or self._is_changed(part)
-
     def _changed(self, wanted: Set[int]) -> set[int]:
         """Return those of some sites whose bytes are still there and others now."""
         recorder = self._recorder
@@ -172,12 +126,14 @@ class UnseenWriteCheck:
         return {writer for writer, bits in found if value_of(bits, known) != recorder.digests[writer]}
 
     def _writer(self, tensor: Tensor) -> int | PartialWrites | None:
-        return self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+        return None if has_parts(tensor) else self._recorder.ledger.writers.get(tensor.untyped_storage()._cdata)
+
+    def _is_written_since(self, tensor: Tensor, mark: int) -> bool:
+        writer = self._writer(tensor)
+        return isinstance(writer, int) and writer >= mark
 
     def _is_changed(self, tensor: Tensor) -> bool:
         recorder = self._recorder
-        if has_parts(tensor):
-            return False
         writer = self._writer(tensor)
         if isinstance(writer, PartialWrites):
             return self._is_part_changed(tensor, writer)
@@ -203,8 +159,3 @@ class UnseenWriteCheck:
                 if now != recorder.digests[writer]:
                     return True
         return False
-
-
-def _note_changed(expected: Expectation, known: list[int], positions: range) -> None:
-    if known[::2] != known[1::2]:
-        expected.unseen_writes.update(positions)

@@ -36,10 +36,9 @@ def compiles_anew() -> Iterator[None]:
 @pytest.fixture(
     params=[
         pytest.param("boxed", id="opaque"),
-        pytest.param("aot_eager", marks=pytest.mark.slow),
         pytest.param("inductor", marks=pytest.mark.slow),
     ]
 )
 def backend(request: pytest.FixtureRequest) -> Any:
-    """A compiler: one of which nothing is known, one that runs op after op, and the one that users use."""
+    """A compiler: one that runs op after op, and the one that users use."""
     return opaque_backend() if request.param == "boxed" else request.param

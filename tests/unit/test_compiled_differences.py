@@ -50,20 +50,16 @@ def test_one_ulp_that_nobody_saw_being_written_is_no_origin(backend: Any) -> Non
     assert (first.op, first.name, first.is_origin) == ("compiled.Net_forward.inputs", "x", None)
 
 
-def test_one_ulp_inside_is_the_ops_where_each_is_seen_and_the_regions_else(backend: Any) -> None:
+def test_one_ulp_inside_is_the_regions(backend: Any) -> None:
     def step(compiled: Any, is_nudged: bool) -> None:
         NUDGE["twice"] = is_nudged
         train(compiled)()
 
     found = changed(backend, step)
     first = found.divergences[0]
-    assert first.op == "det_tests.twice.default"
-    if backend == "aot_eager":
-        assert first.is_origin is True
-    else:
-        assert first.is_origin is None
-        assert {op for op, _ in origins(found)} <= {"compiled.Net_forward.inside", "compiled.Net_forward.outputs"}
-        assert ("compiled.Net_forward.inside", None) in origins(found)
+    assert (first.op, first.is_origin) == ("det_tests.twice.default", None)
+    assert {op for op, _ in origins(found)} == {"compiled.Net_forward.outputs"}
+    assert {origin.phase for origin in found.origins} == {"forward"}, "the backward pass may read what the op gave"
 
 
 def test_a_fused_kernel_that_computes_something_else_is_the_regions() -> None:

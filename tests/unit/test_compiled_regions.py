@@ -42,15 +42,19 @@ def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -
     assert counters["stats"]["unique_graphs"] == 1, "it was compiled, and once"
     assert steps[1].program.id == steps[2].program.id
     trace = steps[2]
-    assert sorted(str(site.name) for site in ends(trace, "inputs")) == sorted(["x", *model.state_dict()])
+    buffers = [name for name, _ in model.named_buffers()]
+    assert sorted(str(site.name) for site in ends(trace, "inputs")) == sorted(["x", *buffers])
+    graph = ends(trace, "graph")[0]
+    assert {trace.program.sites[at].name for at in graph.inputs} >= {name for name, _ in model.named_parameters()}
     (given,) = ends(trace, "inputs", "backward")
     assert given.name == "grad of output 0"
     assert {site.name for site in ends(trace, "outputs", "backward")} == {
         f"grad of {name}" for name, _ in model.named_parameters()
     }
-    is_opaque = backend != "aot_eager"
-    assert trace.program.opaque_regions == (("compiled.Net_forward",) if is_opaque else ())
-    assert bool(ends(trace, "inside")) is is_opaque
+    assert trace.program.opaque_regions == ("compiled.Net_forward",)
+    inner = [at for at, site in enumerate(trace.program.sites) if site.op == "det_tests.twice.default"]
+    assert inner
+    assert set(inner) <= set(ends(trace, "graph", "backward")[0].inputs), "which may read what they gave"
 
 
 def test_what_a_region_computes_is_what_it_computes_unwatched(backend: Any) -> None:
@@ -170,7 +174,6 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     with pytest.raises(RuntimeError, match="the kernel failed"), mode:
         compiled(torch.ones(3))
     assert COMPILED_GRAPHS.open == []
-    assert COMPILED_GRAPHS.inside == {}
     assert mode.recorder.compiled.inside == {}
     assert list(warnings.filters) == filters
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
@@ -184,7 +187,6 @@ def test_a_wrapped_module_calls_no_attention_to_our_hooks_and_is_selected_by_tho
         trace = traced(train(model), model)
     assert [site.module for site in ends(trace, "graph")] == ["blocks"]
     names = {site.name for site in ends(trace, "inputs")}
-    assert "blocks._orig_mod.0.linear.weight" in names
     assert "blocks._orig_mod.0.norm.running_mean" in names
     trace = traced(train(model), model, modules=("blocks._orig_mod.1",))
     assert [site.module for site in ends(trace, "graph")] == ["blocks"]
