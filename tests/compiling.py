@@ -16,7 +16,7 @@ from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
+from det_callbacks.trace.replaced import REPLACED
 
 COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),
@@ -115,15 +115,15 @@ def restored(model: nn.Module, state: dict[str, Tensor], run: Callable[[], StepT
 @contextmanager
 def compiling_anew() -> Iterator[None]:
     """Forget what was compiled, before and after."""
-    COMPILED_GRAPHS.follow(FOLLOWER)  # as a callback does during a fit
+    REPLACED.follow(FOLLOWER)  # as a callback does during a fit
     was_set = SET_BY_INDUCTOR in os.environ
     torch._dynamo.reset()
     counters.clear()
     NUDGE["twice"] = False
     yield
-    COMPILED_GRAPHS.unfollow(FOLLOWER)
+    REPLACED.unfollow(FOLLOWER)
     NUDGE["twice"] = False
     torch._dynamo.reset()
     if not was_set:
         os.environ.pop(SET_BY_INDUCTOR, None)
-    assert COMPILED_GRAPHS.open == [], "somebody still watches"
+    assert REPLACED.watchers == [], "somebody still watches"

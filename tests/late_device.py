@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest import digest_memory
-from det_callbacks.digest.device import Choice, Span, late
-from det_callbacks.digest.device.late import Transfers
-from det_callbacks.trace.late_sites import LateSites
-from det_callbacks.trace.named_tensors import address_of
+from det_callbacks.digest.device import Choice, Span, deferred
+from det_callbacks.digest.device.deferred import Transfers
+from det_callbacks.trace.components import address_of
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
@@ -114,9 +114,9 @@ def _numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
 def late_device(mask: int = 0) -> Iterator[LateDevice]:
     """Have the package take all tensors for those of a device that yields digests at the end of a step."""
     device = LateDevice(mask)
-    settle = LateSites.settle
+    settle = DeferredSites.settle
 
-    def settling(sites: LateSites, *args: Any) -> Any:
+    def settling(sites: DeferredSites, *args: Any) -> Any:
         before, device.num_steps = device.num_steps, 0
         try:
             return settle(sites, *args)
@@ -126,9 +126,9 @@ def late_device(mask: int = 0) -> Iterator[LateDevice]:
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(_is_on_cpu)),
         mock.patch.object(torch.Tensor, "numpy", _numpy),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
-        mock.patch.object(late, "Transfers", LateTransfers),
-        mock.patch.object(LateSites, "settle", settling),
+        mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
+        mock.patch.object(deferred, "Transfers", LateTransfers),
+        mock.patch.object(DeferredSites, "settle", settling),
     ):
         yield device
 
@@ -139,7 +139,7 @@ def doubles_are_late() -> Iterator[LateDevice]:
     device = LateDevice()
     with (
         mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: tensor.dtype is not torch.float64)),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=device)),
+        mock.patch.object(deferred, "device_choice", return_value=Choice(method=device)),
     ):
         yield device
 

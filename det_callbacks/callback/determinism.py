@@ -29,7 +29,7 @@ from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.fits import no_metrics_text, no_prediction_line
 from det_callbacks.settings import EnforcedDeterminism, enforce_around_training
 from det_callbacks.tensors.copies import require_room
-from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
+from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.verdict import Verdict
 
 
@@ -144,7 +144,7 @@ class DeterminismCallback(CallbackArguments):
             return
         self._checkpoints = self._checkpoints or CheckpointWatch(self.resume, self._group)
         self._checkpoints.begin_stage(trainer)
-        COMPILED_GRAPHS.follow(self)  # now: a validation may compile the model before a step is traced
+        REPLACED.follow(self)  # now: a validation may compile the model before a step is traced
         self._call = None
         call = CALLS.get(TrainerFn(stage))
         if stage == TrainerFn.FITTING or (call is not None and self.mode != "audit"):
@@ -436,7 +436,7 @@ class DeterminismCallback(CallbackArguments):
 
     def _close_stage(self) -> None:
         self._ops.end()
-        COMPILED_GRAPHS.unfollow(self)
+        REPLACED.unfollow(self)
         self._replicas.close()
         self._group.close()
         enforced, self._enforced = self._enforced, None

@@ -9,7 +9,7 @@ from det_callbacks.digest.components import (
     require_storage,
     tensor_bits,
 )
-from det_callbacks.digest.device import Bits, LateBits, LateDigests, derived, device_choice, value_of
+from det_callbacks.digest.device import Bits, DeferredBits, DeferredDigests, derived, device_choice, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import (
@@ -25,8 +25,8 @@ from det_callbacks.host_digest import (
 __all__ = [
     "DIGEST_VERSION",
     "Bits",
-    "LateBits",
-    "LateDigests",
+    "DeferredBits",
+    "DeferredDigests",
     "StateDigest",
     "derived",
     "device_choice",

@@ -45,7 +45,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import Bits, LateBits, LateDigests, derived, value_of
+from det_callbacks.digest.device import Bits, DeferredBits, DeferredDigests, derived, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
@@ -103,12 +103,12 @@ def digest_output(tensor: torch.Tensor) -> int:
     return bits
 
 
-def tensor_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
+def tensor_bits(tensor: torch.Tensor, late: DeferredDigests) -> Bits:
     """Return what ``digest_tensor`` does, queued in ``late`` where a device computes it; raise as that does."""
     return _bits(tensor, late, memory_order=False)
 
 
-def output_bits(tensor: torch.Tensor, late: LateDigests) -> Bits:
+def output_bits(tensor: torch.Tensor, late: DeferredDigests) -> Bits:
     """Return what ``digest_output`` does, as ``tensor_bits``."""
     return _bits(tensor, late, memory_order=True)
 
@@ -118,7 +118,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Those of a device that computes digests go through a ``DigestQueue``, and their digests are fetched together.
     """
-    late = LateDigests()
+    late = DeferredDigests()
     found: list[Bits] = [0] * len(tensors)
     in_place: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -136,7 +136,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [value_of(bits, known) for bits in found]
 
 
-def _bits(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits:
+def _bits(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits:
     span = None if _len_torch_function_stack() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
@@ -170,7 +170,7 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     return base + start, nbytes
 
 
-def _digest(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits:
+def _digest(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits:
     """Return the digest; without ``late`` as a number."""
     span = _span(tensor, memory_order)
     if span is not None:
@@ -192,11 +192,11 @@ def _digest(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: boo
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
 
 
-def _digest_there(tensor: torch.Tensor, late: LateDigests | None, *, memory_order: bool) -> Bits | None:
+def _digest_there(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits | None:
     """Return the digest of a strided tensor of a device; None where it has to be copied to the host."""
     if late is None and tensor.nbytes < ALONE_BYTES:
         return None
-    queue = LateDigests() if late is None else late
+    queue = DeferredDigests() if late is None else late
     plain = _plain(tensor, memory_order)
     first = int(plain.storage_offset()) * plain.element_size()
     bits = queue.add(plain.untyped_storage(), first, plain.nbytes)
@@ -232,7 +232,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _components(tensor: torch.Tensor, late: LateDigests | None) -> list[Bits] | None:
+def _components(tensor: torch.Tensor, late: DeferredDigests | None) -> list[Bits] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
@@ -295,7 +295,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
 def _combine(components: Sequence[Bits]) -> Bits:
     if len(components) == 1:
         return components[0]
-    if any(isinstance(bits, LateBits) for bits in components):
+    if any(isinstance(bits, DeferredBits) for bits in components):
         return derived(components, _combined)
     return _combined([bits for bits in components if isinstance(bits, int)])
 

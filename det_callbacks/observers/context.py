@@ -235,7 +235,7 @@ class ObserverContext:
         """
         verification, expected = self._verification, self._expected
         assert verification is not None
-        if self._recorder.late.bits:
+        if self._recorder.deferred.bits:
             return  # known at the step's end; to ask for them now would wait for the device
         first, end = self._num_checked, self._recorder.num_sites
         if expected is None or self._recorder.digests[first:] != expected.digests[first:end]:

@@ -23,7 +23,7 @@ from det_callbacks.digest import inner_tensors, require_storage, unobserved
 from det_callbacks.errors import ReplayError, SelectionError
 from det_callbacks.tensors.files import MIB, SavedTensor, require_free
 from det_callbacks.trace.components import holds_data, unwrapped
-from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 
 TENSOR_BUDGET_MIB = 1024.0
 """What one step may save where nothing else is asked for."""
@@ -82,7 +82,7 @@ class TensorBudget:
         """Start a step."""
         self.num_bytes = 0
 
-    def copy(self, tensors: Sequence[Tensor], op: str, late: LateSites | None) -> list[SavedTensor]:
+    def copy(self, tensors: Sequence[Tensor], op: str, late: DeferredSites | None) -> list[SavedTensor]:
         """Return copies of tensors as they are now.
 
         Args:
@@ -118,7 +118,7 @@ def require_room(path: Path, budget_mib: float) -> None:
     require_free(folder, budget_mib, "Nothing was recorded: with this tensor_budget_mib a step may save")
 
 
-def copy_bits(tensor: Tensor, late: LateSites | None) -> SavedTensor:
+def copy_bits(tensor: Tensor, late: DeferredSites | None) -> SavedTensor:
     """Return a copy of a plain tensor's bits as they are now; no dispatch mode and no autograd sees it.
 
     From a device the bits arrive when the step that is under way in ``late`` is settled; None waits for it here.
@@ -128,7 +128,7 @@ def copy_bits(tensor: Tensor, late: LateSites | None) -> SavedTensor:
         memory = _memory(inner)
         if not inner.numel():
             bits = torch.empty(0, dtype=torch.uint8)
-        elif late is not None and late.is_late(inner):
+        elif late is not None and late.is_deferred(inner):
             bits = late.fetch(memory)
         elif inner.is_cpu and inner.is_contiguous():
             # In one thread: torch's own copy waits for its thread pool, which on a busy machine took 8 ms for 10 MiB
@@ -143,7 +143,7 @@ def copy_bits(tensor: Tensor, late: LateSites | None) -> SavedTensor:
         return SavedTensor(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=content)
 
 
-def write_bits(saved: SavedTensor, live: Tensor, late: LateSites | None = None) -> None:
+def write_bits(saved: SavedTensor, live: Tensor, late: DeferredSites | None = None) -> None:
     """Write saved bits into the memory of a live tensor that they fit, whose elements share none.
 
     Device, strides, aliases, ``requires_grad``, graph and version counter stay: whatever shares the memory sees the
@@ -155,8 +155,8 @@ def write_bits(saved: SavedTensor, live: Tensor, late: LateSites | None = None) 
             return
         memory = _memory(inner)
         bits = torch.from_numpy(saved.bits).view(memory.dtype).reshape(memory.shape)
-        if late is not None and late.is_late(inner):
-            late.before_write((inner,))
+        if late is not None and late.is_deferred(inner):
+            late.before_writes((inner,))
             late.send(bits, memory)
         elif inner.is_cpu and inner.is_contiguous():
             memmove(inner.data_ptr(), bits.data_ptr(), inner.nbytes)

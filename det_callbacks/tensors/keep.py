@@ -17,7 +17,7 @@ from det_callbacks.tensors.files import SavedTensor, StepWriter
 from det_callbacks.tensors.kept import LEFT_OUT, KeptCounts
 from det_callbacks.tensors.replay import OpSelection
 from det_callbacks.trace.components import holds_data
-from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class _Call:
     """
 
     op: str
-    late: LateSites | None
+    late: DeferredSites | None
     reads: list[tuple[dict[str, Any], SavedTensor]] = field(default_factory=list)
     outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
     position: int = 0
@@ -69,7 +69,7 @@ class Keeper(OpSelection):
         self._budget.begin()
 
     def begin_call(
-        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites | None = None
+        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: DeferredSites | None = None
     ) -> _Call | None:
         """Copy what a call is about to read; see ``TensorKeeper``."""
         if not self._is_wanted:

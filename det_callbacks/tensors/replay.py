@@ -16,7 +16,7 @@ from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.tensors.copies import TensorBudget, misfit, require_apart, write_bits
 from det_callbacks.tensors.files import MIB, SavedStep, SavedTensor, StepWriter
 from det_callbacks.trace.components import unwrapped
-from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 
 
 def replay_patterns(replay: object) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Replay:
         self.counts.end_step()
         self.begin(None)
 
-    def exchange(self, key: str, live: Any, *, op: str, late: LateSites | None) -> Any:
+    def exchange(self, key: str, live: Any, *, op: str, late: DeferredSites | None) -> Any:
         """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
 
         The memory of a live tensor gets the saved bits, see ``write_bits``.
@@ -148,7 +148,7 @@ class Replay:
         return value
 
     def exchange_apart(
-        self, key: str, live: Tensor, *, op: str, late: LateSites | None, has_history: bool
+        self, key: str, live: Tensor, *, op: str, late: DeferredSites | None, has_history: bool
     ) -> Tensor | None:
         """Save a tensor, or return a new one with the saved bits: the live one, which may be expanded, stays as it is.
 
@@ -171,7 +171,7 @@ class Replay:
             str(saved.path),
         )
 
-    def _exchange(self, key: str, live: Tensor, op: str, late: LateSites | None) -> SavedTensor | None:
+    def _exchange(self, key: str, live: Tensor, op: str, late: DeferredSites | None) -> SavedTensor | None:
         """Save a tensor; or count it, and return the saved bits where they have to be written."""
         if self.saved is None:
             if self._writer is not None:
@@ -187,7 +187,7 @@ class Replay:
         if problem := misfit(saved, live):
             raise self.error(self.saved, f"{key!r} does not fit: {problem}")
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
-        if late is not None and late.is_late(inner):
+        if late is not None and late.is_deferred(inner):
             bits = late.tensor_bits(inner)
             late.ask((bits,), lambda found: self._put_back.add(op, differs=found[0] != digest, num_bytes=num_bytes))
             return saved
@@ -228,7 +228,7 @@ class OpReplay(OpSelection):
         self._replay = replay
 
     def exchange(
-        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites | None = None
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: DeferredSites | None = None
     ) -> Sequence[Any]:
         """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
         place = f"{phase}/{module}:{op}"

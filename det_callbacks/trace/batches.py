@@ -98,13 +98,13 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
         slot = recorder.layouts.special(kind, (), UNREAD)
         record_bits(recorder, "unread", "data", name, 0, role="named", slot=slot)
         recorder.counts.opaque.add(f"{name} ({kind})")
-    recorder.late.end_group()
+    recorder.deferred.end_group()
     return sketch
 
 
 def _record_late(recorder: Recorder, tensor: Tensor, sketch: Sketch) -> Bits | None:
     """Ask for the samples of a tensor on a device that computes digests; None on others."""
-    late = recorder.late
+    late = recorder.deferred
     if tensor.is_cpu or not late.computes_on(tensor.device):
         return None
     sketch.is_late = True

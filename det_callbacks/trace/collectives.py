@@ -127,7 +127,7 @@ class Collectives:
             self._end_wait(next(iter(given.values())))
             return out
         if "gather" in plan.base:  # FSDP frees what it gathered, by a method of the storage that no mode sees
-            recorder.late.is_freed_unseen = True
+            recorder.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             recorder.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
@@ -266,7 +266,7 @@ class Collectives:
                 edges.append(())
                 recorder.append_bits(0, recorder.layouts.none)
             positions = tuple(range(start, len(recorder.digests)))
-            recorder.late.flush()  # before another stream writes there
+            recorder.deferred.flush()  # before another stream writes there
             out = func(*args, **kwargs)
         except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
             recorder.reads.roll_back(mark)

@@ -20,7 +20,7 @@ from det_callbacks.digest import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.arguments import arguments_json
 from det_callbacks.trace.backward import compiled_nodes
-from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS, GraphInput, TracedGraph
+from det_callbacks.trace.compiled_graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
 from det_callbacks.trace.named_tensors import has_place
@@ -128,7 +128,7 @@ class Region:
         for output in outputs:
             self.inner.append(recorder.num_sites)
             recorder.append_value(output)
-        recorder.late.flush()  # the region's kernels, which nobody sees, reuse this memory
+        recorder.deferred.flush()  # the region's kernels, which nobody sees, reuse this memory
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]]) -> None:
         """Record what came out."""
@@ -136,7 +136,9 @@ class Region:
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
             # inductor looks at who holds what a CUDA graph of its gave, before it reuses that memory
-            recorder.late.unhold(part for _, value in values for part in parts_with_memory(value))
+            for _, value in values:
+                for part in parts_with_memory(value):
+                    recorder.deferred.unhold(part.untyped_storage())
         values += self._written()
         recorder.counts.num_digested += 1
         if values:
@@ -147,9 +149,9 @@ class Region:
                 for part in parts_with_memory(value):
                     recorder.ledger.write(part, position)
             self.reads = (*reads, *range(first, recorder.num_sites))
-            recorder.late.end_group()
+            recorder.deferred.end_group()
         if self.graph.is_graphed:
-            recorder.late.flush()
+            recorder.deferred.flush()
 
     def _step_to(
         self,
@@ -201,7 +203,7 @@ class Region:
             if isinstance(value, Tensor) and (
                 _version_of(value) != version
                 # of a device that computes digests it is only known whether it may have
-                or position in recorder.late.bits
+                or position in recorder.deferred.bits
                 or digest_output(value) != recorder.digests[position]
             ):
                 written.append((name, value))
@@ -223,14 +225,12 @@ class CompiledRegions:
         self.inside: dict[int, Region | None] = {}
 
     def open(self) -> None:
-        """Watch from here on, or have nothing compiled run; ``open`` and ``close`` may lie one inside the other."""
+        """Record regions from here on, or have nothing compiled run; may be called again before ``close``."""
         self._depth += 1
         if self._depth > 1:
             return
         if self._recorder.selection.compiled == "eager":
             self._stance = torch.compiler.set_stance("force_eager")
-        if self._recorder.selection.level != "state":
-            COMPILED_GRAPHS.watch(self)
 
     def close(self) -> None:
         """Undo one ``open``; may be called more than once."""
@@ -239,7 +239,6 @@ class CompiledRegions:
             stance, self._stance = self._stance, None
             if stance is not None:
                 stance.__exit__(None, None, None)
-            COMPILED_GRAPHS.unwatch(self)
             self.inside.clear()
 
     def begin(self) -> None:
@@ -293,7 +292,7 @@ class CompiledRegions:
         """Run a graph that inductor compiled before anybody followed, forward or backward: it may write anything."""
         if not self._is_recorded():
             return call()
-        self._recorder.late.before_any_write()
+        self._recorder.deferred.before_any_write()
         self.inside[get_ident()] = None
         try:
             return call()
@@ -317,8 +316,8 @@ class CompiledRegions:
             recorder.counts.skipped[plan.kind.value] += 1
             return func(*args, **kwargs)
         phase, scope = region.phase, region.scope
-        if recorder.late.is_used and not plan.is_functional:
-            recorder.late.before_write(written_arguments(plan, args, kwargs))
+        if recorder.deferred.is_used and not plan.is_functional:
+            recorder.deferred.before_writes(written_arguments(plan, args, kwargs))
         kept = begin_kept_call(recorder, plan, phase, scope, args, kwargs)
         out = plan.call(*args, **kwargs)
         if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
@@ -338,10 +337,12 @@ class CompiledRegions:
 
     def _is_recorded(self) -> bool:
         """Return whether a graph that is about to run makes rows, and is not a part of another one, or of a capture."""
-        return self._step is not None and not self.is_inside() and not self._recorder.undigested.is_capturing()
+        recorder = self._recorder
+        is_open = self._depth > 0 and self._step is not None and recorder.selection.level != "state"
+        return is_open and not self.is_inside() and not recorder.undigested.is_capturing()
 
     def _start(self, region: Region) -> None:
-        self._recorder.late.flush()  # its kernels reuse memory, also of what it is given
+        self._recorder.deferred.flush()  # its kernels reuse memory, also of what it is given
         self._recorder.counts.opaque.add(region.graph.region)
         self.inside[get_ident()] = region
 
@@ -378,7 +379,7 @@ class CompiledRegions:
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection: what it writes is unknown from here on."""
-        self._recorder.late.flush()
+        self._recorder.deferred.flush()
         versions = [_version_of(value) for value in args]
         self.inside[get_ident()] = None
         try:

@@ -1,6 +1,6 @@
 """Tensors that are made of other tensors: sparse ones, shards and wrapper subclasses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch.nn.parameter import is_lazy
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
+
+address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
+"""``data_ptr`` without the lookup of a subclass's method."""
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

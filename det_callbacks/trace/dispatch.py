@@ -97,7 +97,7 @@ class Interceptor(DispatchMode):
         super().__init__()
         self._recorder: Recorder | None = None
         self.recorder = recorder
-        self._captures = recorder.graphs.begun
+        self._captures = recorder.undigested.captures
         self._inside = recorder.compiled.inside
         self._lock = recorder.lock
 
@@ -110,7 +110,7 @@ class Interceptor(DispatchMode):
     def recorder(self, recorder: "Recorder | None") -> None:
         for one in (self._recorder, recorder):
             if one is not None:
-                one.late.sees_writes = one is recorder
+                one.deferred.sees_writes = one is recorder
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -120,7 +120,7 @@ class Interceptor(DispatchMode):
         if recorder is None:
             return func(*args, **(kwargs or {}))
         with self._lock:
-            if self._captures and recorder.graphs.is_capturing():
+            if self._captures and recorder.undigested.is_capturing():
                 out = recorder.undigested.captured(func, args, kwargs or {})
             elif self._inside:
                 out = recorder.compiled.dispatch(func, args, kwargs or {})

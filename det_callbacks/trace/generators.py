@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from det_callbacks.digest import Bits, LateDigests, tensor_bits, value_of
+from det_callbacks.digest import Bits, DeferredDigests, tensor_bits, value_of
 from det_callbacks.rng import (
     PROCESS,
     TORCH_CPU,
@@ -104,7 +104,7 @@ class Ledger:
     def __init__(self) -> None:
         self.held: Mapping[str, Any] = {}
         self._rows: list[tuple[str, str, Bits, str]] = []
-        self._late = LateDigests()
+        self._late = DeferredDigests()
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; while a graph is captured, not those of devices.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest import Bits, digest_spans
 from det_callbacks.rng import PROCESS, digest_generator, is_readable, used_generators
 from det_callbacks.runs.program import IN_FLIGHT, Role, Site, scalar_bits
-from det_callbacks.trace.components import has_parts, holds_data, unwrapped
+from det_callbacks.trace.components import address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.leaves import flatten
 from det_callbacks.trace.program_trie import CallNode
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _STRIDED = torch.strided
 _free_weak_ref = torch.UntypedStorage._free_weak_ref
-
-address_of: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
-"""``data_ptr`` without the lookup of a subclass's method."""
 
 Place = tuple[int, int]
 """Address of a tensor's storage, and of its first element."""
@@ -207,14 +204,14 @@ def record_group(
     first = recorder.num_sites
     digests = digest_spans(spans)
     for index, value in others:
-        bits = recorder.late.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
+        bits = recorder.deferred.digest_row_major(first + index, value) if isinstance(value, Tensor) else None
         digests.insert(index, scalar_bits(value)[0] if bits is None else bits)
     recorder.digests.extend(digests)
     recorder.layout_indices.extend(indices)
     for position, value in enumerate(written, start=first):
         if isinstance(value, Tensor) and not has_parts(value) and value.numel():
             recorder.ledger.write(value, position)
-    recorder.late.end_group()
+    recorder.deferred.end_group()
     return places
 
 
@@ -232,7 +229,7 @@ def record_output(recorder: "Recorder", phase: str, module: str, name: str, tens
         reads = recorder.writers_of(tensor)
         _step_to(recorder, "output", phase, module, [reads], [name])
         recorder.append_output(tensor, reads)
-        recorder.late.end_group()
+        recorder.deferred.end_group()
 
 
 def record_bits(
@@ -240,7 +237,7 @@ def record_bits(
 ) -> None:
     """Record 64 bits that are no tensor's, such as the digest of a generator."""
     _step_to(recorder, label, phase, "", [[]], [name], role)
-    recorder.append_bits(recorder.late.later(recorder.num_sites, bits), slot or recorder.layouts.none)
+    recorder.append_bits(recorder.deferred.defer(recorder.num_sites, bits), slot or recorder.layouts.none)
 
 
 def _step_to(

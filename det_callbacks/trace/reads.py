@@ -10,9 +10,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # l
 from det_callbacks.digest import digest_memory
 from det_callbacks.rng import digest_generator
 from det_callbacks.runs.program import UNWRITTEN, Site
-from det_callbacks.trace.components import has_parts, holds_data, parts_of
+from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of
 from det_callbacks.trace.generators import PASSED, generator_of
-from det_callbacks.trace.named_tensors import address_of
 from det_callbacks.trace.overloads import OpPlan, goes_to_device, tensors_read
 from det_callbacks.trace.program_trie import CallNode
 from det_callbacks.trace.sites import InputName, SpecialInput, input_site
@@ -217,7 +216,7 @@ class Reads:
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""
-        self._recorder.late.roll_back(mark)
+        self._recorder.deferred.roll_back(mark)
         del self._recorder.digests[mark:]
         del self._recorder.layout_indices[mark:]
         self.row_edges.clear()

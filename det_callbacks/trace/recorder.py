@@ -21,14 +21,13 @@ from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.backward import ENGINE, BackwardMap
 from det_callbacks.trace.compiled_regions import CompiledRegions
-from det_callbacks.trace.components import has_parts, holds_data, parts_of, parts_with_memory
-from det_callbacks.trace.cuda_graphs import CudaGraphs
+from det_callbacks.trace.components import address_of, has_parts, holds_data, parts_of, parts_with_memory
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.generators import GeneratorTrail
-from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.modules import ModuleStack
-from det_callbacks.trace.named_tensors import NameTable, address_of
+from det_callbacks.trace.named_tensors import NameTable
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.overloads import (
     OpKind,
@@ -41,6 +40,7 @@ from det_callbacks.trace.overloads import (
 )
 from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.sites import InputName, build_op, source_of_call
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, begin_kept_call, hook_outputs
@@ -65,7 +65,7 @@ class Recorder:
         root: the module that module names are relative to; None names outermost modules by their class.
 
     Attributes:
-        late: the sites whose digests a device computes.
+        deferred: the sites whose digests a device computes.
         nondeterministic_ops: who is told of ops without a deterministic implementation; set before the first step.
         output_hook: called with an op's outputs before they are digested.
         keeper: keeps the tensors of chosen ops.
@@ -91,11 +91,10 @@ class Recorder:
         self.modules = ModuleStack(root)
         self.backward = BackwardMap(self.parameter_names, self.modules)
         self.reads = Reads(self)
-        self.graphs = CudaGraphs(self)
-        self.undigested = UndigestedOps(self, self.graphs.is_capturing)
+        self.undigested = UndigestedOps(self)
         self.compiled = CompiledRegions(self)
         self.unseen_writes = UnseenWriteCheck(self)
-        self.late = LateSites()
+        self.deferred = DeferredSites()
         self.digests = array("Q")
         self.layout_indices: list[int] = []
         self._phase = "other"
@@ -113,13 +112,13 @@ class Recorder:
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self.late.flush()
+        self.deferred.flush()
         self._phase = phase
         self.unseen_writes.begin_update()
 
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output is not as ``expected``, the op's inputs are looked at while they live."""
-        self.late.begin()
+        self.deferred.begin()
         self.layouts.trim()
         self.ledger.close()
         self.backward.clear()
@@ -129,15 +128,16 @@ class Recorder:
         self._expected = expected
         self.trie.begin()
         self.undigested.begin()
-        self.graphs.begin()
         self.compiled.begin()
+        REPLACED.unwatch(self)
+        REPLACED.watch(self)
         self.counts = StepCounts()
 
     def finish(self) -> StepTrace:
         """End the step and return what it did."""
         program = self.trie.program(self.counts)
         require_whole(program, self.digests)
-        late = self.late.settle(self.digests)
+        late = self.deferred.settle(self.digests)
         unseen: frozenset[int] = frozenset()
         if (expected := self._expected) is not None:
             self.unseen_writes.look_back(expected, program, late)
@@ -149,18 +149,18 @@ class Recorder:
 
     def trace_so_far(self) -> StepTrace:
         """Return a copy of what the step under way did up to here, without counts; waits for devices that digest."""
-        self.late.settle(self.digests)
+        self.deferred.settle(self.digests)
         program = Program(with_occurrences(self.trie.rows()))
         return self._trace(program, np.array(self.digests, dtype=np.uint64), [*self.layout_indices], frozenset())
 
     def abandon(self) -> None:
         """Drop the step under way and every weak reference it holds; may be called more than once."""
-        self.late.discard()
+        self.deferred.discard()
         self.ledger.close()
         self.backward.clear()
         self.compiled.end()
-        self.undigested.collectives.end()
-        self.graphs.end()
+        self.undigested.end()
+        REPLACED.unwatch(self)
         self._expected = None
 
     @property
@@ -238,12 +238,12 @@ class Recorder:
                 self.reads.read_generator(args, kwargs, reads, names)
             if self.reads.unwritten:
                 self.reads.read_unwritten(plan, args, kwargs, reads, names)
-            if not is_functional and (expected is not None or self.late.is_used):
+            if not is_functional and (expected is not None or self.deferred.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None and not plan.is_overwrite:
                     was_changed = self.unseen_writes.look_before(written, mark, is_update=phase == "optimizer")
-                if self.late.is_used:
-                    self.late.before_write(written)
+                if self.deferred.is_used:
+                    self.deferred.before_writes(written)
             if self.keeper is not None:
                 kept = begin_kept_call(self, plan, phase, scope, args, kwargs)
             out = plan.call(*args, **kwargs)
@@ -319,12 +319,12 @@ class Recorder:
                 if slot.is_raw and output.is_cpu and (address := address_of(output)):
                     digests.append(digest_memory(address, slot.num_bytes))
                 else:
-                    digests.append(self.late.digest(len(digests), output, slot))
+                    digests.append(self.deferred.digest(len(digests), output, slot))
                 indices.append(slot.index)
             else:
                 self._append_special(output, is_fresh=is_functional)
         if not is_functional:
-            self.late.end_read()
+            self.deferred.end_read()
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
@@ -334,9 +334,9 @@ class Recorder:
     def append(self, tensor: Tensor) -> LayoutSlot:
         """Digest a tensor, in memory order where it is dense, as the next site; return its layout."""
         slot = self.layouts.of(tensor)
-        self.digests.append(self.late.digest(len(self.digests), tensor, slot))
+        self.digests.append(self.deferred.digest(len(self.digests), tensor, slot))
         self.layout_indices.append(slot.index)
-        self.late.end_read()
+        self.deferred.end_read()
         return slot
 
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
@@ -362,7 +362,7 @@ class Recorder:
             written = self.layouts.at(self.layout_indices[writer])
             is_same = written is slot or (written.is_raw and written.num_bytes == slot.num_bytes)
             if is_same and tensor.untyped_storage().nbytes() == slot.num_bytes:
-                self.append_bits(self.late.take_over(len(self.digests), writer, self.digests), slot)
+                self.append_bits(self.deferred.take_over(len(self.digests), writer, self.digests), slot)
                 return
         self.append(tensor)
 
@@ -463,7 +463,7 @@ class Recorder:
         It adds in place when nobody else holds the memory (torch 2.13, ``InputBuffer::accumulate``). Whether a digest
         that waits does, is no matter of the training's.
         """
-        if self.late.is_used:
-            self.late.before_write(args[:1])
+        if self.deferred.is_used:
+            self.deferred.before_writes(args[:1])
         self._accumulation = self._accumulation or replace(self.plan_of(_ADD), call=self.plan_of(_ADD_IN_PLACE).call)
         return self._accumulation

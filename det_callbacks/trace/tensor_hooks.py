@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpPlan, read_by_argument, written_by_call
 from det_callbacks.trace.program_trie import OpScope
@@ -20,7 +20,7 @@ class OutputHook(Protocol):
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants the outputs of an op at this place."""
 
-    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any], late: LateSites) -> Sequence[Any]:
+    def exchange(self, phase: str, module: str, op: str, outputs: Sequence[Any], late: DeferredSites) -> Sequence[Any]:
         """Return what to go on with: the same tensors, perhaps written to, and perhaps other numbers.
 
         What has to be known of tensors on a device is asked for in ``late``, of the step under way.
@@ -33,7 +33,7 @@ class TensorKeeper(Protocol):
     def selects(self, phase: str, module: str, op: str) -> bool:
         """Return whether it wants to know of an op at this place."""
 
-    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: LateSites) -> Any:
+    def begin_call(self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: DeferredSites) -> Any:
         """Take what a call is about to read: argument, qualified name of the tensor, and the tensor itself.
 
         Returns:
@@ -72,7 +72,7 @@ def hook_outputs(
     outputs = written_by_call(plan, out, args, kwargs) if outputs is None else outputs
     if not outputs:
         return out, outputs
-    exchanged = hook.exchange(phase, scope.module, plan.name, outputs, recorder.late)
+    exchanged = hook.exchange(phase, scope.module, plan.name, outputs, recorder.deferred)
     is_number = len(outputs) == 1 and outputs[0] is out and not isinstance(out, Tensor)
     return exchanged[0] if is_number else out, exchanged
 
@@ -88,4 +88,4 @@ def begin_kept_call(
         (argument, recorder.names.of(tensor) if has_place(tensor) else None, tensor)
         for argument, tensor in read_by_argument(plan, args, kwargs)
     ]
-    return keeper.begin_call(plan.name, reads, recorder.late)
+    return keeper.begin_call(plan.name, reads, recorder.deferred)

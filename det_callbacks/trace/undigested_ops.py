@@ -1,6 +1,6 @@
 """Ops whose outputs are not digested: what they change is recorded all the same."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from det_callbacks.runs.program import GRAPH
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.components import has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
@@ -28,19 +29,25 @@ class UndigestedOps:
 
     Attributes:
         collectives: records the ops whose outputs come later.
-        is_capturing: returns whether what runs here becomes part of a CUDA graph, so that nothing is computed.
+        captures: the captures of CUDA graphs that were begun in this step, by ``id``; the same set for good.
     """
 
-    def __init__(self, recorder: "Recorder", is_capturing: Callable[[], bool]) -> None:
+    def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.collectives = Collectives(recorder)
-        self.is_capturing = is_capturing
+        self.captures: set[int] = set()
         self._copying: set[torch.device] = set()
 
     def begin(self) -> None:
         """Start a step."""
         self._copying.clear()
+        self.captures.clear()
         self.collectives.begin()
+
+    def end(self) -> None:
+        """End a step; may be called more than once."""
+        self.captures.clear()
+        self.collectives.end()
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has no digest by its kind: a view, uninitialised memory, a collective."""
@@ -51,7 +58,7 @@ class UndigestedOps:
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
         if plan.kind is not OpKind.UNINITIALISED:
-            recorder.late.flush()  # it may write what nobody is told of, or let another stream do so
+            recorder.deferred.flush()  # it may write what nobody is told of, or let another stream do so
         if plan.kind is OpKind.COLLECTIVE:
             return self.collectives.run(plan, func, args, kwargs)
         self._recorder.counts.skipped[plan.kind.value] += 1
@@ -76,8 +83,8 @@ class UndigestedOps:
         self._recorder.counts.skipped["unselected"] += 1
         if phase != "optimizer" and (_is_grad_enabled() or recorder.backward.is_unclaimed()):
             self._touch(func, plan)
-        if recorder.late.is_used and not plan.is_functional:
-            recorder.late.before_write(written_arguments(plan, args, kwargs))
+        if recorder.deferred.is_used and not plan.is_functional:
+            recorder.deferred.before_writes(written_arguments(plan, args, kwargs))
         out = plan.call(*args, **kwargs)
         out = hook_outputs(recorder, plan, phase, scope, out, None, args, kwargs)[0]
         self._forget(written_arguments(plan, args, kwargs))
@@ -94,7 +101,7 @@ class UndigestedOps:
         if scope.name is None or not (dist.is_available() and dist.is_initialized()):
             return NotImplemented
         self._recorder.counts.skipped["reducer"] += 1
-        self._recorder.late.flush()
+        self._recorder.deferred.flush()
         return plan.call(*args, **kwargs)
 
     def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
@@ -112,6 +119,25 @@ class UndigestedOps:
         for device in copying:
             if accelerator is not None and accelerator.type == device.type:
                 torch.accelerator.synchronize(device)
+
+    def before_capture(self, graph: Any) -> None:
+        """Note that a CUDA graph is about to be captured."""
+        self._recorder.deferred.flush()  # within the capture the device could not read what waits
+        self.captures.add(id(graph))
+
+    def before_replay(self) -> None:
+        """Note that a CUDA graph is about to run, past every mode: what the step knew of memory counts no more.
+
+        What is read next is digested anew, as a row of role "left".
+        """
+        self._recorder.deferred.before_any_write()
+        if not self._recorder.compiled.is_inside():  # a compiled region that replays one has rows for what it gives
+            self._recorder.counts.skipped["replayed"] += 1
+            self._recorder.run_unseen(GRAPH)
+
+    def is_capturing(self) -> bool:
+        """Return whether what runs here becomes part of a CUDA graph: nothing is computed, or may be done beside it."""
+        return bool(self.captures) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:
         """Return whether what is about to be recorded does not exist: a CUDA graph is being captured. Counts it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from det_callbacks.digest import Bits, LateDigests, digest_memory, digest_output, digest_tensor, value_of
+from det_callbacks.digest import Bits, DeferredDigests, digest_memory, digest_output, digest_tensor, value_of
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.components import has_parts
@@ -73,7 +73,7 @@ class UnseenWriteCheck:
             kwargs: of the call.
             was_changed: what ``look_before`` found.
         """
-        digests, late = self._recorder.digests, self._recorder.late.bits
+        digests, late = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
         waiting = [position for position in positions if position in late]
         differs = expected.checks_left and any(
@@ -110,7 +110,7 @@ class UnseenWriteCheck:
     def _changed(self, wanted: Set[int]) -> set[int]:
         """Return those of some sites whose bytes are still there and others now."""
         recorder = self._recorder
-        queues = LateDigests()
+        queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
         for address, writer in recorder.ledger.writers.items():
             if writer.__class__ is not int or writer not in wanted:
@@ -137,7 +137,7 @@ class UnseenWriteCheck:
         writer = self._writer(tensor)
         if isinstance(writer, PartialWrites):
             return self._is_part_changed(tensor, writer)
-        if writer is None or writer in recorder.late.bits:
+        if writer is None or writer in recorder.deferred.bits:
             return False
         slot = recorder.layouts.of(tensor)
         left = recorder.layouts.at(recorder.layout_indices[writer])

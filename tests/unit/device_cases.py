@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from det_callbacks.digest import components, digest_memory, digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device import Choice, DeviceDigest, disagreement, late, triton_digest
+from det_callbacks.digest.device import Choice, DeviceDigest, deferred, disagreement, triton_digest
 from det_callbacks.digest.device.triton_digest import TritonDigest
 
 HOST = torch.device("cpu")
@@ -33,7 +33,7 @@ def as_on_a_device(method: DeviceDigest, *, alone_bytes: int = 0) -> Iterator[No
     with (
         mock.patch.object(components, "_is_on_host", return_value=False),
         mock.patch.object(components, "ALONE_BYTES", alone_bytes),
-        mock.patch.object(late, "device_choice", return_value=Choice(method=method)),
+        mock.patch.object(deferred, "device_choice", return_value=Choice(method=method)),
     ):
         yield
 

@@ -21,17 +21,17 @@ from tracing import assert_same, step_of, traced
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.digest import digest_tensor
-from det_callbacks.trace.compiled_graphs import COMPILED_GRAPHS
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.replaced import REPLACED
 
 pytestmark = COMPILING
 
 
 @contextmanager
 def nobody_follows() -> Iterator[None]:
-    COMPILED_GRAPHS.unfollow(FOLLOWER)
+    REPLACED.unfollow(FOLLOWER)
     yield
-    COMPILED_GRAPHS.follow(FOLLOWER)
+    REPLACED.follow(FOLLOWER)
 
 
 def test_both_ends_of_a_region_are_recorded_forward_and_backward(backend: Any) -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_left_behind_when_a_region_raises() -> None:
     mode = HashMode()
     with pytest.raises(RuntimeError, match="the kernel failed"), mode:
         compiled(torch.ones(3))
-    assert COMPILED_GRAPHS.open == []
+    assert REPLACED.watchers == []
     assert mode.recorder.compiled.inside == {}
     assert list(warnings.filters) == filters
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
@@ -218,12 +218,12 @@ def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_
         DeterminismCallback(tmp_path, mode="record")
         assert owner.call_user_compiler is original
         mode = HashMode()
-        COMPILED_GRAPHS.follow(self := object())
+        REPLACED.follow(self := object())
         followed = owner.call_user_compiler
         with mode:
             assert owner.call_user_compiler is followed is not original
         assert owner.call_user_compiler is followed
-        COMPILED_GRAPHS.unfollow(self)
+        REPLACED.unfollow(self)
         assert owner.call_user_compiler is original
         with pytest.raises(ZeroDivisionError), mode:
             raise ZeroDivisionError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import COMPILING, difference
+from compiling import COMPILING, FOLLOWER, difference
 from host_graphs import capture, graph_of, host_graphs
 from late_device import as_in_a_step, late_device
 from torch import Tensor, nn
@@ -21,13 +21,15 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.trace import compiled_graphs
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.replaced import REPLACED
 from det_callbacks.trace.storages import StorageLedger
 
 pytestmark = COMPILING
 
 
 @pytest.fixture(autouse=True)
-def _graphs() -> Iterator[None]:
+def _graphs(compiles_anew: None) -> Iterator[None]:
+    REPLACED.unfollow(FOLLOWER)  # so that each step puts its own in place
     with host_graphs():
         yield
 

@@ -18,12 +18,12 @@ from test_digest_unobserved import CountingDispatch
 from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
 from det_callbacks.digest.device import (
     Choice,
+    DeferredDigests,
     DigestQueue,
-    LateDigests,
     Span,
+    deferred,
     device_choice,
     disagreement,
-    late,
     triton_digest,
 )
 
@@ -231,10 +231,10 @@ def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch: pyt
         torch.ones(2)
         return Choice(method=LateDevice())
 
-    monkeypatch.setattr(late, "device_choice", choice)
+    monkeypatch.setattr(deferred, "device_choice", choice)
     value = torch.arange(4.0)
     with CountingDispatch() as mode:
-        assert LateDigests().computes_on(value.device)
+        assert DeferredDigests().computes_on(value.device)
     assert mode.seen == []
 
 

@@ -26,7 +26,7 @@ from det_callbacks.errors import DetCallbacksError, ReferenceFormatError, Replay
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import REPLAY, SavedStep, StepPlace, StepWriter, tensor_path
 from det_callbacks.tensors.replay import Replay
-from det_callbacks.trace.late_sites import LateSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
 KEY = "forward/net:aten.mm.default#0.0"
@@ -61,7 +61,7 @@ class Place:
 
     def __init__(self, device: LateDevice | None) -> None:
         self.device = device
-        self.late = LateSites() if device is not None else None
+        self.late = DeferredSites() if device is not None else None
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Digests that are asked for in the order of a device's work, and known when the device is waited for at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,27 +11,27 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.host_digest import digest_bytes
 
 Known = dict[torch.device, list[int]]
-"""What ``LateDigests.finish`` found, for ``value_of``."""
+"""What ``DeferredDigests.finish`` found, for ``value_of``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LateBits:
-    """64 bits that are computed from what ``LateDigests.finish`` found."""
+class DeferredBits:
+    """64 bits that are computed from what ``DeferredDigests.finish`` found."""
 
     value: Callable[[Known], int]
 
 
-Bits = int | LateBits
+Bits = int | DeferredBits
 
 
-def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> LateBits:
+def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> DeferredBits:
     """Return bits that are computed on the host from others, some of which are late, in their order."""
-    return LateBits(lambda known: combine([value_of(part, known) for part in parts]))
+    return DeferredBits(lambda known: combine([value_of(part, known) for part in parts]))
 
 
 def value_of(bits: Bits, known: Known) -> int:
     """Return bits as a number."""
-    return bits.value(known) if isinstance(bits, LateBits) else bits
+    return bits.value(known) if isinstance(bits, DeferredBits) else bits
 
 
 class Transfers:
@@ -80,10 +80,15 @@ class Transfers:
         self._ends.setdefault(stream, torch.cuda.Event()).record(stream)
 
 
-class LateDigests:
-    """A queue for each device that computes digests; devices are waited for in ``finish`` alone."""
+class DeferredDigests:
+    """A queue for each device that computes digests; devices are waited for in ``finish`` alone.
+
+    Attributes:
+        is_used: whether any device computes digests, as far as asked; until then nothing has to be said before a write.
+    """
 
     def __init__(self) -> None:
+        self.is_used = False
         self._queues: dict[torch.device, DigestQueue | None] = {}
         self._transfers = Transfers()
 
@@ -103,7 +108,7 @@ class LateDigests:
         if queue is None:
             return None
         place = queue.add(storage, offset, num_bytes)
-        return LateBits(lambda known: known[device][place])
+        return DeferredBits(lambda known: known[device][place])
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor on the host, to be read after ``finish``; see ``Transfers``."""
@@ -151,8 +156,8 @@ class LateDigests:
         for queue in self._used():
             queue.discard()
 
-    def _used(self) -> list[DigestQueue]:
-        return [queue for queue in self._queues.values() if queue is not None]
+    def _used(self) -> Iterable[DigestQueue]:
+        return [queue for queue in self._queues.values() if queue is not None] if self.is_used else ()
 
     def _queue_of(self, device: torch.device) -> DigestQueue | None:
         if device in self._queues:
@@ -160,4 +165,5 @@ class LateDigests:
         with unobserved():  # what is tried there is none of the program's ops
             method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
+        self.is_used |= queue is not None
         return queue

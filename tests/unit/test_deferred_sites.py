@@ -19,8 +19,8 @@ from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.trace import named_tensors, storages
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.late_sites import LateSites
 from det_callbacks.trace.layouts import LayoutSlot
 from det_callbacks.trace.named_tensors import NameTable
 from det_callbacks.trace.storages import StorageLedger
@@ -364,14 +364,14 @@ def test_memory_of_the_host_that_a_device_still_copies_into_is_not_read_for_a_co
 def test_a_step_that_goes_on_after_recording_an_op_failed_is_refused(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = LateSites.digest
+    digest = DeferredSites.digest
 
-    def running_out(sites: LateSites, position: int, tensor: torch.Tensor, slot: LayoutSlot) -> int:
+    def running_out(sites: DeferredSites, position: int, tensor: torch.Tensor, slot: LayoutSlot) -> int:
         if tensor.numel() == 7:
             raise torch.OutOfMemoryError("out of memory")
         return digest(sites, position, tensor, slot)
 
-    monkeypatch.setattr(LateSites, "digest", running_out)
+    monkeypatch.setattr(DeferredSites, "digest", running_out)
     mode = HashMode()
     mode.begin()
     with pytest.raises(torch.OutOfMemoryError):
