@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, Any, Literal
 
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.record import VERDICT_FILE
-from det_callbacks.errors import CheckError, ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.runs.place import REPLACEMENT
+from det_callbacks.errors import CheckError, ReferenceFormatError
+from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.store import Run
 from det_callbacks.variables import LAUNCH, NUM_WORKERS
 from det_callbacks.verdict import Verdict
-
-Factor = Literal["workers", "threads", "hash-seed"]
-FACTORS: tuple[Factor, ...] = get_args(Factor)
 
 RECORDING = "recording"
 PLAIN = "plain"
@@ -73,7 +70,7 @@ class CheckReport:
 
     folder: Path
     runs: tuple[CheckedRun, ...]
-    not_run: tuple[Factor, ...]
+    not_run: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
@@ -105,7 +102,7 @@ class Script:
         announce: called with a title and the words of each process before it is started.
 
     Raises:
-        CheckError: no words.
+        CheckError: no words, or (of the methods) the program cannot be started.
     """
 
     words: Sequence[str]
@@ -119,30 +116,12 @@ class Script:
             raise CheckError("No command was given. Name the script after --: det-callbacks check -- python train.py")
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
-        """Run the script, and record it into a folder.
-
-        Args:
-            run: the folder.
-            overwrite: replace a run that is there.
-            output: file for what the script prints; None lets it print.
-
-        Raises:
-            CheckError: the program cannot be started.
-        """
-        before = _stamps(run)
+        """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         asked = {"mode": "record", "reference": str(run), "overwrite": overwrite}
+        before = _manifest(run)
         reason = self._start("record", asked, _Change(), output)
         if not reason:
-            try:
-                recorded = Run.open(run)
-                if not recorded.is_complete:
-                    reason = f"the script ended well, and its recording is incomplete: {recorded.incomplete_reason}"
-                elif _stamps(run) == before:
-                    reason = f"{_NOTHING.format('recorded')}; {run} is as it was"
-            except ReferenceNotFoundError:
-                reason = _NOTHING.format("recorded")
-            except ReferenceFormatError as error:
-                reason = str(error)
+            reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(
@@ -154,18 +133,7 @@ class Script:
         change: _Change | None = None,
         output: Path | None = None,
     ) -> CheckedRun:
-        """Run the script, and verify it against a run.
-
-        Args:
-            reference: folder of that run.
-            current: folder for the verdict and what differs; there is none yet, or it is empty.
-            name: of the result.
-            change: what is different from the recording.
-            output: file for what the script prints; None lets it print.
-
-        Raises:
-            CheckError: the program cannot be started.
-        """
+        """Run the script with a change, and verify it against a run, into a folder that is empty or not there."""
         change = change or _Change()
         asked = {"mode": "verify", "reference": str(reference), "current": str(current)}
         title = "verify" if not change.text else f"verify, {name}, {change.text}"
@@ -207,7 +175,24 @@ class Script:
         return f"the script failed with status {status}: see what it printed" if status else ""
 
 
-def check_script(script: Script, *, to: str | Path | None = None, vary: Sequence[Factor] = ()) -> CheckReport:
+def _manifest(run: Path) -> bytes:
+    """Return what a recording always changes; nothing where there is no run."""
+    path = run / MANIFEST
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _unfinished(path: Path) -> str:
+    """Return why a recording is none that can be used; "" where it is one."""
+    try:
+        run = Run.open(path)
+    except ReferenceFormatError as error:
+        return str(error)
+    if run.is_complete:
+        return ""
+    return f"the script ended well, and its recording is incomplete: {run.incomplete_reason}"
+
+
+def check_script(script: Script, *, to: str | Path | None = None, vary: Sequence[str] = ()) -> CheckReport:
     """Run a script twice in fresh processes, the second verified against the first, bit for bit.
 
     That takes the time of so many trainings, less where one differs. What the scripts print is kept beside the runs.
@@ -215,18 +200,20 @@ def check_script(script: Script, *, to: str | Path | None = None, vary: Sequence
     Args:
         script: the script.
         to: folder for the runs; it must not exist, or be empty. None is a new one below ``determinism-check``.
-        vary: what is changed, one at a time, in a further process each, where the plain verification is a match.
+        vary: what is changed, one at a time, in a further process each, where the plain verification is a match:
+            workers, threads, hash-seed.
 
     Raises:
         CheckError: the arguments are not what a check can do, or the program cannot be started.
     """
-    if unknown := [factor for factor in vary if factor not in FACTORS]:
-        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(FACTORS)}.")
+    if unknown := [factor for factor in vary if factor not in _CHANGES]:
+        raise CheckError(f"There is no {unknown[0]!r} to vary; there are {', '.join(_CHANGES)}.")
+    factors = tuple(factor for factor in _CHANGES if factor in vary)
     home = new_folder(to, "determinism-check")
-    if "hash-seed" in vary and script.variables.get(_HASH_SEED, "") in ("", "random"):
+    if "hash-seed" in factors and script.variables.get(_HASH_SEED, "") in ("", "random"):
         # else each process has another one, also two that are to be the same
         script = replace(script, variables={**script.variables, _HASH_SEED: "0"})
-    reference, factors = home / "reference", tuple(dict.fromkeys(vary))
+    reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
         runs.append(script.verify(reference, home / PLAIN, output=home / f"{PLAIN}.txt"))
@@ -250,27 +237,12 @@ def new_folder(to: str | Path | None, kind: str) -> Path:
     return home
 
 
-def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return what tells whether something was written into a folder."""
-    files = [path for path in folder.rglob("*") if REPLACEMENT not in path.parts and path.is_file()]
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
-
-
-def _vary(script: Script, factor: Factor, home: Path, reference: Path) -> CheckedRun:
+def _vary(script: Script, factor: str, home: Path, reference: Path) -> CheckedRun:
     try:
         change = _CHANGES[factor](script, Run.open(reference))
     except (CheckError, ReferenceFormatError) as error:
         return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
     return script.verify(reference, home / factor, name=factor, change=change, output=home / f"{factor}.txt")
-
-
-def _hash_seed(script: Script, run: Run) -> _Change:
-    if any(map(_IGNORES_VARIABLES.fullmatch, script.words)):
-        raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
-    before = script.variables[_HASH_SEED]
-    after = str((int(before) + 1) % 2**32)
-    text = f"{_HASH_SEED} {after} instead of {before}"
-    return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
 
 
 def _workers(script: Script, run: Run) -> _Change:
@@ -295,7 +267,21 @@ def _threads(script: Script, run: Run) -> _Change:
     return _Change(text=text, variables=variables, settings={"num_threads": number}, entry=_THREADS_ENTRY)
 
 
-_CHANGES = {"workers": _workers, "threads": _threads, "hash-seed": _hash_seed}
+def _hash_seed(script: Script, run: Run) -> _Change:
+    if any(map(_IGNORES_VARIABLES.fullmatch, script.words)):
+        raise CheckError("Python was asked to ignore its environment variables (-E or -I)")
+    before = script.variables[_HASH_SEED]
+    after = str((int(before) + 1) % 2**32)
+    text = f"{_HASH_SEED} {after} instead of {before}"
+    return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
+
+
+_CHANGES: Mapping[str, Callable[[Script, Run], _Change]] = {
+    "workers": _workers,
+    "threads": _threads,
+    "hash-seed": _hash_seed,
+}
+"""What can be varied: each is changed by a function of the script and its recording."""
 
 
 def run_process(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:

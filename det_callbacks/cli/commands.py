@@ -10,12 +10,12 @@ from typing import Any
 from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
-from det_callbacks.report.checkpoints import render_checkpoint
-from det_callbacks.report.console import count, make_console, print_line
-from det_callbacks.report.doctor import render_diagnosis
-from det_callbacks.report.ops import find_op_usage, ops_to_dict, render_op_facts
-from det_callbacks.report.run import render_head, render_run, render_step, run_to_dict, step_to_dict
-from det_callbacks.report.verdict import render_verdict
+from det_callbacks.report.checkpoints import checkpoint_report
+from det_callbacks.report.console import Report, count, make_console, print_line, print_report
+from det_callbacks.report.doctor import doctor_report
+from det_callbacks.report.ops import find_op_usage, op_report, ops_to_dict
+from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
+from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run
 
 
@@ -24,22 +24,14 @@ def show(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder)
     rank = run.rank(options.rank)
     if options.step is None:
-        if options.json:
-            _print_json(run_to_dict(run, rank))
-        else:
-            render_run(run, rank, make_console())
-        return 0
+        return _print(options, lambda: run_to_dict(run, rank), lambda: run_report(run, rank))
     steps = rank.steps(options.segment)
     if options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
         place = f"step {options.step} of fit {options.segment}, rank {rank.rank}"
         raise SelectionError(f"{run.path} holds no {place}; it holds {held}.")
     view = run.view(rank.rank, options.segment, options.step)
-    if options.json:
-        _print_json(step_to_dict(view))
-    else:
-        render_step(view, make_console())
-    return 0
+    return _print(options, lambda: step_to_dict(view), lambda: step_report(view))
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -54,10 +46,7 @@ def diff(options: argparse.Namespace) -> int:
             check_files=options.check_files or None,
             progress=progress,
         )
-    if options.json:
-        _print_json(verdict.to_dict())
-    else:
-        render_verdict(verdict, make_console())
+    _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.html import write_report
 
@@ -84,14 +73,7 @@ def ops(options: argparse.Namespace) -> int:
     run = None if options.used_by is None else Run.open(options.used_by)
     facts = read_op_facts()
     usage = None if run is None else find_op_usage(run, facts)
-    if options.json:
-        _print_json(ops_to_dict(facts, usage, run))
-        return 0
-    console = make_console()
-    if run is not None:
-        render_head(run, console)
-    render_op_facts(facts, console, usage)
-    return 0
+    return _print(options, lambda: ops_to_dict(facts, usage), lambda: op_report(facts, usage))
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -99,27 +81,26 @@ def doctor(options: argparse.Namespace) -> int:
     from det_callbacks.doctor import diagnose
 
     diagnosis = diagnose(against=None if options.against is None else Run.open(options.against))
-    if options.json:
-        _print_json(diagnosis.to_dict())
-    else:
-        render_diagnosis(diagnosis, make_console())
-    return 1 if diagnosis.missing else 0
+    return _print(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=int(bool(diagnosis.missing)))
 
 
 def check_checkpoint(options: argparse.Namespace) -> int:
     """Compare a checkpoint with its digests or with another one."""
     from det_callbacks.checkpoint import check_checkpoint
 
-    report = check_checkpoint(options.checkpoint, options.other)
+    found = check_checkpoint(options.checkpoint, options.other)
+    return _print(options, found.to_dict, lambda: checkpoint_report(found), status=found.exit_code)
+
+
+def _print(
+    options: argparse.Namespace, to_dict: Callable[[], dict[str, Any]], report: Callable[[], Report], *, status: int = 0
+) -> int:
+    """Print what was found, in words or as JSON; return the status."""
     if options.json:
-        _print_json(report.to_dict())
+        sys.stdout.write(json.dumps(to_dict(), indent=1) + "\n")
     else:
-        render_checkpoint(report, make_console())
-    return report.exit_code
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        print_report(report())
+    return status
 
 
 @contextmanager

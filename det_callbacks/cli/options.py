@@ -2,142 +2,83 @@
 
 import argparse
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
 
+Number = Annotated[int, msgspec.Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One option, by its name on the command line, with an argument of ``DeterminismCallback`` or a setting.
-
-    Attributes:
-        argument: "" for a setting.
-        read: of a text, or of what TOML holds; raises ValueError with what it must be.
-    """
-
-    help: str
-    read: Callable[[Any], Any]
-    argument: str = ""
-    metavar: str | None = None
-
-
-def _one_of(*allowed: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}")
-        return str(value)
-
-    return read
-
-
-def _names(value: Any) -> list[str]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("must be a list of texts (on the command line: separated by commas)")
-    return names
-
-
-def _number(value: Any) -> int:
-    if isinstance(value, bool) or not str(value).isdecimal():
-        raise ValueError("must be a whole number from 0 on")
-    return int(value)
-
-
-def _numbers(value: Any) -> list[int]:
-    return [_number(number) for number in (value.split(",") if isinstance(value, str) else value)]
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
-def _replay(value: Any) -> str | list[str]:
-    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-        return str(Path(value).absolute())  # the script may go elsewhere
-    return list(as_patterns("replay", _names(value)))
-
-
-OPTIONS: Mapping[str, Option] = {
-    "level": Option(
-        argument="level", read=_one_of("op", "module", "state"), metavar="LEVEL", help="op (default), module or state"
+OPTIONS: Mapping[str, tuple[Any, str, str]] = {
+    # name -> type of its value, a word for it, help; in the order of --help
+    "level": (Literal["op", "module", "state"], "LEVEL", "op (default), module or state"),
+    "modules": (list[str], "PATTERNS", "fnmatch patterns of modules, separated by commas"),
+    "every-n-steps": (Number, "N", "record every n-th batch"),
+    "only-steps": (list[Number], "N,N", "record these batches, by number"),
+    "replay": (list[str], "OPS", "ops whose outputs are saved and put back: patterns, or a YAML file"),
+    "keep": (list[str], "OPS", "ops whose tensors are kept, to say by how much they differ"),
+    "steps": (
+        Literal["all", "common"],
+        "WHICH",
+        "verify: all (default) demands the reference's steps, common compares those of both",
     ),
-    "modules": Option(
-        argument="modules", read=_names, metavar="PATTERNS", help="fnmatch patterns of modules, separated by commas"
+    "on-divergence": (
+        Literal["raise", "collect", "warn"],
+        "WHAT",
+        "verify: raise (default) stops there, collect and warn go on",
     ),
-    "every-n-steps": Option(argument="every_n_steps", read=_number, metavar="N", help="record every n-th batch"),
-    "only-steps": Option(argument="only_steps", read=_numbers, metavar="N,N", help="record these batches, by number"),
-    "replay": Option(
-        argument="replay",
-        read=_replay,
-        metavar="OPS",
-        help="ops whose outputs are saved and put back: patterns, or a YAML file",
-    ),
-    "keep": Option(
-        argument="keep_tensors",
-        read=lambda value: list(as_patterns("keep", _names(value))),
-        metavar="OPS",
-        help="ops whose tensors are kept, to say by how much they differ",
-    ),
-    "steps": Option(
-        argument="steps",
-        read=_one_of("all", "common"),
-        metavar="WHICH",
-        help="verify: all (default) demands the reference's steps, common compares those of both",
-    ),
-    "on-divergence": Option(
-        argument="on_divergence",
-        read=_one_of("raise", "collect", "warn"),
-        metavar="WHAT",
-        help="verify: raise (default) stops there, collect and warn go on",
-    ),
-    "seed": Option(read=_number, metavar="N", help="seed of all generators, set before the script's first line"),
-    "deterministic": Option(read=_flag, help="set the defaults of DeterminismSettings before the script's first line"),
+    "seed": (Number, "N", "seed of all generators, set before the script's first line"),
+    "deterministic": (bool, "FLAG", "set the defaults of DeterminismSettings before the script's first line"),
 }
-"""In the order in which ``--help`` shows them."""
+_SETTINGS = ("seed", "deterministic")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a command the options."""
-    for name, option in OPTIONS.items():
-        if option.metavar is None:
-            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=option.help)
-        else:
-            parser.add_argument(f"--{name}", metavar=option.metavar, help=option.help)
+    for name, (kind, word, text) in OPTIONS.items():
+        more: Any = {"action": argparse.BooleanOptionalAction} if kind is bool else {"metavar": word}
+        parser.add_argument(f"--{name}", help=text, **more)
 
 
 def read_options(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of ``DeterminismCallback`` and settings: those of the command line, else of pyproject.toml.
+    """Return arguments of ``DeterminismCallback`` and settings: the command line's, else those of the project.
 
     Raises:
         CheckError: an option that there is not, or a value that is not allowed.
     """
     file, table = _project_options()
-    arguments: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-    for name, option in OPTIONS.items():
+    values: dict[str, Any] = {}
+    for name in OPTIONS:
         value, place = getattr(given, name.replace("-", "_")), f"--{name}"
         if value is None and name in table:
             value, place = table[name], f"{name} in [tool.det_callbacks] of {file}"
-        if value is None:
-            continue
-        try:
-            value = option.read(value)
-        except (ValueError, DetCallbacksError) as error:
-            raise CheckError(f"{place}: {error}; got {value!r}.") from error
-        if option.argument:
-            arguments[option.argument] = value
-        elif value is not False:
-            settings[name] = value
-    Selection(**{name: value for name, value in arguments.items() if name in Selection.__dataclass_fields__})
-    return arguments, settings
+        if value is not None:
+            values[name.replace("-", "_")] = _read(name, value, place, is_text=place.startswith("--"))
+    settings = {name: value for name in _SETTINGS if (value := values.pop(name, False)) is not False}
+    if "keep" in values:
+        values["keep_tensors"] = values.pop("keep")
+    Selection(**{name: value for name, value in values.items() if name in Selection.__dataclass_fields__})
+    return values, settings
+
+
+def _read(name: str, value: Any, place: str, *, is_text: bool) -> Any:
+    kind, word, text = OPTIONS[name]
+    if name == "replay" and isinstance(value, str) and value.endswith((".yaml", ".yml")):
+        return str(Path(value).absolute())  # the script may go elsewhere
+    if isinstance(value, str) and kind in (list[str], list[Number]):
+        value = value.split(",")
+    try:
+        read = msgspec.convert(value, kind, strict=not is_text)
+        return list(as_patterns(name, read)) if name in ("replay", "keep") else read
+    except DetCallbacksError as error:
+        raise CheckError(f"{place}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise CheckError(f"{place} takes {word}: {text}; got {value!r}.") from error
 
 
 def _project_options() -> tuple[Path | None, dict[str, Any]]:

@@ -52,130 +52,97 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"det-callbacks {version('det_callbacks')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    as_json: dict[str, Any] = {"action": "store_true", "help": "JSON on standard output"}
 
-    show = commands.add_parser("show", help="what a run holds", description="Show what a run holds.")
-    show.add_argument("run_folder", metavar="RUN", help="folder of the run")
-    show.add_argument("--step", type=_number, metavar="N", help="the sites of this step")
-    show.add_argument("--rank", type=_number, default=0, metavar="R", help="of this process (default 0)")
-    show.add_argument("--segment", type=_number, default=0, metavar="S", help="of this fit of the run (default 0)")
-    show.add_argument("--json", **as_json)
-    show.set_defaults(run="commands.show")
+    def command(run: str, name: str, *, help: str, says: str, json: bool = True) -> Any:
+        """Add a command; return what adds an argument to it."""
+        added = commands.add_parser(name, help=help, description=says)
+        added.set_defaults(run=run)
+        if json:
+            added.add_argument("--json", action="store_true", help="JSON on standard output")
+        return added.add_argument
 
-    diff = commands.add_parser("diff", help="compare two runs", description="Compare a run with its reference.")
-    diff.add_argument("reference", metavar="REFERENCE", help="folder of the reference")
-    diff.add_argument("current", metavar="CURRENT", help="folder of the run to compare")
-    diff.add_argument(
-        "--steps",
-        choices=("all", "common"),
-        default="all",
-        help="all: other steps than the reference's are a divergence (default); common: those that both have",
-    )
-    diff.add_argument(
-        "--check-files",
-        action="store_true",
-        help="read every step of both runs, also of large ones, where chains say that they agree",
-    )
-    diff.add_argument("--json", **as_json)
-    diff.add_argument("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
-    diff.set_defaults(run="commands.diff")
+    add = command("commands.show", "show", help="what a run holds", says="Show what a run holds.")
+    add("run_folder", metavar="RUN", help="folder of the run")
+    add("--step", type=_number, metavar="N", help="the sites of this step")
+    add("--rank", type=_number, default=0, metavar="R", help="of this process (default 0)")
+    add("--segment", type=_number, default=0, metavar="S", help="of this fit of the run (default 0)")
 
-    record = _script_parser(
-        commands,
-        "record",
-        usage="RUN",
-        help="run a script, and record its training",
-        description="Run any script that trains with a Lightning Trainer, as it is, and record its training.",
-    )
-    record.add_argument("run_folder", metavar="RUN", help="folder to record to")
-    record.add_argument("--overwrite", action="store_true", help="replace a run that is there")
-    record.set_defaults(run="check.record")
+    add = command("commands.diff", "diff", help="compare two runs", says="Compare a run with its reference.")
+    add("reference", metavar="REFERENCE", help="folder of the reference")
+    add("current", metavar="CURRENT", help="folder of the run to compare")
+    steps = "all: other steps than the reference's are a divergence (default); common: those that both have"
+    add("--steps", choices=("all", "common"), default="all", help=steps)
+    files = "read every step of both runs, also of large ones, where chains say that they agree"
+    add("--check-files", action="store_true", help=files)
+    add("--html", metavar="FILE", help="write a report to look at, too: one file that loads nothing")
 
-    verify = _script_parser(
-        commands,
-        "verify",
-        usage="RUN",
-        help="run a script, and verify its training against a run",
-        description="Run a script as it is, and verify its training against a recorded one.",
-    )
-    verify.add_argument("reference", metavar="RUN", help="folder of the reference")
+    record = "Run any script that trains with a Lightning Trainer, as it is, and record its training."
+    add = _script_command(commands, "record", "RUN", help="run a script, and record its training", says=record)
+    add("run_folder", metavar="RUN", help="folder to record to")
+    add("--overwrite", action="store_true", help="replace a run that is there")
+
+    verify = "Run a script as it is, and verify its training against a recorded one."
+    help_verify = "run a script, and verify its training against a run"
+    add = _script_command(commands, "verify", "RUN", help=help_verify, says=verify)
+    add("reference", metavar="RUN", help="folder of the reference")
     current = "folder for the verdict, the report and what differs (default: a new one in determinism-verify)"
-    verify.add_argument("--current", metavar="DIR", help=current)
-    verify.set_defaults(run="check.verify")
+    add("--current", metavar="DIR", help=current)
 
-    check = _script_parser(
-        commands,
-        "check",
-        usage="[--vary FACTORS] [--to DIR] [-v]",
-        help="run a script twice, and say what differs",
-        description="Run a script twice in fresh processes, recording and then verifying, and say what differs.",
-    )
+    check = "Run a script twice in fresh processes, recording and then verifying, and say what differs."
+    usage = "[--vary FACTORS] [--to DIR] [-v]"
+    add = _script_command(commands, "check", usage, help="run a script twice, and say what differs", says=check)
     vary = "what must not matter, changed in one further run each: any of workers,threads,hash-seed"
-    check.add_argument("--vary", metavar="FACTORS", help=vary)
-    to = "folder for the runs, kept (default: a new one in determinism-check)"
-    check.add_argument("--to", metavar="DIR", help=to)
-    check.add_argument("-v", "--verbose", action="store_true", help="print what the script prints, also on success")
-    check.set_defaults(run="check.check")
+    add("--vary", metavar="FACTORS", help=vary)
+    add("--to", metavar="DIR", help="folder for the runs, kept (default: a new one in determinism-check)")
+    add("-v", "--verbose", action="store_true", help="print what the script prints, also on success")
 
-    doctor = commands.add_parser(
-        "doctor",
-        help="which settings are in force here",
-        description="Show which determinism settings are in force in a new process here, what is missing or too late, "
-        "and the line to add for each. Exit 1 when something asked for is not in force.",
+    doctor = (
+        "Show which determinism settings are in force in a new process here, what is missing or too late, and the line "
+        "to add for each. Exit 1 when something asked for is not in force."
     )
+    add = command("commands.doctor", "doctor", help="which settings are in force here", says=doctor)
     against = "ask for what was in force in this run, and show how this machine differs"
-    doctor.add_argument("--against", metavar="RUN", help=against)
-    doctor.add_argument("--json", **as_json)
-    doctor.set_defaults(run="commands.doctor")
+    add("--against", metavar="RUN", help=against)
 
-    ops = commands.add_parser(
-        "ops",
-        help="which ops are not deterministic",
-        description="Show what the installed torch says of its ops: which are not deterministic, and which draw.",
-    )
-    ops.add_argument("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
-    ops.add_argument("--json", **as_json)
-    ops.set_defaults(run="commands.ops")
+    ops = "Show what the installed torch says of its ops: which are not deterministic, and which draw."
+    add = command("commands.ops", "ops", help="which ops are not deterministic", says=ops)
+    add("--used-by", metavar="RUN", help="only those that this run uses, with their modules")
 
-    export = commands.add_parser(
-        "export",
-        help="a Parquet data set of a run",
-        description="Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark "
-        "query as it is. The run is read once and checked; what an interrupted export wrote is removed.",
+    export = (
+        "Write the sites of a run as a Parquet data set, one folder a rank, that DuckDB, Polars and Spark query as it "
+        "is. The run is read once and checked; what an interrupted export wrote is removed."
     )
-    export.add_argument("run_folder", metavar="RUN", help="folder of the run")
-    export.add_argument("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
-    export.set_defaults(run="commands.export")
+    add = command("commands.export", "export", help="a Parquet data set of a run", says=export, json=False)
+    add("run_folder", metavar="RUN", help="folder of the run")
+    add("--to", required=True, metavar="DIR", help="folder to make, or an empty one")
 
-    checkpoint = commands.add_parser(
-        "check-checkpoint",
-        help="whether a checkpoint is what was saved",
-        description="Compare a checkpoint with the digests that stand beside it, or with another checkpoint. "
-        "Exit 1 when something differs, 2 when it cannot be told.",
+    checkpoint = (
+        "Compare a checkpoint with the digests that stand beside it, or with another checkpoint. Exit 1 when something "
+        "differs, 2 when it cannot be told."
     )
-    place = "file or folder; the reference, where OTHER is given"
-    checkpoint.add_argument("checkpoint", metavar="CHECKPOINT", help=place)
-    checkpoint.add_argument("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
-    checkpoint.add_argument("--json", **as_json)
-    checkpoint.set_defaults(run="commands.check_checkpoint")
+    help_checkpoint = "whether a checkpoint is what was saved"
+    add = command("commands.check_checkpoint", "check-checkpoint", help=help_checkpoint, says=checkpoint)
+    add("checkpoint", metavar="CHECKPOINT", help="file or folder; the reference, where OTHER is given")
+    add("other", metavar="OTHER", nargs="?", help="say how this one differs from CHECKPOINT")
     return parser
 
 
-def _script_parser(commands: Any, name: str, *, usage: str, help: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a command that starts a script."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+def _script_command(commands: Any, name: str, usage: str, *, help: str, says: str) -> Any:
+    """Add a command that starts a script; return what adds an argument to it."""
+    added: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
         usage=f"det-callbacks {name} {usage} [OPTIONS] -- PROGRAM ARGUMENT ...",
-        description=f"{description} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same "
-        "names; the command line wins. Without --seed and --deterministic no setting is changed.",
+        description=f"{says} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the "
+        "command line wins. Without --seed and --deterministic no setting is changed.",
         epilog="Exit status: 0 match or recorded, 1 diverged, 2 it could not be done, 3 not comparable.",
     )
-    add_options(parser)
-    return parser
+    added.set_defaults(run=f"check.{name}")
+    add_options(added)
+    return added.add_argument
 
 
-def _number(text: str, *, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} on; got {text!r}")
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
     return int(text)

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from det_callbacks.report.console import count, print_line, print_table, size
+from det_callbacks.report.console import Section, Table, count, size
 
 if TYPE_CHECKING:
     from det_callbacks.checkpoint import CheckpointReport, EntryDifference
@@ -13,31 +11,30 @@ MAX_ENTRIES = 20
 """Entries that a message names; all of them stand in the JSON."""
 
 
-def render_checkpoint(report: "CheckpointReport", console: Console) -> None:
-    """Print what a check found."""
+def checkpoint_report(report: "CheckpointReport") -> list[Section]:
+    """Return what a check found."""
     if report.other is not None and not report.equal:
-        print_line(
-            console, f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}", "bold red"
-        )
+        title = f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}"
         rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _between_two(one)) for one in report.entries]
-        print_table(console, ["section", "entry", "difference"], rows)
-    elif report.other is not None:
+        table = Table(columns=["section", "entry", "difference"], rows=rows)
+        return [Section(title=title, style="bold red", table=table)]
+    if report.other is not None:
         entries = count(sum(report.sections.values()), "entry")
         bytes_differ = "" if report.has_same_bytes else "; the files' bytes differ"
-        print_line(console, f"{report.path} and {report.other} hold the same: {entries}{bytes_differ}", "green")
-    elif not report.equal:
-        print_line(console, mismatch_text(report), "bold red")
-    else:
-        where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
-        if report.is_opened:
-            where = "the file's bytes and in every entry"
-        elif set(report.sections) == {"files"}:
-            where = "the bytes of every file"
-        print_line(console, f"{report.path} is what was saved, in {where}", "green")
-        if report.sidecar is not None:
-            print_line(console, _saved(report))
-        print_table(console, ["section", "entries"], list(report.sections.items()), numbers="entries")
-        print_line(console, f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")
+        title = f"{report.path} and {report.other} hold the same: {entries}{bytes_differ}"
+        return [Section(title=title, style="green")]
+    if not report.equal:
+        return [Section(title=mismatch_text(report), style="bold red")]
+    where = "the file's bytes; its entries were not opened, since weights_only=True refuses a class in it"
+    if report.is_opened:
+        where = "the file's bytes and in every entry"
+    elif set(report.sections) == {"files"}:
+        where = "the bytes of every file"
+    title = f"{report.path} is what was saved, in {where}"
+    lines = [] if report.sidecar is None else [_saved(report)]
+    lines.append(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")
+    table = Table(columns=["section", "entries"], rows=[*report.sections.items()])
+    return [Section(title=title, style="green", code=lines, table=table)]
 
 
 def mismatch_text(report: "CheckpointReport") -> str:

@@ -1,21 +1,23 @@
-"""Words, lines and tables, on a terminal and the end of a process that may not look as if all were well."""
+"""What a report is made of, words, lines and tables, and how it is printed: plain lines stay below 120 columns."""
 
 import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 MAX_NAMED, MAX_RANKS = 3, 8
 """Things, and ranks, that a sentence names; the others are counted."""
-PLAIN_WIDTH, MAX_WIDTH = 240, 119
-"""Columns of a line that is not wrapped, and of a folded table, where there is no terminal."""
+MAX_WIDTH = 119
+"""Columns of a line and of a folded table where there is no terminal."""
 
 # words
 
@@ -51,56 +53,105 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), limit=MAX_RANKS)}"
 
 
-# lines and tables
+# reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows below their headings; columns of numbers are aligned to the right.
+
+    ``is_wide`` keeps each row in one line, however long, where there is no terminal: other programs can read it.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    is_wide: bool = False
+
+    def is_number(self, column: int) -> bool:
+        """Return whether a column holds numbers."""
+        return any(type(row[column]) is int for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One part of a report: a title, sentences, lines that are not wrapped, and a table; each may be missing."""
+
+    title: str = ""
+    style: str = "bold"
+    lines: Sequence[str] = ()
+    code: Sequence[str] = ()
+    table: Table | None = None
+
+
+Report = Sequence[Section]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """Return lines two columns further to the right."""
+    return [f"  {line}" for line in lines]
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console for standard output or error; plain and unwrapped when it is not a terminal."""
+    """Return a console for standard output or error; plain when it is not a terminal."""
     console = Console(stderr=stderr, highlight=False)
-    if console.is_terminal:
-        return console
-    return Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH, soft_wrap=True, no_color=True)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=MAX_WIDTH, no_color=True)
 
 
-def to_text(render: Callable[[Console], None]) -> str:
-    """Return what a function renders, as plain text."""
+def to_text(report: Report) -> str:
+    """Return a report as plain text."""
     buffer = io.StringIO()
-    render(Console(file=buffer, highlight=False, width=PLAIN_WIDTH, soft_wrap=True, no_color=True))
+    print_report(report, Console(file=buffer, highlight=False, width=MAX_WIDTH, no_color=True))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
 
 
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print a report, to standard output by default, with an empty line between its parts.
+
+    A long sentence goes on below its beginning; no word of it is cut.
+    """
+    console = make_console() if console is None else console
+    for index, section in enumerate(report):
+        if index:
+            print_line(console)
+        if section.title:
+            print_line(console, section.title, section.style)
+        for line in section.lines:
+            indent = line[: len(line) - len(line.lstrip())]
+            wrapper = textwrap.TextWrapper(console.width, subsequent_indent=indent)
+            wrapper.break_long_words = wrapper.break_on_hyphens = False
+            print_line(console, "\n".join(wrapper.wrap(line)))
+        for line in section.code:
+            print_line(console, line)
+        if section.table is not None:
+            _print_table(console, section.table)
+
+
 def print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print a line in which nothing is markup."""
+    """Print a line in which nothing is markup, however long it is."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def print_table(
-    console: Console,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    numbers: str = "",
-    is_folded: bool = False,
-) -> None:
-    """Print rows below their headings; long cells go on in the next line on a terminal, and where ``is_folded``.
-
-    Elsewhere each row is one line, however long, so that other programs can read it. ``numbers`` are the headings of
-    right-aligned columns, separated by spaces.
-    """
-    right = [name in numbers.split() for name in columns]
-    texts = [[str(cell) for cell in row] for row in rows]
-    if console.is_terminal or is_folded:
-        table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-        for name, is_number in zip(columns, right, strict=True):
-            table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
+def _print_table(console: Console, table: Table) -> None:
+    is_right = [table.is_number(column) for column in range(len(table.columns))]
+    texts = [[str(cell) for cell in row] for row in table.rows]
+    if console.is_terminal or not table.is_wide:
+        shown = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+        for name, is_number in zip(table.columns, is_right, strict=True):
+            shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
         for row in texts:
-            table.add_row(*map(Text, row))
-        console.print(table, soft_wrap=False, width=None if console.is_terminal else MAX_WIDTH)
+            shown.add_row(*map(Text, row))
+        if console.is_terminal:
+            console.print(shown)
+            return
+        with console.capture() as captured:
+            console.print(shown)
+        for line in captured.get().splitlines():
+            print_line(console, line.rstrip())
         return
-    texts.insert(0, [*columns])
+    texts.insert(0, [*table.columns])
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:
-        cells = zip(row, widths, right, strict=True)
+        cells = zip(row, widths, is_right, strict=True)
         line = "  ".join(f"{cell:{'>' if is_number else '<'}{width}}" for cell, width, is_number in cells)
         print_line(console, line.rstrip())
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from det_callbacks.audit import AuditReport
-from det_callbacks.report.console import count, print_table, size, to_text
+from det_callbacks.report.console import Section, Table, count, size, to_text
 from det_callbacks.runs.program import GRAPH, REGION
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.verdict import Verdict
@@ -46,7 +46,7 @@ def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> 
 
 def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
     """Return the level of a run with what was done about compiled code, and what was seen from outside only."""
-    regions = tuple(regions)
+    regions = sorted(regions)
     num_regions = sum(region.startswith(REGION) for region in regions)
     unread = [region for region in regions if region.startswith("batch")]
     words = []
@@ -57,8 +57,11 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
     if GRAPH in regions:
         words.append("CUDA graphs were replayed unseen")
     if unread:
-        words.append(f"not looked into: {', '.join(sorted(unread))}")
+        words.append(f"not looked into: {', '.join(unread)}")
     return f"{level} ({'; '.join(words)})" if words else level
+
+
+# recordings
 
 
 def recorded_line(
@@ -91,23 +94,48 @@ def recorded_line(
     )
 
 
+def _kept(kept: KeptCounts) -> str:
+    text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
+    if not kept.num_missing:
+        return text
+    missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
+    return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"
+
+
+def recorded_call_line(call: str, *, path: Path, num_metrics: int) -> str:
+    """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
+    shown = count(num_metrics, "metric") if num_metrics else "nothing"
+    reason = "" if num_metrics else ": the module logs no metric there"
+    return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
+
+
+def nothing_recorded_text(*, path: Path, selected: str) -> str:
+    """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
+    if not selected:
+        return (
+            "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
+            f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
+        )
+    return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
+
+
+# verifications
+
+
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
     """Return the closing line of a verification, with the path of the HTML report where one was written."""
-    counts, coverage = verdict.counts, verdict.coverage
-    what = "site" if counts.sites_compared else "difference"
-    are = " differing" if counts.sites_compared else ""
-    differing = f", {count(counts.sites_differing, what)}{are}" if counts.sites_differing else ""
+    counts = verdict.counts
+    differing = ""
+    if counts.sites_differing and counts.sites_compared:
+        differing = f", {count(counts.sites_differing, 'site')} differing"
+    elif counts.sites_differing:
+        differing = f", {count(counts.sites_differing, 'difference')}"
     shown = "" if report is None else f"; report: {report}"
     return (
         f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing}"
-        f"{_replayed(coverage.replayed, 'replayed')}, against {verdict.reference}"
+        f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict and diverging steps: {verdict.current}{shown})"
     )
-
-
-def no_report_line(error: Exception) -> str:
-    """Return the line of a verification whose report could not be written."""
-    return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
 
 
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
@@ -124,35 +152,23 @@ def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, lev
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
     """Return what is wrong with a process that ended before all fits (and tests) of the reference ran."""
-    are_fits = set(stages) == {"fit"}
-    held = f"{len(stages)} fits" if are_fits else f"{len(stages)} parts ({', '.join(stages)})"
+    noun = "fits" if set(stages) == {"fit"} else "parts"
+    held = f"{len(stages)} {noun}" + ("" if noun == "fits" else f" ({', '.join(stages)})")
     return (
         f"{verdict.verdict}: the reference {verdict.reference} holds {held}, and this process ended after "
-        f"{num_ended}. {verdict.explanation} Run the other {'fits' if are_fits else 'parts'} with the same callback, "
-        f'or compare what both have with steps="common".'
+        f"{num_ended}. {verdict.explanation} Run the other {noun} with the same callback, or compare what both have "
+        'with steps="common".'
     )
 
 
-def recorded_call_line(call: str, *, path: Path, num_metrics: int) -> str:
-    """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
-    shown = count(num_metrics, "metric") if num_metrics else "nothing"
-    reason = "" if num_metrics else ": the module logs no metric there"
-    return f"det_callbacks: recorded {shown} of {call}, in {path}{reason}"
+def no_report_line(error: Exception) -> str:
+    """Return the line of a verification whose report could not be written."""
+    return f"det_callbacks: no report was written ({type(error).__name__}: {error}); the verdict is not touched by that"
 
 
 def no_prediction_line(reference: Path | None) -> str:
     """Return the line of a prediction, which logs nothing."""
     return f"det_callbacks: nothing of a prediction is recorded or compared with {reference}: it logs no metrics"
-
-
-def nothing_recorded_text(*, path: Path, selected: str) -> str:
-    """Return what is wrong with a fit of which nothing was recorded; ``selected`` is "" for one that was resumed."""
-    if not selected:
-        return (
-            "The checkpoint is of a training that was finished: no step was left, so nothing was added to "
-            f"{path}, which is as it was. Resume from an earlier one, or train for longer (max_epochs, max_steps)."
-        )
-    return f"Nothing was recorded in {path}: the fit had no step that {selected} selects."
 
 
 def no_metrics_text(call: str, *, reference: Path | None) -> str:
@@ -161,46 +177,6 @@ def no_metrics_text(call: str, *, reference: Path | None) -> str:
         f"Nothing of {call} was recorded in, or compared with, {reference}: it has no steps, and no metric was logged. "
         "That is no match. Log one with self.log, and give it a loader with batches."
     )
-
-
-def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
-    """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
-    what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
-    if missed:
-        what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
-    if not report.findings:
-        return f"det_callbacks: nothing differed: {what} (in {folder})"
-    places = count(len(report.findings), "place")
-    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
-
-
-def audit_lines(report: AuditReport, *, replay: Path) -> str:
-    """Return the table of what differed, and what to do next."""
-    rows = [
-        (
-            *(found.judgement, found.phase, found.module, found.op),
-            ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
-            f"{found.num_differing:,}",
-            "" if found.max_ulps is None else f"{found.max_ulps:,}",
-            found.source[0] if found.source else "",
-        )
-        for found in report.findings[:MAX_FINDINGS]
-    ]
-    columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
-    table = to_text(lambda console: print_table(console, columns, rows, numbers="elements ULPs"))
-    more = len(report.findings) - MAX_FINDINGS
-    advice = [f"And {more} more in audit.json."] if more > 0 else []
-    if report.replay:
-        advice.append(
-            f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
-            f"replay={str(replay)!r}, which saves their outputs and puts them back."
-        )
-    if any(found.judgement == "transient" for found in report.findings):
-        advice.append(
-            "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
-        )
-    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
-    return "\n".join([begin, "", table, "", *advice])
 
 
 def _compared(verdict: Verdict, level: str) -> str:
@@ -221,9 +197,42 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
     return f", {count(len(replayed), 'op')} {done} ({mib:.3g} MiB a step)"
 
 
-def _kept(kept: KeptCounts) -> str:
-    text = f"; kept {count(kept.num_tensors, 'tensor')} of {count(kept.num_steps, 'step')} ({size(kept.num_bytes)})"
-    if not kept.num_missing:
-        return text
-    missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on: {kept.reason}"
-    return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"
+# audits
+
+
+def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
+    """Return the closing line of an audit; ``missed`` are steps that were asked for and never came."""
+    what = f"audited {count(len(report.steps), 'step')}, {count(report.num_compared, 'op')} run again"
+    if missed:
+        what += f"; {count(len(missed), 'step')} never came ({', '.join(map(str, missed[:5]))})"
+    if not report.findings:
+        return f"det_callbacks: nothing differed: {what} (in {folder})"
+    places = count(len(report.findings), "place")
+    return f"det_callbacks: {places} differed: {what} (audit.json and replay.yaml: {folder})"
+
+
+def audit_lines(report: AuditReport, *, replay: Path) -> str:
+    """Return the table of what differed, and what to do next."""
+    rows = [
+        (
+            *(found.judgement, found.phase, found.module, found.op),
+            ", ".join(map(str, found.steps[:4])) + (" ..." if len(found.steps) > 4 else ""),
+            *(found.num_differing, "" if found.max_ulps is None else found.max_ulps, [*found.source, ""][0]),
+        )
+        for found in report.findings[:MAX_FINDINGS]
+    ]
+    columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
+    more = len(report.findings) - MAX_FINDINGS
+    advice = [f"And {more} more in audit.json."] if more > 0 else []
+    if report.replay:
+        advice.append(
+            f"Make these ops deterministic (det-callbacks ops says what torch offers), or record and verify with "
+            f"replay={str(replay)!r}, which saves their outputs and puts them back."
+        )
+    if any(found.judgement == "transient" for found in report.findings):
+        advice.append(
+            "Transient: a single call differed, and two of its three runs agreed; suspect the hardware first."
+        )
+    begin = f"Run again on the same inputs, {count(len(report.findings), 'op')} gave other bits."
+    table = Section(table=Table(columns=columns, rows=rows))
+    return to_text([Section(lines=[begin]), table, Section(lines=advice)])

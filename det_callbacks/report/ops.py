@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from rich.console import Console
-
 from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
-from det_callbacks.report.console import count, print_line, print_table
+from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.run import head_lines
 from det_callbacks.runs.store import Run
 
 _MEANINGS = {
@@ -38,6 +37,7 @@ class OpUse:
 class OpUsage:
     """The ops of a run that torch says something of, in the order of the facts, of so many distinct overloads."""
 
+    run: Run
     uses: tuple[OpUse, ...]
     num_ops: int
     num_programs: int
@@ -91,19 +91,19 @@ def find_op_usage(run: Run, facts: Sequence[OpFact]) -> OpUsage:
         for fact in facts
         if fact in overloads
     )
-    return OpUsage(uses=uses, num_ops=len(ops), num_programs=len(places))
+    return OpUsage(run=run, uses=uses, num_ops=len(ops), num_programs=len(places))
 
 
-def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run | None = None) -> dict[str, Any]:
+def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None) -> dict[str, Any]:
     """Return all that torch says of its ops, or what it says of those that a run uses."""
     head = {"schema": 1, "torch": version("torch"), "counts": _numbers(facts)}
-    if usage is None or run is None:
+    if usage is None:
         return {**head, "run": None, "entries": [_fact_to_dict(fact) for fact in facts]}
     about = {
-        "path": str(run.path),
-        "run_id": run.run_id,
-        "complete": run.is_complete,
-        "selection": run.selection.to_dict(),
+        "path": str(usage.run.path),
+        "run_id": usage.run.run_id,
+        "complete": usage.run.is_complete,
+        "selection": usage.run.selection.to_dict(),
         "num_ops": usage.num_ops,
         "num_programs": usage.num_programs,
     }
@@ -114,32 +114,28 @@ def ops_to_dict(facts: Sequence[OpFact], usage: OpUsage | None = None, run: Run 
     return {**head, "run": about, "entries": entries}
 
 
-def render_op_facts(facts: Sequence[OpFact], console: Console, usage: OpUsage | None = None) -> None:
-    """Print a table of all that torch says of its ops, or of those that a run uses, a row for each module."""
+def op_report(facts: Sequence[OpFact], usage: OpUsage | None = None) -> list[Section]:
+    """Return a table of all that torch says of its ops, or of those that a run uses, a row for each module."""
     numbers = ", ".join(f"{number} {behaviour}" for behaviour, number in _numbers(facts).items())
     line = f"torch {version('torch')}: {len(facts)} entries ({numbers})"
-    if usage is not None:
-        ops = f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}"
-        line = f"{ops}; {line}; {len(usage.uses)} may be about this run"
-    print_line(console, line)
-    if usage is not None and not usage.uses:
-        return
-    for behaviour in BEHAVIOURS:
-        print_line(console, f"  {behaviour}: {_MEANINGS[behaviour]}")
-    columns = ("name", "behaviour", "device", "ops", "condition")
+    meanings = [f"  {behaviour}: {_MEANINGS[behaviour]}" for behaviour in BEHAVIOURS]
     if usage is None:
         rows = [(*_start(one), " ".join(one.ops) or "(none found)", one.condition or "-") for one in facts]
-        print_table(console, columns, rows)
-        return
+        columns = ("name", "behaviour", "device", "ops", "condition")
+        return [Section(code=[line, *meanings], table=Table(columns=columns, rows=rows, is_wide=True))]
+    ops = f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}"
+    head = [*head_lines(usage.run), f"{ops}; {line}; {len(usage.uses)} may be about this run"]
     used = [
         (*_start(use.fact), module or "-", number, " ".join(use.ops), use.fact.condition or "-")
         for use in usage.uses
         for module, number in use.sites.items()
     ]
-    print_table(console, (*columns[:3], "module", "sites", *columns[3:]), used, numbers="sites")
-    print_line(
-        console, "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
-    )
+    if not used:
+        return [Section(code=head)]
+    columns = ("name", "behaviour", "device", "module", "sites", "ops", "condition")
+    note = "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
+    table = Table(columns=columns, rows=used, is_wide=True)
+    return [Section(code=[*head, *meanings], table=table), Section(code=[note])]
 
 
 def _start(fact: OpFact) -> tuple[str, str, str]:

@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
-
-from rich.console import Console
+from typing import Any
 
 from det_callbacks.host_digest import format_digest
-from det_callbacks.report.console import count, print_line, print_table
+from det_callbacks.report.console import Section, Table, count
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
 from det_callbacks.tensors.kept import not_kept
-
-Row = TypeVar("Row")
 
 HEAD = 10
 """Rows shown from either end of a long table; the JSON has all."""
@@ -75,20 +71,21 @@ def _digest_at(view: StepView, position: int) -> str:
     return format_digest(int(view.record.digests[position]))
 
 
-def render_head(run: Run, console: Console) -> None:
-    """Print what a run is."""
+def head_lines(run: Run) -> list[str]:
+    """Return what a run is."""
     shown = ", ".join(f"{name} {value}" for name, value in run.selection.to_dict().items() if value is not None)
     state = "complete" if run.is_complete else f"INCOMPLETE: {run.incomplete_reason}"
-    print_line(console, f"run {run.run_id} in {run.path}: {state}")
-    print_line(console, f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}")
+    return [
+        f"run {run.run_id} in {run.path}: {state}",
+        f"recorded: {shown}; keeps {run.keeps} steps; {count(run.world_size, 'rank')}",
+    ]
 
 
-def render_run(run: Run, rank: RankRun, console: Console) -> None:
-    """Print what a run is, a table of its steps and one of its metrics; of long ones the first and last ten rows."""
-    render_head(run, console)
+def run_report(run: Run, rank: RankRun) -> list[Section]:
+    """Return what a run is, a table of its steps and one of its metrics; of long ones the first and last ten rows."""
     places = [(segment, int(step)) for segment in rank.segments for step in rank.steps(segment)]
     num_fits = len({segment for segment, _ in places})
-    lines = [f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
+    lines = [*head_lines(run), f"rank {rank.rank}: {count(rank.num_steps, 'step')} in {count(num_fits, 'fit')}"]
     for found in run.nondeterministic_ops(rank.rank):
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
@@ -101,52 +98,46 @@ def render_run(run: Run, rank: RankRun, console: Console) -> None:
         if kept.num_missing:
             missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
             lines.append(f"NOT kept: {missing}: {kept.reason}")
-    for line in lines:
-        print_line(console, line)
-    columns = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
-    rows: list[tuple[object, ...]] = []
-    for place in _ends(places):
-        row = None if place is None else _record_to_dict(rank.read(*place))
-        rows.append(("...",) * len(columns) if row is None else tuple(row[name] for name in columns))
-    print_table(console, ("fit", "step", "epoch", "sites", *columns[4:]), rows, numbers="fit step epoch sites")
-    metrics: list[tuple[object, ...]] = [
-        (segment, reading.step, f"metric {name}", reading.place, metric.value, metric.digest)
+    names = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
+    steps = [None if place is None else _record_to_dict(rank.read(*place)) for place in _ends(places)]
+    columns = ("fit", "step", "epoch", "sites", *names[4:])
+    rows = [("...",) * len(columns) if row is None else tuple(row[name] for name in names) for row in steps]
+    report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
+    metrics = [
+        (segment, reading.step, f"metric {name}", reading.place, str(metric.value), metric.digest)
         for segment in run.segments
         for reading in read_metrics(run, segment).by_key.values()
         for name, metric in reading.metrics.items()
     ]
     if metrics and rank.rank == 0:
-        rows = [("...",) * 6 if row is None else row for row in _ends(metrics)]
-        print_table(console, ("fit", "step", "metric", "where", "value", "digest"), rows, numbers="fit step")
+        shown = [("...",) * 6 if row is None else row for row in _ends(metrics)]
+        columns = ("fit", "step", "metric", "where", "value", "digest")
+        report.append(Section(table=Table(columns=columns, rows=shown, is_wide=True)))
+    return report
 
 
-def _ends(rows: Sequence[Row]) -> list[Row | None]:
+def _ends(rows: Sequence[Any]) -> list[Any]:
     """Return the rows, of many those at either end with None between them."""
     return list(rows) if len(rows) <= 2 * HEAD + 1 else [*rows[:HEAD], None, *rows[-HEAD:]]
 
 
-def render_step(view: StepView, console: Console) -> None:
-    """Print the sites of a step."""
+def step_report(view: StepView) -> list[Section]:
+    """Return the sites of a step."""
     record, program = view.record, view.program
     skipped = ", ".join(f"{number} {reason}" for reason, number in program.ops_skipped.items())
-    print_line(
-        console,
+    line = (
         f"step {record.step} (epoch {record.epoch}, rank {view.rank}): {count(len(program), 'site')}, "
-        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped and f'; skipped: {skipped}'}",
+        f"{count(program.ops_seen, 'op')} seen, {program.ops_digested} digested{skipped and f'; skipped: {skipped}'}"
     )
     rows = [
         (
             *(position, site.phase, site.module or "-", describe_site(site), describe_tensor(entry)),
-            *(
-                _digest_at(view, position),
-                ",".join(map(str, site.inputs)) or "-",
-                site.source[0] if site.source else "-",
-            ),
+            *(_digest_at(view, position), ",".join(map(str, site.inputs)) or "-", [*site.source, "-"][0]),
         )
         for position, (site, entry) in enumerate(zip(program.sites, view.layout.entries, strict=True))
     ]
     columns = ("site", "phase", "module", "op or name", "tensor", "digest", "reads", "source")
-    print_table(console, columns, rows, numbers="site")
+    return [Section(code=[line], table=Table(columns=columns, rows=rows, is_wide=True))]
 
 
 def describe_site(site: Site) -> str:

@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
-from det_callbacks.report.console import count, listed, print_line, print_table, to_text
-from det_callbacks.report.numbers import render_numbers
+from det_callbacks.report.console import Section, Table, count, indented, listed, to_text
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
-from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_ORIGINS = 20
-
-Table = tuple[Sequence[str], list[tuple[object, ...]]]
-"""Columns and rows."""
+MAX_NUMBERS = 5
+"""Divergences with numbers that are shown: the first one and origins."""
 
 _STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 _KINDS = {
@@ -33,7 +29,7 @@ _KINDS = {
 
 def verdict_lines(verdict: Verdict) -> str:
     """Return a verdict as plain text, for an exception's message or a log."""
-    return to_text(lambda console: render_verdict(verdict, console))
+    return to_text(verdict_report(verdict))
 
 
 def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
@@ -64,41 +60,37 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
     )
 
 
-def render_verdict(verdict: Verdict, console: Console) -> None:
-    """Print a verdict: the word, the sentence, where it began, what was covered, and what to do next."""
-    print_line(console, _word(verdict), _STYLES[verdict.verdict])
-    print_line(console, verdict.explanation)
-    print_line(console)
-    for name in ("reference", "current", "cause"):
-        if (fact := getattr(verdict, name)) is not None:
-            print_line(console, f"{name:<9}  {fact}")
+def verdict_report(verdict: Verdict) -> list[Section]:
+    """Return the word, the sentence, where it began, what was covered, and what to do next."""
+    first, origins = verdict.first_divergence, verdict.origins
+    named = [(name, getattr(verdict, name)) for name in ("reference", "current", "cause")]
+    facts = [f"{name:<9}  {fact}" for name, fact in named if fact is not None]
+    head = Section(title=_word(verdict), style=_STYLES[verdict.verdict], lines=[verdict.explanation])
+    report = [head, Section(code=facts)]
     if verdict.evidence:
-        _section(console, "Evidence", *verdict.evidence)
-    if verdict.first_divergence is not None:
-        facts = [f"{name:<8} {fact}" for name, fact in facts_of(verdict.first_divergence)]
-        _section(console, "First divergence", *facts, *(f"{'':<8} {line}" for line in source_lines(verdict)))
-    render_numbers(verdict, console)
-    if verdict.origins:
-        more = f", the first {MAX_ORIGINS} of {len(verdict.origins)}" if len(verdict.origins) > MAX_ORIGINS else ""
-        _section(console, f"Origins (differing, though nothing they read differs{more})")
-        print_table(console, *origin_table(verdict, MAX_ORIGINS), numbers="rank step", is_folded=True)
-    _section(console, "Compared", *coverage_lines(verdict))
+        report.append(Section(title="Evidence", lines=indented(verdict.evidence)))
+    if first is not None:
+        facts = [f"{name:<8} {fact}" for name, fact in facts_of(first)]
+        facts += [f"{'':<8} {line}" for line in source_lines(verdict)]
+        report.append(Section(title="First divergence", code=indented(facts)))
+    report += [_by_how_much(one, is_first=one == first) for one in shown_numbers(verdict)]
+    if origins:
+        more = f", the first {MAX_ORIGINS} of {len(origins)}" if len(origins) > MAX_ORIGINS else ""
+        title = f"Origins (differing, though nothing they read differs{more})"
+        report.append(Section(title=title, table=origin_table(verdict, MAX_ORIGINS)))
+    report.append(Section(title="Compared", lines=indented(coverage_lines(verdict))))
     if verdict.environment:
-        _section(console, "Environment differences")
-        print_table(console, *environment_table(verdict), is_folded=True)
+        report.append(Section(title="Environment differences", table=environment_table(verdict)))
     if lines := next_lines(verdict):
-        _section(console, "Next", *lines)
+        report.append(Section(title="Next", code=indented(lines)))
+    return report
 
 
 def _word(verdict: Verdict) -> str:
     return verdict.verdict.upper().replace("_", " ")
 
 
-def _section(console: Console, title: str, *lines: str) -> None:
-    print_line(console)
-    print_line(console, title, "bold")
-    for line in lines:
-        print_line(console, f"  {line}")
+# the first divergence and the origins
 
 
 def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
@@ -106,6 +98,14 @@ def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
     is_graph = divergence.op.startswith(REGION) and divergence.op.endswith(".graph")
     kind = "another compiled graph" if is_graph and divergence.kind == "structure" else _KINDS[divergence.kind]
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
+    if divergence.is_origin:
+        role = "origin: what it read agrees, so it starts here"
+    elif divergence.is_origin is None:
+        role = "cannot be proven to start here"
+    elif divergence.op:
+        role = "passed on: something it read differs already"
+    else:
+        role = "source: it came in from outside the step's ops, or was passed on to here"
     facts = [
         ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
         ("module", divergence.module or "(outside any module)"),
@@ -114,20 +114,10 @@ def facts_of(divergence: Divergence) -> list[tuple[str, str]]:
         ("kind", f"{divergence.kind}: {kind}"),
         ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
         ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
-        ("origin", _role_of(divergence)),
+        ("origin", role),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
     return [(name, fact) for name, fact in facts if fact]
-
-
-def _role_of(divergence: Divergence) -> str:
-    if divergence.is_origin:
-        return "origin: what it read agrees, so it starts here"
-    if divergence.is_origin is None:
-        return "cannot be proven to start here"
-    if not divergence.op:
-        return "source: it came in from outside the step's ops, or was passed on to here"
-    return "passed on: something it read differs already"
 
 
 def source_lines(verdict: Verdict) -> list[str]:
@@ -149,30 +139,110 @@ def source_lines(verdict: Verdict) -> list[str]:
 
 
 def origin_table(verdict: Verdict, limit: int) -> Table:
-    """Return columns and rows of the first origins, with ranks where there are several."""
+    """Return the first origins, with ranks where there are several."""
     shown = verdict.origins[:limit]
     start = 0 if verdict.coverage.ranks > 1 or any(origin.rank for origin in shown) else 1
     columns = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
-    rows: list[tuple[object, ...]] = [
+    rows = [
         (
             *(one.rank, one.step, one.phase, one.module or "-", f"{one.op}#{one.occurrence}", one.name or "-"),
             *(one.kind, one.source[0] if one.source else "-"),
         )[start:]
         for one in shown
     ]
-    return columns[start:], rows
+    return Table(columns=columns[start:], rows=rows)
+
+
+# by how much
+
+
+def shown_numbers(verdict: Verdict) -> tuple[Divergence, ...]:
+    """Return the divergences of a verdict whose numbers are shown: the first one, and the first origins."""
+    first = verdict.first_divergence
+    known = dict.fromkeys(() if first is None else (first,)) | dict.fromkeys(verdict.origins)
+    return tuple(divergence for divergence in known if divergence.numbers is not None)[:MAX_NUMBERS]
+
+
+def place_of(divergence: Divergence) -> str:
+    """Return where a divergence is, in a few words."""
+    module = f" in {divergence.module}" if divergence.module else ""
+    rank = f", rank {divergence.rank}" if divergence.rank else ""
+    return f"{divergence.phase}: {divergence.op} #{divergence.occurrence}, output {divergence.output}{module}{rank}"
+
+
+def tensor_lines(numbers: Numbers) -> list[tuple[str, str]]:
+    """Return name and difference of each output and of what was read, and how many of these are not listed."""
+    lines = [
+        (f"{role}{tensor.tensor}{f' ({tensor.name})' if tensor.name else ''}", how_much(tensor))
+        for role, tensors in (("", numbers.output), ("read: ", numbers.inputs))
+        for tensor in tensors
+    ]
+    more = numbers.num_inputs - len(numbers.inputs)
+    return [*lines, ("", f"and {count(more, 'further input')}")] if more > 0 else lines
+
+
+def how_much(tensor: TensorNumbers) -> str:
+    """Return by how much a tensor differs: "1 of 320 elements differ, by 1 ULP, first at [3, 7]: ..."."""
+    if tensor.problem:
+        return tensor.problem
+    total = count(tensor.num_elements, "element")
+    if not tensor.num_differing:
+        return f"equal bits ({total})"
+    parts = [f"{tensor.num_differing:,} of {total} differ"]
+    if tensor.max_ulps is not None:
+        up_to = "" if tensor.num_differing == 1 else "up to "
+        figures = (("absolute", tensor.max_absolute), ("relative", tensor.max_relative))
+        sizes = ", ".join(f"{name} {value:.3g}" for name, value in figures if value is not None)
+        parts.append(f"by {up_to}{count(tensor.max_ulps, 'ULP')}{sizes and f' ({sizes})'}")
+    elif tensor.max_absolute is not None:
+        parts.append(f"by up to {tensor.max_absolute:.3g}")
+    parts += [f"{tensor.num_nan:,} with a NaN"] if tensor.num_nan else []
+    parts += [f"{tensor.num_inf:,} with an infinity"] if tensor.num_inf else []
+    text = ", ".join(parts)
+    places = {"first": (tensor.first, tensor.first_values), "worst": (tensor.worst, tensor.worst_values)}
+    for word, (place, values) in places.items():
+        if place is not None and values is not None and (word == "first" or place != tensor.first):
+            comma = "," if word == "first" else ";"
+            text += f"{comma} {word} at {list(place)}: {values[0]} in the reference, {values[1]} now"
+    return text
+
+
+def histogram(tensor: TensorNumbers) -> list[tuple[str, int]]:
+    """Return how many elements lie in each range of distances ("0", "1", "2-3", ..., "NaN"), where any does."""
+    ranges = (str(index) if index < 2 else f"{2 ** (index - 1):,}-{2**index - 1:,}" for index in range(99))
+    rows = [*zip(ranges, tensor.ulps, strict=False), ("NaN", tensor.num_nan), ("Inf", tensor.num_inf)]
+    return [(label, number) for label, number in rows if number]
+
+
+def _by_how_much(divergence: Divergence, *, is_first: bool) -> Section:
+    numbers = divergence.numbers
+    assert numbers is not None, "it was chosen by them"
+    title = "By how much" + ("" if is_first else f", {place_of(divergence)}")
+    if numbers.problem:
+        return Section(title=title, lines=[f"  cannot be told: {numbers.problem}"])
+    lines = tensor_lines(numbers)
+    width = max(len(name) for name, _ in lines)
+    shown = [f"  {name:<{width}}  {text}" for name, text in lines]
+    for tensor in numbers.output:
+        if tensor.num_differing and (bins := histogram(tensor)):
+            each = ", ".join(f"{label}: {number:,}" for label, number in bins)
+            shown.append(f"  {'':<{width}}  elements at each distance in ULPs: {each}")
+    return Section(title=title, lines=shown)
+
+
+# what was compared, and what comes next
 
 
 def environment_table(verdict: Verdict) -> Table:
-    """Return columns and rows of the environment's differences."""
-    rows: list[tuple[object, ...]] = [
+    """Return the environment's differences."""
+    rows = [
         (
-            *(one.name, one.reference, one.current),
+            *(one.name, str(one.reference), str(one.current)),
             *("machine" if one.is_machine else "choice", "yes" if one.changes_bits else "no"),
         )
         for one in verdict.environment
     ]
-    return ("name", "reference", "current", "kind", "can change bits"), rows
+    return Table(columns=("name", "reference", "current", "kind", "can change bits"), rows=rows)
 
 
 def coverage_lines(verdict: Verdict) -> list[str]:
@@ -197,11 +267,11 @@ def coverage_lines(verdict: Verdict) -> list[str]:
     return lines
 
 
-def next_lines(verdict: Verdict) -> list[str]:
+def next_lines(verdict: Verdict) -> Sequence[str]:
     """Return what to do next; nothing where the runs match."""
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
-        return []
+        return ()
     step = f" --step {first.step}{f' --rank {first.rank}' if first.rank else ''}"
     step = "" if first.phase == "metric" else step  # no step has it
     shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]

@@ -1,8 +1,5 @@
-import io
-
 import pytest
 from pairs import record, steps_of, write
-from rich.console import Console
 from step_builder import StepBuilder
 
 from det_callbacks.errors import (
@@ -13,7 +10,7 @@ from det_callbacks.errors import (
     SelectionError,
 )
 from det_callbacks.judge import compare_runs
-from det_callbacks.report.verdict import render_verdict
+from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -140,9 +137,7 @@ def test_the_coverage_says_where_digests_were_computed(tmp_path, reference):
     verdict = compare_runs(reference, record(tmp_path / "gpu", steps_of(range(10)), environment=entries))
     assert verdict.verdict == "match"
     assert verdict.coverage.digested_on == verdict.to_dict()["coverage"]["digested_on"] == {"cuda": "Triton 3.7.1"}
-    console = Console(file=io.StringIO(), width=200)
-    render_verdict(verdict, console)
-    assert "digests of tensors on cuda: Triton 3.7.1\n" in console.file.getvalue()
+    assert "digests of tensors on cuda: Triton 3.7.1\n" in verdict_lines(verdict)
     assert compare_runs(reference, record(tmp_path / "host", steps_of(range(10)))).coverage.digested_on == {}
 
 

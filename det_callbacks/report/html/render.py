@@ -8,14 +8,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from det_callbacks.errors import ReportError
 from det_callbacks.report.console import count
 from det_callbacks.report.html.model import MAX_ORIGINS, SITE_COLUMNS, HeatMap, build_report
-from det_callbacks.report.numbers import histogram, place_of, shown_numbers, tensor_lines
 from det_callbacks.report.verdict import (
     coverage_lines,
     environment_table,
     facts_of,
+    histogram,
     next_lines,
     origin_table,
+    place_of,
+    shown_numbers,
     source_lines,
+    tensor_lines,
 )
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
