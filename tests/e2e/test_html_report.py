@@ -87,7 +87,6 @@ def test_the_verdict_and_what_it_found_are_said(runs: Path) -> None:
         f"> {number:>4}  ",
         text,
         f"{verdict.counts.sites_differing:,} of {verdict.counts.sites_compared:,}",
-        "What it read",
         "origin: what it read agrees, so it starts here",
         "Steps 2 to 3: not compared",
     ):

@@ -1,20 +1,20 @@
 """What the HTML report shows beside the verdict: the two runs read once more, as plain data that is bounded.
 
-The verdict says what is so. The runs tell what it leaves out: the state of each module in each step, the first sites of
-each step that differs, and what the first divergence read.
+The verdict says what is so. The runs tell what it leaves out: the state of each module in each step, and the first
+sites of each step that differs.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.ranks import Outcome, first_difference, walk_outcomes
+from det_callbacks.compare.ranks import Outcome, walk_outcomes
 from det_callbacks.compare.record import read_compared
-from det_callbacks.report.console import count
+from det_callbacks.report.console import Table, count
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
@@ -24,7 +24,7 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
 """Heat maps (one for each rank and fit), columns of all of them (200 of each at most), and rows of each."""
 MAX_STEPS, MAX_SITES, FIRST_STEP = 200, 2_800, 200
 """Steps and sites that are listed in all, and sites of the first step of a map; the later steps share the rest."""
-MAX_INPUTS, MAX_SPANS = 50, 50
+MAX_SPANS = 50
 MAX_ORIGINS = 100
 """Origins that a verdict lists; one with as many may have left some out."""
 
@@ -37,10 +37,7 @@ _UNSEEN: Mapping[Outcome, str] = {
     "unkept": "differ, and were not kept: a verification keeps the first 100",
     "unknown": "not compared",
 }
-
-SITE_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
-SiteRow = tuple[object, ...]
-"""One site of one step as both runs have it, in these columns."""
+_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +46,7 @@ class StepDetails:
 
     step: int
     text: str
-    rows: tuple[SiteRow, ...]
+    sites: Table
     num_left_out: int
 
 
@@ -70,7 +67,7 @@ class HeatMap:
     Attributes:
         rank: process.
         segment: fit.
-        first: first step that differs, None where none does.
+        first: first step that differs or that one run lacks, None where none does.
         labels: of the rows, modules in the order in which they run; one that ends in * stands for several.
         columns: in order.
         steps: the first steps that differ.
@@ -93,24 +90,22 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Heat maps, what the first divergence read (the first of ``num_inputs`` sites), and what is not shown, and why."""
+class Heat:
+    """Heat maps, and what they do not show, and why."""
 
     maps: tuple[HeatMap, ...] = ()
-    inputs: tuple[SiteRow, ...] = ()
-    num_inputs: int = 0
     notes: tuple[str, ...] = ()
 
 
-def build_report(verdict: Verdict, reference: Run, current: Run) -> Report:
-    """Return the report on two runs; it takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
+def build_heat(verdict: Verdict, reference: Run, current: Run) -> Heat:
+    """Return the heat maps of two runs; it takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
 
     Raises:
         ReferenceFormatError: a file of a run is damaged.
     """
     if reference.world_size != current.world_size:
         note = "The runs had another number of processes, so that no step of one is a step of the other."
-        return Report(notes=(note,))
+        return Heat(notes=(note,))
     return _Builder(verdict, reference, current).build()
 
 
@@ -121,31 +116,27 @@ class _Builder:
         self._verdict = verdict
         self._runs = reference, current
         self._compared = {rank: read_compared(current, rank) for rank in reference.ranks if rank in current.ranks}
-        self._first_steps = {
-            (rank, segment): first_difference(reference, current, rank, segment, compared)
-            for rank, compared in self._compared.items()
-            for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
-            if self._steps(rank, segment)
-        }
         self._known_names: dict[int, set[str]] = {}
         self._row_of: dict[str, int] = {}
         self._rows_of_program: dict[int, np.ndarray] = {}
-        self._inputs: tuple[SiteRow, ...] = ()
 
-    def build(self) -> Report:
-        fits = sorted(sorted(self._first_steps, key=self._urgency)[:MAX_MAPS])
-        labels = self._label_rows(fits)
-        maps = tuple(self._map(fit, labels, share=len(fits)) for fit in fits)
-        inputs = self._inputs[:MAX_INPUTS]
-        return Report(maps=maps, inputs=inputs, num_inputs=len(self._inputs), notes=self._notes())
+    def build(self) -> Heat:
+        reference, current = self._runs
+        fits = [
+            (rank, segment)
+            for rank in self._compared
+            for segment in sorted({*reference.rank(rank).segments, *current.rank(rank).segments})
+            if self._steps(rank, segment)
+        ]
+        started = (self._verdict.first_divergence, *self._verdict.origins)
+        urgent = {one.rank for one in started if one is not None}
+        shown = sorted(sorted(fits, key=lambda fit: fit[0] not in urgent)[:MAX_MAPS])
+        labels = self._label_rows(shown)
+        maps = tuple(self._map(*fit, labels, share=len(shown)) for fit in shown)
+        return Heat(maps=maps, notes=self._notes(len(fits)))
 
     def _steps(self, rank: int, segment: int) -> list[int]:
         return sorted({int(step) for run in self._runs for step in run.rank(rank).steps(segment)})
-
-    def _urgency(self, fit: tuple[int, int]) -> tuple[bool, bool, int, int, int]:
-        """Return by what fits are sorted to choose those with a heat map: the first divergence, then who differs."""
-        first, step = self._verdict.first_divergence, self._first_steps[fit]
-        return (first is None or first.rank != fit[0], step is None, fit[1], -1 if step is None else step, fit[0])
 
     def _label_rows(self, fits: Sequence[tuple[int, int]]) -> tuple[str, ...]:
         """Find the row of each module of all programs, in the order in which they run, and return the labels."""
@@ -162,13 +153,15 @@ class _Builder:
         labels = group_modules(sorted(found, key=lambda name: {"": 0, "?": 2}.get(name, 1)))
         rows = {label: row for row, label in enumerate(dict.fromkeys(labels.values()))}
         self._row_of = {name: rows[label] for name, label in labels.items()}
-        for identity, sites in programs.items():
-            self._rows_of_program[identity] = np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
+        self._rows_of_program = {identity: self._rows_of(sites) for identity, sites in programs.items()}
         return tuple(rows)
 
-    def _map(self, fit: tuple[int, int], labels: tuple[str, ...], *, share: int) -> HeatMap:
+    def _rows_of(self, sites: Iterable[Site]) -> np.ndarray:
+        return np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
+
+    def _map(self, rank: int, segment: int, labels: tuple[str, ...], *, share: int) -> HeatMap:
         """Return the heat map of a fit, one of so many that share what is listed."""
-        steps = self._steps(*fit)
+        steps = self._steps(rank, segment)
         num_columns = min(len(steps), 200, MAX_COLUMNS // share)
         bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)]
         compared, differing, starting = cells = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
@@ -176,7 +169,7 @@ class _Builder:
         later = max(10, (left - FIRST_STEP) // min(max_steps, len(steps)))
         details: list[StepDetails] = []
         history: list[tuple[Outcome, int]] = []
-        for index, done in enumerate(walk_outcomes(*self._runs, *fit, self._compared[fit[0]])):
+        for index, done in enumerate(walk_outcomes(*self._runs, rank, segment, self._compared[rank])):
             column = int(np.searchsorted(bounds, index, side="right")) - 1
             history.append((done.outcome, done.step))
             if done.outcome in _UNSEEN:
@@ -186,19 +179,20 @@ class _Builder:
             if done.sites is None:
                 continue
             sites = [done.sites.site(row) for row in done.sites.rows.tolist()]
-            places = np.array([self._row_of[site.module] for site in sites], dtype=np.int64)
-            starts = self._starting(done.sites, sites)
+            places, starts = self._rows_of(sites), self._starting(done.sites, sites)
             differing[column] += np.bincount(places, minlength=len(labels))
             starting[column] += np.bincount(places[starts], minlength=len(labels))
-            rows = _SiteRows(done.sites, starts)
-            self._inputs = self._inputs or self._inputs_of_first(done.sites, rows)
             if len(details) < max_steps and left > 0:
                 listed = _choose(places, starts, limit=min(left, later if details else FIRST_STEP))
                 left -= len(listed)
-                text = _text((done.step, done.step), len(modules), len(sites), int(starts.sum()))
-                shown = tuple(rows.row(int(done.sites.rows[place])) for place in listed)
+                rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
                 details.append(
-                    StepDetails(step=done.step, text=text, rows=shown, num_left_out=len(sites) - len(listed))
+                    StepDetails(
+                        step=done.step,
+                        text=_text((done.step, done.step), len(modules), len(sites), int(starts.sum())),
+                        sites=Table(columns=_COLUMNS, rows=rows),
+                        num_left_out=len(sites) - len(listed),
+                    )
                 )
         letters = np.where(compared > 0, MATCH, NOT_COMPARED)
         letters = np.where(starting > 0, ORIGIN, np.where(differing > 0, CARRIED, letters))
@@ -211,9 +205,9 @@ class _Builder:
         spans = [(outcome, [step for _, step in group]) for outcome, group in groupby(history, key=lambda one: one[0])]
         unseen = [f"{_span(one[0], one[-1])}: {_UNSEEN[outcome]}" for outcome, one in spans if outcome in _UNSEEN]
         return HeatMap(
-            rank=fit[0],
-            segment=fit[1],
-            first=self._first_steps[fit],
+            rank=rank,
+            segment=segment,
+            first=next((step for outcome, step in history if outcome not in ("equal", "unknown")), None),
             labels=labels,
             columns=tuple(columns),
             steps=tuple(details),
@@ -243,14 +237,7 @@ class _Builder:
         known_names.update(site.name for site in found if site.name is not None)
         return starting
 
-    def _inputs_of_first(self, sites: StepDifference, rows: "_SiteRows") -> tuple[SiteRow, ...]:
-        """Return what the first divergence read: it is the first row that differs in its step; () in other steps."""
-        first, row = self._verdict.first_divergence, int(sites.rows[0])
-        if first is None or (sites.current.rank, sites.current.record.step) != (first.rank, first.step):
-            return ()
-        return tuple(map(rows.row, rows.inputs(row))) if _place(sites.site(row)) == _place(first) else ()
-
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, num_fits: int) -> tuple[str, ...]:
         reference, current = self._runs
         notes = [
             f"{name} is incomplete: {run.incomplete_reason}"
@@ -260,52 +247,29 @@ class _Builder:
         absent = [rank for rank in range(reference.world_size) if rank not in self._compared]
         if absent:
             notes.append(f"Not here, so not shown: {len(absent)} of {reference.world_size} ranks, from {absent[0]} on.")
-        if current.keeps != "all" and not all(self._compared.values()):
-            notes.append(
-                "The current run kept its diverging steps only and does not say which others it compared; they are "
-                "shown as not compared."
-            )
-        if len(self._first_steps) > MAX_MAPS:
-            notes.append(f"Heat maps of {MAX_MAPS} of {len(self._first_steps)}: those of the ranks that differ first.")
+        if num_fits > MAX_MAPS:
+            notes.append(f"Heat maps of {MAX_MAPS} of {num_fits}: first those of ranks where a difference starts.")
         if self._verdict.coverage.replayed:
             notes.append("Where saved tensors were restored, as Coverage says, the heat map shows a match.")
         return tuple(notes)
 
 
-class _SiteRows:
-    """The rows of one step that differs, as they are shown."""
-
-    def __init__(self, sites: StepDifference, starting: np.ndarray) -> None:
-        self._sites = sites
-        self._states = dict.fromkeys(sites.rows.tolist(), "carried on")
-        proven = ("here", "outside")
-        self._states |= {row: "differs, start not proven" for row, start in sites.starts.items() if start not in proven}
-        self._states |= dict.fromkeys(sites.rows[starting].tolist(), "starts here")
-
-    def row(self, row: int) -> SiteRow:
-        """Return a row of the alignment."""
-        sites = self._sites
-        left, right = sites.places(row)
-        site = sites.site(row)
-        sides = [(view, place) for view, place in ((sites.reference, left), (sites.current, right)) if place >= 0]
-        digests = {id(view): f"{int(view.record.digests[place]):016x}" for view, place in sides}
-        tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides]
-        kind = sites.kinds.get(row, "")
-        state = self._states.get(row, "carried on" if sites.differs[row] else "agrees")
-        source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
-        return (
-            *(left if right < 0 else right, state, site.phase, _label_of(site.module), describe_site(site)),
-            f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
-            *(digests.get(id(sites.reference), "-"), digests.get(id(sites.current), "-"), kind),
-            source[0] if source else "",
-        )
-
-    def inputs(self, row: int) -> list[int]:
-        """Return the rows of what a row reads; on the reference's side where only that has it."""
-        is_there = self._sites.places(row)[1] >= 0
-        side = self._sites.alignment.current if is_there else self._sites.alignment.reference
-        row_of = {place: index for index, place in enumerate(side.tolist()) if place >= 0}
-        return [row_of[place] for place in self._sites.site(row).inputs if place in row_of]
+def _site_row(sites: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
+    """Return a row of the alignment of a step that differs."""
+    left, right = sites.places(row)
+    site, kind = sites.site(row), sites.kinds.get(row, "")
+    digests, tensors = [], []
+    for view, place in ((sites.reference, left), (sites.current, right)):
+        digests.append(f"{int(view.record.digests[place]):016x}" if place >= 0 else "-")
+        tensors += [describe_tensor(view.layout.entries[place])] if place >= 0 else []
+    is_proven = sites.starts.get(row) in ("here", "outside", None)
+    state = "starts here" if starts else "carried on" if is_proven else "differs, start not proven"
+    source = site.source or (sites.reference.program.sites[left].source if left >= 0 else ())
+    return (
+        *(left if right < 0 else right, state, site.phase, _label_of(site.module), describe_site(site)),
+        f"{tensors[0]} in the reference, {tensors[-1]} now" if kind == "structure" else tensors[-1],
+        *(*digests, kind, source[0] if source else ""),
+    )
 
 
 def group_modules(names: Sequence[str], limit: int = MAX_ROWS) -> dict[str, str]:

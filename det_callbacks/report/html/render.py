@@ -6,20 +6,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.errors import ReportError
-from det_callbacks.report.console import count
-from det_callbacks.report.html.model import MAX_ORIGINS, SITE_COLUMNS, HeatMap, build_report
-from det_callbacks.report.verdict import (
-    coverage_lines,
-    environment_table,
-    facts_of,
-    histogram,
-    next_lines,
-    origin_table,
-    place_of,
-    shown_numbers,
-    source_lines,
-    tensor_lines,
-)
+from det_callbacks.report import verdict as words
+from det_callbacks.report.console import Table, count
+from det_callbacks.report.html.model import MAX_ORIGINS, HeatMap, build_heat
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -44,7 +33,8 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError: a file of a run is damaged.
     """
-    path = Path(path)
+    path, first = Path(path), verdict.first_divergence
+    heat = build_heat(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -52,21 +42,19 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    number = "{:,}".format
-    environment.filters.update(
-        count=count, diamonds=_diamonds, histogram=histogram, number=number, size=_size, strokes=_strokes
-    )
+    filters = {"count": count, "number": "{:,}".format, "histogram": words.histogram, "lines": words.tensor_lines}
+    environment.filters.update(filters, size=_size, strokes=_strokes, diamonds=_diamonds)
     content = environment.get_template("report.html.j2").render(
-        report=build_report(verdict, *(Run.open(run, check_steps=False) for run in (reference, current))),
+        heat=heat,
         verdict=verdict,
-        facts_of_first=[] if verdict.first_divergence is None else facts_of(verdict.first_divergence),
-        source=source_lines(verdict),
-        numbers=[(one, place_of(one), one.numbers and tensor_lines(one.numbers)) for one in shown_numbers(verdict)],
-        origins=origin_table(verdict, MAX_ORIGINS),
-        environment=environment_table(verdict),
-        coverage=coverage_lines(verdict),
-        next=next_lines(verdict),
-        site_columns=SITE_COLUMNS,
+        facts_of_first=[] if first is None else words.facts_of(first),
+        source=words.source_lines(verdict),
+        numbers=[(one, words.place_of(one)) for one in words.shown_numbers(verdict)],
+        origins=words.origin_table(verdict, MAX_ORIGINS),
+        environment=words.environment_table(verdict),
+        ranks=_rank_table(heat.maps),
+        coverage=words.coverage_lines(verdict),
+        next=words.next_lines(verdict),
         version=version("det_callbacks"),
     )
     try:
@@ -78,6 +66,19 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
             str(path),
         ) from error
     return path
+
+
+def _rank_table(maps: tuple[HeatMap, ...]) -> Table:
+    rows = [
+        (
+            *(one.rank, one.segment, "" if one.first is None else one.first),
+            f"{one.outcomes['differs']:,} of {sum(one.outcomes.values()):,}",
+            *(one.num_differing, one.num_starting),
+        )
+        for one in maps
+    ]
+    columns = ("rank", "fit", "first step", "steps differing", "sites differing", "starting here")
+    return Table(columns=columns, rows=rows)
 
 
 def _size(heat_map: HeatMap) -> tuple[int, int, int]:
