@@ -19,6 +19,8 @@ _MEANINGS = {
     "error": "raises RuntimeError under torch.use_deterministic_algorithms(True)",
     "random": "draws from a random generator",
 }
+_START, _END = ("name", "behaviour", "device"), ("ops", "condition")
+"""Columns of every table; those of a run have where the ops are in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +123,7 @@ def op_report(facts: Sequence[OpFact], usage: OpUsage | None = None) -> list[Sec
     meanings = [f"  {behaviour}: {_MEANINGS[behaviour]}" for behaviour in BEHAVIOURS]
     if usage is None:
         rows = [(*_start(one), " ".join(one.ops) or "(none found)", one.condition or "-") for one in facts]
-        columns = ("name", "behaviour", "device", "ops", "condition")
-        return [Section(code=[line, *meanings], table=Table(columns=columns, rows=rows, is_wide=True))]
+        return [Section(code=[line, *meanings], table=Table(columns=_START + _END, rows=rows, is_wide=True))]
     ops = f"{count(usage.num_ops, 'op')} in {count(usage.num_programs, 'program')}"
     head = [*head_lines(usage.run), f"{ops}; {line}; {len(usage.uses)} may be about this run"]
     used = [
@@ -132,7 +133,7 @@ def op_report(facts: Sequence[OpFact], usage: OpUsage | None = None) -> list[Sec
     ]
     if not used:
         return [Section(code=head)]
-    columns = ("name", "behaviour", "device", "module", "sites", "ops", "condition")
+    columns = (*_START, "module", "sites", *_END)
     note = "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
     table = Table(columns=columns, rows=used, is_wide=True)
     return [Section(code=[*head, *meanings], table=table), Section(code=[note])]

@@ -98,10 +98,10 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         if kept.num_missing:
             missing = f"{count(kept.num_missing, 'call')} from step {kept.first_missing} on"
             lines.append(f"NOT kept: {missing}: {kept.reason}")
-    names = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
+    fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
     steps = [None if place is None else _record_to_dict(rank.read(*place)) for place in _ends(places)]
-    columns = ("fit", "step", "epoch", "sites", *names[4:])
-    rows = [("...",) * len(columns) if row is None else tuple(row[name] for name in names) for row in steps]
+    columns = ("fit", "step", "epoch", "sites", *fields[4:])
+    rows = [("...",) * len(columns) if row is None else tuple(row[name] for name in fields) for row in steps]
     report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
     metrics = [
         (segment, reading.step, f"metric {name}", reading.place, str(metric.value), metric.digest)
@@ -111,8 +111,8 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
     ]
     if metrics and rank.rank == 0:
         shown = [("...",) * 6 if row is None else row for row in _ends(metrics)]
-        columns = ("fit", "step", "metric", "where", "value", "digest")
-        report.append(Section(table=Table(columns=columns, rows=shown, is_wide=True)))
+        names = ("fit", "step", "metric", "where", "value", "digest")
+        report.append(Section(table=Table(columns=names, rows=shown, is_wide=True)))
     return report
 
 
