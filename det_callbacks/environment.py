@@ -95,7 +95,7 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
     for name, value, changes_bits in _machine_facts():
         entries[name] = EnvironmentEntry(value=value, is_machine=name not in enforced, changes_bits=changes_bits)
     for name, value in _own_choices():
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=True)
+        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=not _is_idle(name))
     for name, value in code_state().items():
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
     flat = dict(_flatten("", choices))
@@ -198,6 +198,13 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     yield "torch.backends.mkldnn.matmul.fp32_precision", backends.mkldnn.matmul.fp32_precision
     for name in _DETERMINISM_VARIABLES:
         yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
+
+
+def _is_idle(name: str) -> bool:
+    """Return whether a choice has no effect on this machine, since it is of CUDA and there is none."""
+    setting = SETTINGS.get(name.removeprefix("settings."))
+    is_of_cuda = name.startswith("torch.backends.cud") if setting is None else setting.is_cuda_only
+    return is_of_cuda and not torch.cuda.is_available()
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,18 +1,26 @@
-"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn."""
+"""What is gathered during a fit to explain a difference: generators at fixed points, and how batches were drawn.
+
+Nothing here changes what is drawn, but for the number of workers where the environment asks for one.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.callback.draws import Drawn, DrawWatch, asked_workers, set_workers
+from det_callbacks.checkpoint.draws import follow
 from det_callbacks.checkpoint.fit import NOT_LOOKED_INTO
 from det_callbacks.checkpoint.held import find_generators
 from det_callbacks.digest import digest_bytes, unobserved
@@ -30,30 +38,18 @@ BATCH = "batch"
 MAX_INDICES = 256
 """Indices of a batch that are kept as they are, beside the digest of all; zstd makes about 2 bytes of each."""
 
+MAX_WAITING = 64
+"""Batches drawn and not trained on yet that are known; a fetcher holds one or two."""
+
 _FIT_START = "fit start"
-_HOOKS = (
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-)
+_LOADER_START = "before the loader starts"
 
 
 class Evidence:
     """Gathers the evidence of one fit; some 40 microseconds a step.
+
+    It follows the loaders of the fit: the batches that wait to be trained on, as they left the loaders, and the indices
+    that the samplers of map-style data sets drew for them, where the loader keeps the order.
 
     Args:
         trainer: whose fit it is, before its data is set up.
@@ -65,11 +61,15 @@ class Evidence:
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self._ledger = Ledger()
-        self._draws = DrawWatch(self._ledger)
         self._trainer = trainer
         self._replaced = ReplacedInLightning()
         self._num_workers = asked_workers()
         self._has_workers = False
+        self._let_go: Callable[[], object] = lambda: None
+        self._samplers = ReplacedInLightning()
+        self._loaders: dict[str, Any] = {}
+        self._indices: dict[str, deque[Any]] = {}
+        self._waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=MAX_WAITING)
         self._ledger.mark(_FIT_START, with_seeds=True)
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
@@ -78,8 +78,9 @@ class Evidence:
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         others = [one for one in callbacks if one is not own and not isinstance(one, ProgressBar)]
         others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
-        for hook in _HOOKS:
-            names = [type(callback).__qualname__ for callback in others if _has_hook(callback, hook)]
+        for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
+            users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
+            names = [type(one).__qualname__ for one in users]
             if is_overridden(hook, trainer.lightning_module, pl.LightningModule):
                 names.insert(0, type(trainer.lightning_module).__qualname__)
             if names:
@@ -96,16 +97,47 @@ class Evidence:
         self._replaced.put(loop, "_load_combined_loader_states", lambda original: partial(load_and_follow, original))
 
     def _follow(self, loader: CombinedLoader) -> None:
+        self._leave_loader()
         inner = loader.flattened
         if self._num_workers is not None:
             self._has_workers = set_workers(inner, self._num_workers)
-        self._draws.attach(loader)
-        roots = {"train_dataloader": inner[0] if len(inner) == 1 else inner}
-        self._ledger.held = find_generators(roots, left=(*NOT_LOOKED_INTO, DrawWatch, pl.LightningModule))
+        name = "train_dataloader"
+        self._ledger.held = find_generators(
+            {name: inner[0] if len(inner) == 1 else inner}, left=(*NOT_LOOKED_INTO, Evidence, pl.LightningModule)
+        )
+        self._loaders = {name: inner[0]} if len(inner) == 1 else {f"{name} {at}": one for at, one in enumerate(inner)}
+        self._let_go = follow(loader, self)
+        for name, one in self._loaders.items():
+            # a draw of "sequential" is of one of the loaders, and nobody says of which
+            if _draws_in_order(one) and (loader._mode != "sequential" or len(inner) == 1):
+                self._follow_sampler(name, one)
+
+    def _follow_sampler(self, name: str, loader: Any) -> None:
+        """Keep what the sampler of a loader draws: workers are sent it ahead, and return the batches in that order."""
+        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        indices = deque[Any]()
+
+        def watched(base: Any) -> Any:
+            def iterate(self: Any) -> Any:
+                indices.clear()
+                return _noted(base.__iter__(self), indices)  # called now: a sampler may draw before its first index
+
+            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
+            return type(base.__name__, (base,), names)
+
+        with suppress(TypeError):  # a list of indices, say: built-in objects keep their class
+            self._samplers.put(sampler, "__class__", watched)
+            self._indices[name] = indices
+
+    def _leave_loader(self) -> None:
+        self._samplers.restore()
+        self._let_go()
+        for known in (self._waiting, self._loaders, self._indices):
+            known.clear()
 
     def detach(self) -> None:
         """Leave loops and loaders as they were; may be called more than once."""
-        self._draws.detach()
+        self._leave_loader()
         self._replaced.restore()
 
     def check_loaders(self) -> None:
@@ -116,6 +148,26 @@ class Evidence:
                 "workers could be set before it is first iterated over. Unset the variable, or set the number in the "
                 "program."
             )
+
+    # what the loader calls
+
+    def begin_iteration(self) -> None:
+        """Note that the loader begins to be iterated over."""
+        self._waiting.clear()
+        for name, loader in self._loaders.items():
+            for setting, text in _settings_of(loader):
+                self._ledger.note(_LOADER_START, f"{setting} of {name}", text=text)
+        self._ledger.mark(_LOADER_START)
+
+    def begin_draw(self) -> None:
+        """Note that a batch is about to be drawn."""
+        self._ledger.mark("before a batch is drawn")
+
+    def end_draw(self, batch: Any) -> None:
+        """Keep what was drawn until it is trained on."""
+        self._waiting.append((batch, {name: known.popleft() for name, known in self._indices.items() if known}))
+
+    # what the trace calls
 
     def mark(self, point: str) -> None:
         """Note the states of all generators at a point of the fit."""
@@ -136,29 +188,26 @@ class Evidence:
         self._ledger.mark("batch start", with_seeds=True)
         self.note_samples(samples)
         fetcher: Any = self._trainer.fit_loop._data_fetcher
-        waiting = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
-        drawn = self._draws.current(waiting)
-        if drawn is None:
+        num_fetched = len(fetcher.batches) if isinstance(fetcher, _PrefetchDataFetcher) else 0
+        if len(self._waiting) <= num_fetched:
             return
-        for loader, index in drawn.indices.items():
+        loaded, indices_by_loader = self._waiting[-1 - num_fetched]
+        for loader, index in indices_by_loader.items():
             indices = _whole_numbers(index)
             if indices is not None:
                 text = json.dumps(indices[:MAX_INDICES])
                 self._ledger.note(BATCH, f"indices of {loader}", _digest(indices), text)
                 self._ledger.note(BATCH, f"sorted indices of {loader}", _digest(sorted(indices)))
-        self._note_loaded(drawn, batch)
+        # what left the loader, where the training step gets something else: moved to a device, or transformed
+        given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
+        with unobserved():
+            for name, value in flatten(loaded, "batch", is_whole=True):
+                if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
+                    self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
 
     def take(self, step: int) -> list[Row]:
         """Return the evidence up to the end of a step, since the last time."""
         return self._ledger.take(step)
-
-    def _note_loaded(self, drawn: Drawn, batch: Any) -> None:
-        """Note what left the loader, where the training step gets something else: moved to a device, or transformed."""
-        given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
-        with unobserved():
-            for name, value in flatten(drawn.batch, "batch", is_whole=True):
-                if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
-                    self._ledger.note_tensor(BATCH, f"{name} as loaded", value)
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -169,18 +218,70 @@ def _is_constant(tensor: Tensor) -> bool:
     return bool((head == head[0]).all())
 
 
-def _has_hook(callback: pl.Callback, hook: str) -> bool:
-    return getattr(type(callback), hook, None) is not getattr(pl.Callback, hook)
+def _noted(drawn: Iterator[Any], indices: deque[Any]) -> Iterator[Any]:
+    for index in drawn:
+        indices.append(index)
+        yield index
+
+
+def _draws_in_order(loader: Any) -> bool:
+    is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return is_map and (not loader.num_workers or getattr(loader, "in_order", True))
+
+
+def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a loader that decide what it draws: (name, text)."""
+    yield "type", type(loader).__qualname__
+    if not isinstance(loader, DataLoader):
+        return
+    yield "data set", type(loader.dataset).__qualname__
+    if hasattr(loader.dataset, "__len__"):
+        yield "length of the data set", str(len(loader.dataset))
+    for name in ("batch_size", "num_workers", "drop_last", "persistent_workers", "in_order"):
+        yield name, str(getattr(loader, name, None))
+    yield "sampler", type(loader.sampler).__qualname__
+    yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
+    yield "generator of its own", str(isinstance(loader.generator, torch.Generator))
 
 
 def _whole_numbers(index: Any) -> list[int] | None:
-    """Return what a sampler said as a list of numbers; None where it is something else."""
-    values = index if isinstance(index, list | tuple) else [index]
+    """Return what a sampler said as a list of numbers; None where it is something else: names, slices, pairs."""
     try:
-        return [int(value) for value in values]
+        return [int(value) for value in (index if isinstance(index, list | tuple) else [index])]
     except (TypeError, ValueError):
-        return None  # names, slices, pairs: then only what was loaded tells batches apart
+        return None
 
 
 def _digest(numbers: Sequence[int]) -> int:
     return digest_bytes(repr(numbers).encode())
+
+
+def asked_workers() -> int | None:
+    """Return the number of workers that the environment asks for (``det-callbacks check --vary workers``).
+
+    Raises:
+        SettingsError: it asks for what is no number.
+    """
+    text = os.environ.get(NUM_WORKERS)
+    if text is not None and not text.isdecimal():
+        raise SettingsError(
+            f"{NUM_WORKERS} is the number of workers of the training's DataLoaders, from 0 on; got "
+            f"{text!r}. Unset it, or give it a whole number."
+        )
+    return None if text is None else int(text)
+
+
+def set_workers(loaders: Sequence[Any], number: int) -> bool:
+    """Give loaders that were not iterated over yet so many workers, and what goes with them; return whether one is one.
+
+    Looked at in torch 2.13: a loader asks for its number when it makes an iterator. One without workers has no
+    ``prefetch_factor`` and refuses a ``timeout``; ``persistent_workers`` counts only where there are some.
+    """
+    known = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    for loader in known:
+        loader.num_workers = number
+        if number and loader.prefetch_factor is None:
+            loader.prefetch_factor = 2
+        if not number:
+            loader.timeout = 0
+    return bool(known)

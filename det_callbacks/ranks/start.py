@@ -44,11 +44,15 @@ def require_same_start(group: RankGroup, manifest: Mapping[str, Any], weights: M
 
 
 def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what has to be the same in all processes at the start of a fit: name -> value, as JSON holds it."""
+    """Return what has to be the same in all processes at the start of a fit: name -> value, as JSON holds it.
+
+    Settings without an effect on this machine are not among it.
+    """
     environment = {
         name: entry["value"]
         for name, entry in manifest["environment"].items()
         if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _BY_DESIGN
+        if entry["changes_bits"] or not name.startswith("settings.")
     }
     selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
     saved = {name: list(manifest.get(name, ())) for name in ("replay", "keep_tensors")}

@@ -220,11 +220,12 @@ class OwnWeights(Classifier):
 class OwnSetting(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        torch.backends.cudnn.benchmark = os.environ["LOCAL_RANK"] == "1"
+        torch.backends.cudnn.benchmark = os.environ["LOCAL_RANK"] == "1"  # without an effect where there is no GPU
+        torch.set_float32_matmul_precision("high" if os.environ["LOCAL_RANK"] == "1" else "highest")
 
 
 @pytest.mark.parametrize(
-    ("model", "named"), [(OwnWeights, "weights of last.bias is"), (OwnSetting, "settings.cudnn_benchmark is true")]
+    ("model", "named"), [(OwnWeights, "weights of last.bias is"), (OwnSetting, 'settings.float32_matmul_precision is "high" on rank 1')]
 )
 def test_ranks_that_do_not_start_alike_do_not_train(model: Any, named: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:
@@ -234,6 +235,7 @@ def test_ranks_that_do_not_start_alike_do_not_train(model: Any, named: str, tmp_
     ended = run_ranks(body, tmp_path, status=2)
     assert all(f"SettingsError: The 2 processes of this run do not start alike: {named}" in one.output for one in ended)
     assert all("on rank 1, and" in one.output for one in ended)
+    assert not any("cudnn_benchmark" in one.output for one in ended)
     assert not (tmp_path / "run").exists()
 
 

@@ -28,7 +28,7 @@ from det_callbacks import (
     SettingsError,
     cli,
 )
-from det_callbacks.callback.draws import set_workers
+from det_callbacks.callback.evidence import set_workers
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.replaced_in_lightning import PLACES, ReplacedInLightning
 from det_callbacks.runs.store import Run

@@ -146,7 +146,8 @@ def test_facts_hold_versions_and_settings_and_no_seed() -> None:
     environment["settings.seed"] = {"value": 5, "is_machine": False, "changes_bits": True}
     facts = start_facts({"environment": environment, "selection": {"level": "op"}})
     assert {"torch.version", "python.version", "code.git_commit", "selection.level", "trainer.world_size"} <= set(facts)
-    assert "settings.cudnn_benchmark" in facts
+    assert "settings.deterministic_algorithms" in facts
+    assert ("settings.cudnn_benchmark" in facts) is torch.cuda.is_available()
     assert not {"settings.seed", "cpu.model"} & set(facts)
 
 
