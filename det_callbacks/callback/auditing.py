@@ -21,13 +21,18 @@ NUM_STEPS = 3
 """Steps that are audited where none are chosen: the first ones that come."""
 
 
-class Auditing(Session):
+class Auditing(Session, StepHooks):
     """The fits of one callback, audited; files go to ``current``, or to a new folder below the Trainer's."""
 
     def __init__(self, arguments: CallbackArguments) -> None:
         super().__init__(arguments)
+        self.hooks = self
         self._folder = arguments.current
-        self.hooks: AuditHooks = AuditHooks(arguments.selection.only_steps)
+        self._mode: BitwiseEquivalenceMode | None = None
+        self._step = -1
+        self._steps: list[int] = []
+        self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
+        self._replaced = ReplacedInLightning()
 
     @override
     def begin(self, stage: Stage) -> None:
@@ -39,56 +44,6 @@ class Auditing(Session):
             (self._folder / name).unlink(missing_ok=True)
 
     @override
-    def end(self, *, is_early: bool = False) -> None:
-        """Write what was found, print the closing line, and raise when there was anything.
-
-        Raises:
-            AuditError: something differed, unless ``on_divergence`` is "warn", which warns.
-            NothingComparedError: no step was audited.
-        """
-        report = self.audit_report = self.hooks.report()
-        chosen = self.arguments.selection.only_steps
-        if not report.num_compared:
-            wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"
-            raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_atomically(self._folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
-        replay = self._folder / REPLAY_FILE
-        comments = (
-            f"What an audit of the steps {', '.join(map(str, report.steps))} found. Give it to record and to verify:",
-            f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
-        )
-        replace_atomically(replay, replay_list(report.replay, comments).encode())
-        self.say(audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps))))
-        if report.findings:
-            text = audit_lines(report, replay=replay)
-            if self.arguments.on_divergence != "warn":
-                raise AuditError(text, report)
-            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
-
-    @override
-    def stop(self, reason: str) -> None:
-        self.audit_report = None
-        self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
-
-
-class AuditHooks(StepHooks):
-    """Runs the ops of chosen steps again.
-
-    Args:
-        steps: by number; None is the first three.
-    """
-
-    def __init__(self, steps: tuple[int, ...] | None) -> None:
-        self._chosen = steps
-        self._mode: BitwiseEquivalenceMode | None = None
-        self._step = -1
-        self._steps: list[int] = []
-        self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
-        self._replaced = ReplacedInLightning()
-
-    @override
     def attach(self, trainer: pl.Trainer) -> None:
         self.close()
         self._mode = self._mode or BitwiseEquivalenceMode(model=trainer.lightning_module, base_phase="other")
@@ -96,7 +51,8 @@ class AuditHooks(StepHooks):
 
     @override
     def begin_step(self, step: int, batch: object) -> None:
-        if step in self._chosen if self._chosen is not None else len(self._steps) < NUM_STEPS:
+        chosen = self.arguments.selection.only_steps
+        if step in chosen if chosen is not None else len(self._steps) < NUM_STEPS:
             self._step = step
             self._running.begin()
 
@@ -124,14 +80,43 @@ class AuditHooks(StepHooks):
             self._mode.abandon()
         self._replaced.restore()
 
-    def report(self) -> AuditReport:
-        """Return what was found so far."""
-        return AuditReport(
+    @override
+    def end(self, *, is_early: bool = False) -> None:
+        """Write what was found, print the closing line, and raise when there was anything.
+
+        Raises:
+            AuditError: something differed, unless ``on_divergence`` is "warn", which warns.
+            NothingComparedError: no step was audited.
+        """
+        chosen = self.arguments.selection.only_steps
+        if self._mode is None or not self._mode.num_compared:
+            wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"
+            raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
+        report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
-            num_compared=0 if self._mode is None else self._mode.num_compared,
-            skipped={} if self._mode is None else dict(self._mode.skipped),
+            num_compared=self._mode.num_compared,
+            skipped=dict(self._mode.skipped),
             findings=tuple(map(AuditFinding.of, self._found.values())),
         )
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        replace_atomically(self._folder / AUDIT_FILE, json.dumps(report.to_dict(), indent=1).encode())
+        replay = self._folder / REPLAY_FILE
+        comments = (
+            f"What an audit of the steps {', '.join(map(str, report.steps))} found. Give it to record and to verify:",
+            f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
+        )
+        replace_atomically(replay, replay_list(report.replay, comments).encode())
+        self.say(audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps))))
+        if report.findings:
+            text = audit_lines(report, replay=replay)
+            if self.arguments.on_divergence != "warn":
+                raise AuditError(text, report)
+            pl.utilities.rank_zero_warn(text, category=DivergenceWarning)
+
+    @override
+    def stop(self, reason: str) -> None:
+        self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
 
     @property
     def _running(self) -> BitwiseEquivalenceMode:

@@ -309,31 +309,13 @@ class DeterminismCallback(CallbackArguments):
         self._group.tell("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
-        self._begin_evaluation(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_evaluation(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.open()
-
-    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._ops.open()
         if self._call is not None and not self._is_open:
             assert self._session is not None, "setup was called"
             self._begin(trainer, pl_module, self._session, call=self._call)
 
     @override
-    def on_validation_batch_start(self, trainer: pl.Trainer, *arguments: Any, **options: Any) -> None:
-        self._note_batch(trainer, *arguments, **options)
-
-    @override
-    def on_test_batch_start(self, trainer: pl.Trainer, *arguments: Any, **options: Any) -> None:
-        self._note_batch(trainer, *arguments, **options)
-
-    def _note_batch(
+    def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._is_open:
@@ -344,18 +326,6 @@ class DeterminismCallback(CallbackArguments):
         self._ops.close()
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
-        self._end_evaluation(trainer)
-
-    @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.close()
-        self._end_evaluation(trainer)
-
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._ops.close()
-
-    def _end_evaluation(self, trainer: pl.Trainer) -> None:
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
             self._logged.drop_batches()
@@ -367,6 +337,17 @@ class DeterminismCallback(CallbackArguments):
             self._end()
         elif self._is_fitting and not self._logged.is_resuming:
             self._stop_together(differs=self._logged.read(trainer, "validation", self._logged.step, epoch=epoch))
+
+    on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
+    on_test_end = on_validation_end
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.open()
+
+    @override
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ops.close()
 
     @property
     def _is_fitting(self) -> bool:

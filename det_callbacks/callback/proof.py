@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from typing_extensions import override
 
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.manifest import root_folder
 from det_callbacks.checkpoint.resume import Resume
 from det_callbacks.errors import DivergenceError, NothingComparedError, NotResumableError, SelectionError
 from det_callbacks.judge import compare_runs
@@ -55,8 +55,7 @@ def prove_resume(
             loaders.
         stop_at: training batches before the interruption; at least 1.
         steps: training batches in all; more than ``stop_at``.
-        folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the Trainer's log or root
-            directory.
+        folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the working directory.
         level: of the digests: "op", "module" or "state".
         resume: as for DeterminismCallback; "plain" restores what Lightning does and no more, which shows that the proof
             can fail.
@@ -80,7 +79,10 @@ def prove_resume(
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
 
-    def train(callback: _InFolder, end: _End, ckpt_path: Path | None = None) -> None:
+    place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
+    recorded = partial(DeterminismCallback, mode="record", level=level, resume=resume)
+
+    def train(callback: DeterminismCallback, end: _End, ckpt_path: Path | None = None) -> None:
         generators = RewindPoint()
         trainer = make_trainer()
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -97,56 +99,34 @@ def prove_resume(
         finally:
             generators.put_back(restarts_new=True)  # also those of devices that it was the first to use
 
-    whole, end = _InFolder("reference", mode="record", level=level, resume=resume), _End(steps)
-    whole.folder = None if folder is None else Path(folder)
-    train(whole, end)
+    end = _End(steps)
+    train(recorded(place / "reference"), end)
     if end.num_done < steps:
         raise SelectionError(
             f"The training ended after {end.num_done} of {count(steps, 'step')}. Give its Trainer more "
             "(max_epochs, max_steps), or ask for fewer steps."
         )
-    place = whole.path.parent
-    interrupted = _InFolder(place / "interrupted", mode="record", level=level, resume=resume)
     with suppress(TrainingInterruptedError):
-        train(interrupted, _End(stop_at, place / CHECKPOINT))
+        train(recorded(place / "interrupted"), _End(stop_at, place / CHECKPOINT))
     with closing(RankGroup().open()) as group:  # all have written what is compared
         group.gather(lambda: None, task="proving a resume")
-    before = compare_runs(whole.path, interrupted.path, steps="common")
+    before = compare_runs(place / "reference", place / "interrupted", steps="common")
     if before.verdict != "match":
         return before
-    resumed = _InFolder(whole.path, current=place / "resumed", resume=resume)
+    resumed = DeterminismCallback(place / "reference", current=place / "resumed", resume=resume)
     try:
         train(resumed, _End(steps), place / CHECKPOINT)
     except DivergenceError as error:
         if error.verdict is None:
             raise
         return error.verdict
-    if resumed.verdict is None or resumed.verdict.coverage.steps is None:
+    verdict = resumed.verdict
+    if verdict is None or verdict.coverage.steps is None:
         raise NothingComparedError("The resumed training was not verified to its end.")
-    first = resumed.verdict.coverage.steps[0]
-    if first != stop_at:
-        raise NotResumableError(
-            f"The resumed training began with step {first}, and not with step {stop_at}.", (f"step {first}",)
-        )
-    return resumed.verdict
-
-
-class _InFolder(DeterminismCallback):
-    """Writes below one folder; where it has none, all processes take one that rank 0 finds free."""
-
-    folder: Path | None = None
-
-    @property
-    def path(self) -> Path:
-        assert self.reference is not None
-        return self.reference
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not self.path.is_absolute():
-            free = self.folder or trainer.strategy.broadcast(str(free_folder(root_folder(trainer), kind="resume")))
-            self.reference = Path(free).absolute() / self.path
-        super().setup(trainer, pl_module, stage)
+    if (first := verdict.coverage.steps[0]) != stop_at:
+        problem = f"step {first}"
+        raise NotResumableError(f"The resumed training began with {problem}, and not with step {stop_at}.", (problem,))
+    return verdict
 
 
 class TrainingInterruptedError(Exception):

@@ -225,7 +225,8 @@ class OwnSetting(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("model", "named"), [(OwnWeights, "weights of last.bias is"), (OwnSetting, 'settings.float32_matmul_precision is "high" on rank 1')]
+    ("model", "named"),
+    [(OwnWeights, "weights of last.bias is"), (OwnSetting, 'settings.float32_matmul_precision is "high" on rank 1')],
 )
 def test_ranks_that_do_not_start_alike_do_not_train(model: Any, named: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:

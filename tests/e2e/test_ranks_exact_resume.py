@@ -132,6 +132,7 @@ def test_checkpoints_that_lightning_names_links_and_removes(tmp_path: Path) -> N
 def test_the_proof(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         make = partial(quiet_trainer, max_epochs=2, default_root_dir=tmp_path, devices=2, strategy="ddp")
+        os.chdir(tmp_path)
         for how, expected in (("exact", "match"), ("plain", "diverged")):
             verdict = prove_resume(make, Wide, data, stop_at=4, steps=10, resume=how)
             assert (verdict.verdict, verdict.coverage.ranks) == (expected, 2), verdict.explanation
