@@ -12,7 +12,7 @@ import tempfile
 import traceback
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -38,7 +38,7 @@ CURRENT_FOLDER = "determinism"
 _configuration: ContextVar[Mapping[str, Any] | None] = ContextVar("det_callbacks_configuration", default=None)
 """The running job's configuration; set before the task function and taken back after it."""
 
-_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))")
+_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
@@ -155,49 +155,28 @@ class DeterminismJobCallback(Callback):
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
     """Return the resolved configuration of a job, without what two runs of one training have different.
 
-    That is our own part, Hydra's, folders of the job and what holds the time. Where an interpolation does not resolve,
-    which the program then does not need or will say, all values are as they are written.
+    That is our own part, Hydra's, and what is interpolated of the time or of the job's folders. Where an interpolation
+    does not resolve, which the program then does not need or will say, all values are as they are written.
     """
     own = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("determinism", "hydra")])
     callbacks = OmegaConf.select(own, "callbacks")
     if isinstance(callbacks, DictConfig) and "determinism" in callbacks:
         own.callbacks = OmegaConf.masked_copy(callbacks, [str(key) for key in callbacks if key != "determinism"])
-    written = OmegaConf.to_container(own, resolve=False)
+    written = OmegaConf.create(_without_run(OmegaConf.to_container(own, resolve=False)))
     try:
-        values = OmegaConf.to_container(own, resolve=True)
+        found: Any = OmegaConf.to_container(written, resolve=True)
     except OmegaConfBaseException:
-        values = written
-    folders = set(_own_texts(written, values))
-    if HydraConfig.initialized():
-        folders |= {str(HydraConfig.get().runtime.output_dir), str(HydraConfig.get().run.dir)}
-    known = sorted(filter(None, folders), key=len, reverse=True)
-    found: Mapping[str, Any] = _without(known, values)
-    return found
+        found = OmegaConf.to_container(written, resolve=False)
+    return dict(found)
 
 
-def _own_texts(written: Any, values: Any) -> Iterator[str]:
-    """Yield the values that are made of the time or of Hydra's folders."""
-    if isinstance(written, dict):
-        for key in written:
-            yield from _own_texts(written[key], values[key])
-    elif isinstance(written, list):
-        for one, value in zip(written, values, strict=True):
-            yield from _own_texts(one, value)
-    elif isinstance(written, str) and _OF_ONE_RUN.search(written):
-        yield str(values)
-
-
-def _without(texts: Sequence[str], value: Any) -> Any:
-    """Return a value whose texts have "<run>" where one of these stood."""
+def _without_run(value: Any) -> Any:
+    """Return a value whose texts have "<run>" in place of interpolations of the time or of the job's folders."""
     if isinstance(value, dict):
-        return {key: _without(texts, inner) for key, inner in value.items()}
+        return {key: _without_run(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_without(texts, inner) for inner in value]
-    if isinstance(value, str):
-        for text in texts:
-            # a short one, such as the hour, may be part of anything
-            value = "<run>" if value == text else value.replace(text, "<run>") if len(text) > 7 else value
-    return value
+        return [_without_run(inner) for inner in value]
+    return _OF_ONE_RUN.sub("<run>", value) if isinstance(value, str) else value
 
 
 def _restore_variables(variables: dict[str, str]) -> None:

@@ -4,9 +4,7 @@ A reference may hold several fits of one process. After the first of them nobody
 verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
 """
 
-import atexit
 import contextlib
-import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
@@ -37,30 +35,24 @@ FITS_FILE = "DET_CALLBACKS_FITS_FILE"
 or in one that it starts. The Hydra job callback notices by it a job whose callback never ran."""
 
 _waiting: dict[int, tuple[object, Waiting]] = {}  # with its owner, so that no id is used twice
-_registered_in: int | None = None  # a process; one that was forked from it has no say in how it ends
+_registered_in: int | None = None  # a process
 
 
 def note_ended() -> None:
     """Count a fit that ended, in the file that the environment names."""
     if (path := os.environ.get(FITS_FILE)) is not None:
-        with contextlib.suppress(FileNotFoundError):  # who wanted to know has ended
-            file = os.open(path, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(file, b"1")
-            finally:
-                os.close(file)
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b", buffering=0) as file:  # who asked may be gone
+            file.seek(0, os.SEEK_END)
+            file.write(b"1")
 
 
 def wait(owner: object, waiting: Waiting) -> None:
     """Let the process end with an error unless the owner goes on."""
     global _registered_in
     if _registered_in != os.getpid():
-        if multiprocessing.parent_process() is None:
-            atexit.register(_end_waiting)
-        else:
-            # a process that multiprocessing forked runs no exit handlers but these (ddp_fork, ddp_notebook)
-            Finalize(None, _end_waiting, exitpriority=0)
         _registered_in = os.getpid()
+        # not atexit, which processes that multiprocessing forks do not run (ddp_fork, ddp_notebook)
+        Finalize(None, _end_waiting, exitpriority=0)
     _waiting[id(owner)] = (owner, waiting)
 
 
@@ -84,6 +76,7 @@ def take_unfinished() -> DetCallbacksError | None:
 
 
 def _end_waiting() -> None:
-    if _registered_in == os.getpid() and (error := take_unfinished()) is not None:
+    """Run at the end of the process that registered it, and of none that it forked."""
+    if (error := take_unfinished()) is not None:
         print_error(error)
         end_process(error.exit_code)

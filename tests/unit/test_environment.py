@@ -168,7 +168,8 @@ def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_o
         "callbacks": {"determinism": {"level": "op"}, "stopping": {"patience": 3}},
     }
     kept = {
-        **{"lr": 0.1, "steps": 0.1, "name": "<run>", "logger": [{"dir": "logs/<run>", "version": 1}], "missing": "???"},
+        **{"lr": 0.1, "steps": 0.1, "name": "net_<run>", "missing": "???"},
+        "logger": [{"dir": "logs/net_<run>", "version": 1}],
         "callbacks": {"stopping": {"patience": 3}},
     }
     assert configuration_of(OmegaConf.create(config)) == kept
