@@ -4,57 +4,23 @@ It says nothing about a difference but that there is one. What it means is found
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from det_callbacks.compare.differences import num_leading_sites
 from det_callbacks.compare.evidence import BATCH, from_batch_start
-from det_callbacks.compare.record import FitRecord, RankRecord, Stop, Tally, ranges_of
-from det_callbacks.compare.step import StepCounter, compare_steps, empty_step, reached_part
+from det_callbacks.compare.record import FitRecord, RankRecord, Stop, Tally, write_record
+from det_callbacks.compare.step import StepCounter, compare_steps, reached_part
 from det_callbacks.runs.evidence import UNSEEN_WRITE, Row
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.verdict import Divergence
+from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 JUDGING = "judging the two runs"
 """The task in which the other ranks wait for rank 0."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Fit:
-    """What was compared of one fit so far."""
-
-    segment: int
-    known: tuple[int, ...]
-    is_resumed: bool
-    done: list[int] = field(default_factory=list)
-    differing: list[int] = field(default_factory=list)
-    extra: list[int] = field(default_factory=list)
-    num_stored: int = 0
-    is_late: bool = False
-    metrics_since: int | None = None
-    unrestored: tuple[str, ...] = ()
-
-    @property
-    def begins(self) -> int:
-        """The first step that is demanded."""
-        return min(self.done) if self.is_late and self.done else 0
-
-    def to_record(self) -> FitRecord:
-        return FitRecord(
-            segment=self.segment,
-            compared=ranges_of(self.done, self.known),
-            differing=ranges_of(self.differing, self.known),
-            extra=(self.extra[0], self.extra[-1], len(self.extra)) if self.extra else None,
-            num_stored=self.num_stored,
-            begins=self.begins,
-            metrics_since=self.metrics_since,
-            unrestored=self.unrestored,
-        )
 
 
 class StepDetector:
@@ -70,6 +36,8 @@ class StepDetector:
     Attributes:
         tally: what was compared so far, but metrics.
         has_divergence: whether anything differed so far.
+        fit: what was compared of the fit under way.
+        is_resuming: the next step is the first one after a checkpoint was restored.
     """
 
     def __init__(self, reference: Run, rank: int, *, steps: Literal["all", "common"] = "all") -> None:
@@ -77,10 +45,11 @@ class StepDetector:
         self.rank = rank
         self.tally = Tally()
         self.has_divergence = False
+        self.fit = FitRecord(segment=0)
+        self.is_resuming = False
         self._steps = steps
         self._ranks = reference.rank(rank)
-        self._fits: dict[int, _Fit] = {}
-        self._fit = _Fit(segment=-1, known=(), is_resumed=False)
+        self._fits: list[FitRecord] = []
         self._known: frozenset[int] = frozenset()
         self._view: StepView | None = None
         self._rows: list[Row] = []
@@ -99,7 +68,7 @@ class StepDetector:
         """
         raise NotImplementedError
 
-    def begin_fit(self, segment: int, *, is_resumed: bool, is_every_step: bool = True) -> None:
+    def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit.
 
         Args:
@@ -107,32 +76,26 @@ class StepDetector:
             is_resumed: it goes on from a checkpoint, and what comes before its first step is not missing.
             is_every_step: no step is left out, so that its first step says how the checkpoint was restored.
         """
-        known = self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ()
-        self._fit = self._fits[segment] = _Fit(
-            segment=segment, known=tuple(known), is_resumed=is_resumed and is_every_step, is_late=is_resumed
-        )
-        self._known = frozenset(known)
+        self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
+        self._fits.append(self.fit)
+        self.is_resuming = is_resumed and is_every_step
+        self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
         self._rows.clear()
         self._lasting.clear()
 
     @property
     def segment(self) -> int:
         """Number of the fit under way."""
-        return self._fit.segment
-
-    def holds(self, step: int) -> bool:
-        """Return whether the reference has a step of this fit."""
-        return step in self._known
-
-    @property
-    def is_resuming(self) -> bool:
-        """Whether the next step is the first one after a checkpoint was restored."""
-        return self._fit.is_resumed and not self._fit.done
+        return self.fit.segment
 
     @property
     def has_steps(self) -> bool:
         """Whether this fit had a step so far."""
-        return bool(self._fit.done or self._fit.extra)
+        return bool(self.fit.compared or self.fit.extra)
+
+    def holds(self, step: int) -> bool:
+        """Return whether the reference has a step of this fit."""
+        return step in self._known
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
         """Note which restored state is not what the reference ended the step before with.
@@ -140,19 +103,16 @@ class StepDetector:
         Nothing is done at level "op", whose steps record what they read, nor where the reference lacks that step.
         """
         if self.reference.selection.level != "op" and step - 1 in self._known:
-            before = self.reference.view(self.rank, self._fit.segment, step - 1)
-            self._fit.unrestored = _find_unrestored(before, digest_state())
+            before = self.reference.view(self.rank, self.fit.segment, step - 1)
+            self.fit.unrestored = _find_unrestored(before, digest_state())
 
     def expectation(self, step: int) -> Expectation | None:
         """Return what the reference had in a step, None when it has no such step."""
-        if step not in self._known:
-            return None
-        self._view = self.reference.view(self.rank, self._fit.segment, step)
-        return Expectation.of(self._view.record.digests)
+        return Expectation.of(self._reference_step(step).record.digests) if step in self._known else None
 
     def chain(self, step: int) -> int | None:
         """Return the chain at a step, which is the reference's as long as nothing differs; None after that."""
-        return None if self.has_divergence or step not in self._known else self._ranks.chain(self._fit.segment, step)
+        return None if self.has_divergence or step not in self._known else self._ranks.chain(self.fit.segment, step)
 
     def put_evidence(self, rows: Iterable[Row]) -> None:
         """Take what explains the step that ends, as long as it may be the first that differs."""
@@ -160,18 +120,18 @@ class StepDetector:
             self._rows.extend(rows)
 
     def so_far(self, trace: StepTrace, *, step: int, is_whole: bool = False) -> tuple[Divergence, ...]:
-        """Return how a step differs, without counting it; one that the reference does not have is extra.
+        """Return how a step that the reference has differs, without counting it.
 
         Args:
             trace: of the step.
             step: training batch.
             is_whole: the step has ended, so that what the reference has and it has not is missing.
         """
-        current = trace.view(rank=self.rank, step=step, segment=self._fit.segment)
-        reference = self._reference_step(step) if step in self._known else empty_step(current)
-        if not is_whole:
-            reference = reached_part(reference, current)
-        return compare_steps(reference, current).divergences
+        if step not in self._known:
+            return ()
+        current = trace.view(rank=self.rank, step=step, segment=self.fit.segment)
+        reference = self._reference_step(step)
+        return compare_steps(reference if is_whole else reached_part(reference, current), current).divergences
 
     def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
         """Compare a step; return whether it differs.
@@ -182,18 +142,17 @@ class StepDetector:
             epoch: counted from 0.
             is_whole: False for a step that was stopped: only what it had reached is compared.
         """
-        fit = self._fit
+        fit, self.is_resuming = self.fit, False
         if step not in self._known:
             if self._steps == "common":
                 return False
-            fit.extra.append(step)
+            fit.extra.add(step)
             self.has_divergence = True
             self.tally.num_differing += 1
             fit.num_stored += self.store(trace, step, epoch, None)
             return True
-        reference = self._reference_step(step)
-        fit.done.append(step)
-        num_compared, num_differing = self._compare(reference, trace, is_whole=is_whole)
+        fit.compared.add(step)
+        num_compared, num_differing = self._compare(self._reference_step(step), trace, is_whole=is_whole)
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks of callbacks hold until they are noted again
@@ -202,7 +161,7 @@ class StepDetector:
             return False
         self.tally.num_differing += num_differing
         self.has_divergence = True
-        fit.differing.append(step)
+        fit.differing.add(step)
         rows = None if self._is_explained else (*self._lasting.values(), *self._rows)
         self._is_explained = True
         fit.num_stored += self.store(trace, step, epoch, rows)
@@ -215,36 +174,33 @@ class StepDetector:
         if is_same and np.array_equal(record.digests, trace.digests):
             return len(trace.digests), 0
         current = trace.view(rank=self.rank, step=record.step, segment=record.segment)
-        if not is_whole:
-            reference = reached_part(reference, current)
-        return self._counter.count(reference, current)
+        return self._counter.count(reference if is_whole else reached_part(reference, current), current)
 
     def _reference_step(self, step: int) -> StepView:
         known = self._view
-        if known is None or (known.record.segment, known.record.step) != (self._fit.segment, step):
-            known = self.reference.view(self.rank, self._fit.segment, step)
+        if known is None or (known.record.segment, known.record.step) != (self.fit.segment, step):
+            known = self._view = self.reference.view(self.rank, self.fit.segment, step)
         return known
 
     def end_fit(self) -> None:
-        """Note which steps the fit ought to have had."""
-        fit = self._fit
-        num_wanted = sum(step >= fit.begins for step in fit.known) if self._steps == "all" else 0
-        self.has_divergence |= len(fit.done) < num_wanted
+        """Note whether the fit lacks steps that it ought to have had."""
+        self.has_divergence |= self._steps == "all" and bool(self.fit.missing(self._known))
 
-    def _record(self, run_id: str, stop: Stop | None) -> RankRecord:
-        return RankRecord(
-            run_id=run_id,
+    def write_record(
+        self, writer: RunWriter, environment: tuple[EnvironmentDifference, ...] = (), stop: Stop | None = None
+    ) -> None:
+        """Write what was compared, beside the steps that were stored; ``environment`` is how it differs."""
+        record = RankRecord(
+            run_id=writer.run_id,
             reference_id=self.reference.run_id,
             rank=self.rank,
             steps=self._steps,
-            fits=tuple(fit.to_record() for fit in self._fits.values()),
+            fits=tuple(self._fits),
             tally=self.tally,
+            environment=environment,
             stopped=stop,
         )
-
-    def _stop(self, reason: str, *, is_within: bool = False) -> Stop:
-        last = max((*self._fit.done, *self._fit.extra), default=-1)
-        return Stop(segment=max(0, self._fit.segment), step=last, reason=reason, is_within=is_within)
+        write_record(writer.path, record)
 
 
 def write_step(writer: RunWriter, view: StepView) -> None:

@@ -6,6 +6,7 @@ Everything that a verdict says is read from the two folders, so a verification t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from det_callbacks.report.sentences import (
 )
 from det_callbacks.runs.environment import compare_environments, digested_on
 from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.peers import count_processes
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import (
     Cause,
@@ -65,10 +67,9 @@ def compare_runs(
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
-    Both runs are read as a stream, one step at a time; of each step some 60 bytes are kept. Up to the first difference
-    of a rank, which is found in the chains by bisection, steps are counted and not compared; from there on each is
-    read, checked against its chain and compared: 200 microseconds for a step of 4,000 sites of one program. What the
-    chains prove, and what is trusted with them, stands in ``compare/ranks.py``. Of a verification, one step a rank is
+    Up to the first difference of a rank, which is found in the chains by bisection, steps are counted and not compared
+    (``compare/ranks.py`` says what that proves); from there on each is read, checked against its chain and compared,
+    one at a time: 200 microseconds for a step of 4,000 sites of one program. Of a verification, one step a rank is
     read, and its records tell of the others.
 
     Args:
@@ -99,16 +100,14 @@ def compare_runs(
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
-    ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
-    names = str(reference), str(current)
-    return judge_runs(ours, theirs, names=names, steps=steps, check_files=check_files, progress=progress)
+    runs = (Run.open(path, check_steps=False) for path in (reference, current))
+    return judge_runs(*runs, steps=steps, check_files=check_files, progress=progress)
 
 
 def judge_runs(
     reference: Run,
     current: Run,
     *,
-    names: tuple[str, str],
     steps: Literal["all", "common"] = "all",
     check_files: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -116,22 +115,13 @@ def judge_runs(
 ) -> Verdict:
     """Compare two runs that are open; see ``compare_runs``.
 
-    Args:
-        reference: the run that is compared with.
-        current: the other one.
-        names: of both, as the verdict shows them.
-        steps: as there, and so are check_files and progress.
-        check_files: likewise.
-        progress: likewise.
-        is_one_run: they are one run, which a resumed attempt disagrees with: that it has no end says nothing.
+    With ``is_one_run`` the current one is what a resumed attempt of the reference did again: the verdict names the
+    reference only, and that it has no end says nothing.
     """
+    names = str(reference.path), str((reference if is_one_run else current).path)
     environment = compare_environments(reference.environment, current.environment)
     if reference.world_size != current.world_size:
-        text = (
-            f"The reference ran on {reference.world_size} process{'es' * (reference.world_size != 1)} and this run on "
-            f"{current.world_size}: each sees other batches, so no step of one is a step of the other."
-        )
-        return Verdict.refused(*names, text, environment)
+        return Verdict.refused(*names, other_world_size(reference, current.world_size), environment)
     _require_same_selection(reference, current)
     records = {} if current.keeps == "all" else read_records(reference, current)
     if records:
@@ -139,17 +129,26 @@ def judge_runs(
         check_files = False
     elif check_files is None:
         check_files = sum(run.rank(rank).num_bytes for run in (reference, current) for rank in run.ranks) < SMALL_BYTES
-    notes = [] if is_one_run else _check_completeness(reference, current, steps)
+    notes = []
+    if not is_one_run:
+        require_reference(reference, steps)
+        notes = _incompleteness(reference, current, steps)
     walk = RankWalk(
         reference=reference, current=current, is_common=steps == "common", check_files=check_files, records=records
     )
     ranks = _compare_ranks(walk, progress)
     if not check_files and any(one.is_by_chains for one in ranks):
         notes.append(CHAINS_NOTE)
-    known = {difference.name for difference in environment}
-    of_ranks = {one.name: one for record in records.values() for one in record.environment if one.name not in known}
-    environment = tuple(sorted((*environment, *of_ranks.values()), key=lambda one: one.name))
-    return with_next_recording(_Judge(walk, names, ranks, environment, notes).verdict(), reference.selection)
+    differing = {one.name: one for record in records.values() for one in record.environment}
+    differing |= {one.name: one for one in environment}
+    judge = _Judge(
+        walk=walk,
+        names=names,
+        ranks=ranks,
+        environment=tuple(differing[name] for name in sorted(differing)),
+        notes=notes,
+    )
+    return with_next_recording(judge.verdict(), reference.selection)
 
 
 def _require_same_selection(*runs: Run) -> None:
@@ -163,22 +162,35 @@ def _require_same_selection(*runs: Run) -> None:
         )
 
 
-def _check_completeness(ours: Run, theirs: Run, steps: str) -> list[str]:
+def other_world_size(reference: Run, world_size: int) -> str:
+    """Return what is said where a run has another number of processes than its reference."""
+    return (
+        f"The reference {reference.path} ran on {count_processes(reference.world_size)} and this run has {world_size}: "
+        "each sees other batches, so no step of one is a step of the other."
+    )
+
+
+def require_reference(run: Run, steps: str) -> None:
+    """Raise ReferenceFormatError unless runs can be compared with this one, in all its steps or in common ones."""
+    if run.keeps != "all":
+        raise ReferenceFormatError(
+            f"{run.path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run "
+            "that was recorded.",
+            str(run.path),
+        )
+    if not run.is_complete and steps == "all":
+        raise ReferenceFormatError(
+            f"The reference {run.path} is incomplete: {run.incomplete_reason} What it holds up to there can be "
+            'compared with steps="common" (det-callbacks diff --steps common). For all of it, go on with it from a '
+            'checkpoint (mode="record", ckpt_path), or record it again.',
+            str(run.path),
+        )
+
+
+def _incompleteness(ours: Run, theirs: Run, steps: str) -> list[str]:
     """Return what is to be said of runs that are incomplete."""
     notes = []
-    if ours.keeps != "all":
-        raise ReferenceFormatError(
-            f"{ours.path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run "
-            "that was recorded first, and this one second.",
-            str(ours.path),
-        )
     if not ours.is_complete:
-        if steps == "all":
-            raise ReferenceFormatError(
-                f"The reference {ours.path} is incomplete: {ours.incomplete_reason} What it holds up to there can be "
-                'compared with steps="common" (det-callbacks diff --steps common); for all of it, record it again.',
-                str(ours.path),
-            )
         notes.append(f"The reference is incomplete, and was compared up to there: {ours.incomplete_reason}")
     if not theirs.is_complete and theirs.keeps == "all":
         notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
@@ -206,10 +218,11 @@ class _Answer:
     choice: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Judge:
     """Makes a verdict of all that was found in two runs.
 
-    Args:
+    Attributes:
         walk: the runs, opened.
         names: of both, as the verdict shows them.
         ranks: what each of them tells, by rank.
@@ -217,28 +230,32 @@ class _Judge:
         notes: what was left out of the comparison, and why.
     """
 
-    def __init__(
-        self,
-        walk: RankWalk,
-        names: tuple[str, str],
-        ranks: Sequence[RankFindings],
-        environment: tuple[EnvironmentDifference, ...],
-        notes: Sequence[str],
-    ) -> None:
-        self._walk = walk
-        self._names = names
-        self._ranks = ranks
-        self._environment = environment
-        self._notes = notes
-        self._show_rank = walk.reference.world_size > 1
-        metrics = _compare_metrics(walk)
-        firsts = (one.first for one in metrics if one.first is not None)
-        self._metric = min(firsts, key=lambda one: one.order, default=None)
-        self._tally = Tally(num_metrics=sum(one.num_compared for one in metrics))
-        self._tally.num_differing = sum(one.num_differing for one in metrics)
-        self._num_other_metrics = self._tally.num_differing - 1
-        for rank in ranks:
-            self._tally.add(rank.tally)
+    walk: RankWalk
+    names: tuple[str, str]
+    ranks: Sequence[RankFindings]
+    environment: tuple[EnvironmentDifference, ...]
+    notes: Sequence[str]
+
+    @property
+    def show_rank(self) -> bool:
+        return self.walk.reference.world_size > 1
+
+    @cached_property
+    def metrics(self) -> list[MetricComparison]:
+        return _compare_metrics(self.walk)
+
+    @cached_property
+    def metric(self) -> MetricDifference | None:
+        firsts = (one.first for one in self.metrics if one.first is not None)
+        return min(firsts, key=lambda one: one.order, default=None)
+
+    @cached_property
+    def tally(self) -> Tally:
+        tally = Tally(num_metrics=sum(one.num_compared for one in self.metrics))
+        tally.num_differing = sum(one.num_differing for one in self.metrics)
+        for rank in self.ranks:
+            tally.add(rank.tally)
+        return tally
 
     def verdict(self) -> Verdict:
         """Return the verdict.
@@ -246,27 +263,27 @@ class _Judge:
         Raises:
             NothingComparedError: not a single site was compared.
         """
-        first = {one.rank: one.first for one in self._ranks if one.first is not None}
-        whole = [steps for one in self._ranks for steps in one.whole]
-        has_divergence = bool(first or whole or self._metric)
+        whole = [steps for one in self.ranks for steps in one.whole]
+        first = {one.rank: one.first for one in self.ranks if one.first is not None}
+        has_divergence = bool(first or whole or self.metric)
         self._require_comparison(has_divergence=has_divergence)
-        first = KeptNumbers.of(self._walk.reference, self._walk.current).measured(first)
-        bits_differ = bool(first) or (self._metric is not None and self._metric.kind == "content")
+        first = KeptNumbers.of(self.walk.reference, self.walk.current).measured(first)
+        bits_differ = bool(first) or (self.metric is not None and self.metric.kind == "content")
         verdict: VerdictName = "diverged" if has_divergence else "match"
-        if bits_differ and any(one.is_machine and one.changes_bits for one in self._environment):
+        if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):
             verdict = "not_comparable"
         ranks = self._classify(first)
         answer = self._answer(first, whole, ranks)
         in_order = sorted(first.values(), key=lambda one: one.order)
         origins = [origin for known in in_order for origin in known.origins_among(ranks)]
         # how long a training was to be explains steps that only one run has, and nothing in a step that both have
-        others = [one for one in self._environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
-        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self._notes]
-        tally = self._tally
+        others = [one for one in self.environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
+        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
+        tally = self.tally
         return Verdict(
             verdict=verdict,
-            reference=self._names[0],
-            current=self._names[1],
+            reference=self.names[0],
+            current=self.names[1],
             first_divergence=answer.first,
             origins=tuple(origins[:MAX_ORIGINS]),
             cause=answer.cause,
@@ -283,68 +300,63 @@ class _Judge:
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
-                digested_on=digested_on(self._walk.current.environment),
+                digested_on=digested_on(self.walk.current.environment),
             ),
-            environment=self._environment,
+            environment=self.environment,
             evidence=answer.evidence,
         )
 
     @property
     def _num_ranks(self) -> int:
-        return sum(bool(one.tally.num_steps) for one in self._ranks)
+        return sum(bool(one.tally.num_steps) for one in self.ranks)
 
     def _require_comparison(self, *, has_divergence: bool) -> None:
         """Raise where what was compared, if anything, is too little for a verdict."""
-        (ours, theirs), tally, walk = self._names, self._tally, self._walk
-        # of steps alone, none in common is no comparison
-        if not walk.records and not tally.num_steps and not tally.num_metrics:
+        tally, walk = self.tally, self.walk
+        has_steps = bool(tally.num_steps or walk.records)
+        # steps that only one run has are a difference, but of those alone there is no comparison
+        if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"Nothing was compared: the reference {ours} ({_shown_steps(walk.reference)}) and {theirs} "
-                f"({_shown_steps(walk.current)}) have no step in common. That is no match. Check that they are "
-                "recordings of the same training, and with the same every_n_steps."
+                f"Nothing was compared: the reference {self.names[0]} ({_shown_steps(walk.reference)}) and "
+                f"{self.names[1]} ({_shown_steps(walk.current)}) have no step in common, or none that holds a site. "
+                "That is no match. Check that they are recordings of the same training, with the same selection."
             )
         if has_divergence:
             return
-        if not tally.num_sites and not tally.num_metrics:
-            number = f"{count(tally.num_steps, 'step')} held no site at all" if tally.num_steps else "no step was"
-            raise NothingComparedError(
-                f"Nothing was compared between the reference {ours} and {theirs}: {number}. That is no match. "
-                "Check that both runs recorded steps, and with the same selection."
-            )
         for rank, record in walk.records.items():
             if record.stopped is not None:
-                of_rank = f" of rank {rank}" if self._show_rank else ""
+                of_rank = f" of rank {rank}" if self.show_rank else ""
                 raise NothingComparedError(
-                    f"The verification{of_rank} in {theirs} was stopped by {record.stopped.reason} after step "
+                    f"The verification{of_rank} in {self.names[1]} was stopped by {record.stopped.reason} after step "
                     f"{record.stopped.step}. What it had compared up to there agrees, and nobody knows of the rest. "
                     "That is no match. Verify again."
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
         """Return who started the difference; None where one process ran, none differs, or one is not known."""
-        stops = {record.stopped.reason for record in self._walk.records.values() if record.stopped is not None}
-        if not self._show_rank or not first or stops - {TOGETHER}:
+        stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
+        if not self.show_rank or not first or stops - {TOGETHER}:
             return None
-        known = (first.get(rank) for rank in self._walk.reference.ranks)
+        known = (first.get(rank) for rank in self.walk.reference.ranks)
         return classify([None if one is None else one.among_ranks for one in known])
 
     def _answer(
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
         """Return what is to be said of all that differs."""
-        metric, agree = self._metric, steps_agree(self._tally.num_steps) if not first else ""
+        metric, agree = self.metric, steps_agree(self.tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
         if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
             metric = None
         order = min((one.order for one in (earliest, lacking, metric) if one is not None), default=None)
-        shown_whole = explain_whole_steps(whole, show_rank=self._show_rank)
+        shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
         if metric is not None and metric.order == order:
             return self._answer_metric(metric, agree if not whole else "")
         if lacking is not None and lacking.order == order:
             return _Answer(first=lacking.divergence(), cause="structure", text=capitalised(shown_whole) + agree)
         if earliest is None:
-            return _Answer(first=None, cause=None, text=explain_match(self._tally, num_ranks=self._num_ranks))
+            return _Answer(first=None, cause=None, text=explain_match(self.tally, num_ranks=self._num_ranks))
         shown = earliest.among(ranks)
         if ranks is not None and ranks.is_collective:
             text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
@@ -354,7 +366,7 @@ class _Judge:
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
         facts = self._facts(leader)
         rule, cause = find_cause(facts)
-        text = explain_step(facts, rule, show_rank=self._show_rank)
+        text = explain_step(facts, rule, show_rank=self.show_rank)
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
@@ -369,7 +381,7 @@ class _Judge:
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
-        others = self._num_other_metrics
+        others = sum(one.num_differing for one in self.metrics) - 1
         more = f", and {count(others, 'more metric')}" if others else ""
         return _Answer(
             first=metric.divergence(),
@@ -382,9 +394,9 @@ class _Judge:
     def _facts(self, known: FirstDifference) -> Facts:
         """Return what is known of the step in which a rank first differs; it is compared once more."""
         segment, step, _, rank = known.order
-        reference, current = self._walk.reference, self._walk.current
-        difference = compare_steps(*self._walk.views(rank, segment, step))
-        record = self._walk.records.get(rank)
+        reference, current = self.walk.reference, self.walk.current
+        difference = compare_steps(*self.walk.views(rank, segment, step))
+        record = self.walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
         is_recorded = all(run.selection.selects_step(step - 1) for run in (reference, current))
         evidence, unread = None, ""
@@ -394,7 +406,7 @@ class _Judge:
             unread = str(error)
         return Facts(
             difference=difference,
-            environment=self._environment,
+            environment=self.environment,
             is_first_seen=known.is_first,
             is_after_unrecorded=step > 0 and not is_recorded,
             is_resumed=known.is_resumed,
@@ -428,11 +440,7 @@ def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
         if stop is not None and segment > stop.segment:
             break
         current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
-        comparison = MetricComparison(
-            read_metrics(ours, segment),
-            segment=segment,
-            is_common=walk.is_common,
-        )
+        comparison = MetricComparison(read_metrics(ours, segment), segment=segment, is_common=walk.is_common)
         for step in current.resumed:
             comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
         for reading in current.by_key.values():
@@ -445,14 +453,11 @@ def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
     """Return what is to be said of environments that differ."""
-    changing = [entry for entry in environment if entry.changes_bits]
-    choices = sorted(
-        (entry for entry in changing if not entry.is_machine), key=lambda entry: not entry.name.startswith("settings.")
+    changing = sorted(
+        (entry for entry in environment if entry.changes_bits), key=lambda entry: not entry.name.startswith("settings.")
     )
+    choices = show_differences([entry for entry in changing if not entry.is_machine])
     machine = show_differences([entry for entry in changing if entry.is_machine])
-    notes = [f"Choices differ: {show_differences(choices)}"] if choices and verdict != "match" else []
-    if machine and verdict == "not_comparable":
-        notes.append(f"The machine differs too, so nothing is proven either way: {machine}")
-    elif machine:
-        notes.append(f"The machine differs: {machine}")
-    return notes
+    too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
+    notes = [f"Choices differ: {choices}"] if choices and verdict != "match" else []
+    return notes + ([f"The machine differs{too}: {machine}"] if machine else [])

@@ -2,21 +2,21 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from det_callbacks.compare.metrics import MetricComparison
-from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, Stop, record_path, write_record
+from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, Stop, record_path
 from det_callbacks.detector import JUDGING, StepDetector, write_step
-from det_callbacks.errors import NotComparableError, RankError, ReferenceFormatError, SelectionError
-from det_callbacks.judge import compare_runs
+from det_callbacks.errors import NotComparableError, RankError, SelectionError
+from det_callbacks.judge import compare_runs, other_world_size, require_reference
 from det_callbacks.runs.environment import Environment, compare_environments
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
-from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers, count_processes
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -49,21 +49,13 @@ def open_reference(
         NotComparableError: it is of another number of processes.
     """
     run = Run.open(path, ranks=(peers.rank,))
-    if run.keeps != "all":
-        raise ReferenceFormatError(
-            f"{path} is no reference: a verification wrote it, and kept its diverging steps only. Name the run that "
-            "was recorded.",
-            str(path),
-        )
     if run.world_size != peers.world_size:
-        raise _other_world_size(run, peers.world_size)
-    if not run.is_complete and steps == "all":
-        raise ReferenceFormatError(
-            f"The reference {path} is incomplete: {run.incomplete_reason} Go on with it from a checkpoint "
-            '(mode="record", ckpt_path), or record it again; a DeterminismCallback can compare only the steps that are '
-            'there, with steps="common".',
-            str(path),
+        text = (
+            f"{other_world_size(run, peers.world_size)} Nothing was trained. Verify with as many processes, or record "
+            f"a reference of {peers.world_size}."
         )
+        raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
+    require_reference(run, steps)
     manifest = run.manifest
     known = {**asdict(run.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
     others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
@@ -75,6 +67,16 @@ def open_reference(
     for segment in run.segments if not peers.rank else ():
         read_metrics(run, segment)  # so that damage is told before anything is trained
     return run
+
+
+def _unordered(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, tuple) else value
+
+
+def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return arguments as they would be written."""
+    shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class Verification(StepDetector):
@@ -170,7 +172,7 @@ class Verification(StepDetector):
         if rows:
             self._writer.put_evidence(rows)
         self.keep_tensors(trace, step)
-        write_step(self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self._fit.segment))
+        write_step(self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment))
         return True
 
     # what the module logs
@@ -191,7 +193,7 @@ class Verification(StepDetector):
         self._writer.put_reading(reading)
         self._metrics.resume(reading.step, is_first=is_first)
         if is_first:
-            self._fit.metrics_since = reading.step
+            self.fit.metrics_since = reading.step
 
     @property
     def pending_calls(self) -> tuple[str, ...]:
@@ -219,10 +221,9 @@ class Verification(StepDetector):
             NothingComparedError: no step was compared.
             RankError: on the other ranks, when rank 0 could not judge.
         """
-        stop = self._stop(TOGETHER, is_within=is_within) if is_early else None
 
         def seal() -> bool:
-            self._seal(stop, complete=True)
+            self._seal(TOGETHER if is_early else "", is_within=is_within)
             return self.has_divergence
 
         self.differs_anywhere = any(self._peers.gather(seal, task=END_OF_FIT))
@@ -245,7 +246,7 @@ class Verification(StepDetector):
         Returns:
             The verdict of one process that differs. Of several processes whoever asks later gets one.
         """
-        self._seal(self._stop(reason), complete=False)
+        self._seal(reason, complete=False)
         if not self.has_divergence or self._peers.world_size > 1:
             return None
         verdict = compare_runs(self.reference.path, self.current)
@@ -255,10 +256,12 @@ class Verification(StepDetector):
     def _judge(self) -> dict[str, Any]:
         return compare_runs(self.reference.path, self.current).to_dict()
 
-    def _seal(self, stop: Stop | None, *, complete: bool) -> None:
+    def _seal(self, reason: str, *, complete: bool = True, is_within: bool = False) -> None:
+        """Close the files of this rank; ``reason`` says why it was stopped, "" where it was not."""
         self._writer.close(complete=complete)
-        record = self._record(self.run_id, stop)
-        write_record(self.current, replace(record, environment=self._environment))
+        last = max(self.fit.compared | self.fit.extra, default=-1)
+        stop = Stop(segment=self.segment, step=last, reason=reason, is_within=is_within) if reason else None
+        self.write_record(self._writer, self._environment, stop)
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder, once."""
@@ -281,22 +284,3 @@ def free_folder(root: Path, *, kind: str = "verify") -> Path:
     while (root / "determinism" / f"{kind}-{number:03d}").exists():
         number += 1
     return root / "determinism" / f"{kind}-{number:03d}"
-
-
-def _other_world_size(run: Run, world_size: int) -> NotComparableError:
-    text = (
-        f"The reference {run.path} ran on {count_processes(run.world_size)} and this run has {world_size}: each sees "
-        "other batches, so no step of one is a step of the other. Nothing was trained. Verify with as many processes, "
-        f"or record a reference of {world_size}."
-    )
-    return NotComparableError(text, Verdict.refused(str(run.path), "", text))
-
-
-def _unordered(value: Any) -> Any:
-    return frozenset(value) if isinstance(value, tuple) else value
-
-
-def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return arguments as they would be written."""
-    shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.session import FIT, Session, Stage
-from det_callbacks.compare.record import write_record
 from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import (
     CoverageWarning,
@@ -312,13 +311,12 @@ class EarlierAttempts(StepDetector):
 
     def end_of_restored(self) -> None:
         """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
-        if not self.has_steps:
-            self._fit.is_resumed = False
+        self.is_resuming = False
 
     def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
         """Keep the first step that differs in memory: nobody knows yet where to."""
         if rows is not None:
-            view = trace.view(rank=self.rank, step=step, epoch=epoch, segment=self._fit.segment)
+            view = trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment)
             self._stored = view, tuple(rows)
         return rows is not None
 
@@ -332,7 +330,7 @@ class EarlierAttempts(StepDetector):
         """Return the judge's verdict; all ranks call it when the attempt was taken back, and one of them differs."""
         path, folder = self.reference.path, self.reference.path / DISAGREEMENT
         writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, purpose="verify")
-        for _ in range(self._fit.segment):
+        for _ in range(self.segment):
             writer.start_segment()
         if self._resumed_at is not None:
             writer.note_resumed(self._resumed_at)
@@ -341,7 +339,7 @@ class EarlierAttempts(StepDetector):
         def judge() -> dict[str, Any]:
             try:
                 runs = Run.open(path, check_steps=False), Run.open(folder, check_steps=False)
-                return judge_runs(*runs, names=(str(path), str(path)), is_one_run=True).to_dict()
+                return judge_runs(*runs, is_one_run=True).to_dict()
             finally:
                 shutil.rmtree(folder)
 
@@ -353,4 +351,4 @@ class EarlierAttempts(StepDetector):
             writer.put_evidence(rows)
             write_step(writer, view)
         writer.close(complete=True)
-        write_record(writer.path, self._record(writer.run_id, None))
+        self.write_record(writer)

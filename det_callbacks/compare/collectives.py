@@ -16,7 +16,6 @@ from det_callbacks.verdict import Divergence
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]
-_SUREST: tuple[Begins, ...] = ("local", "external", "ambiguous", "received")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 
@@ -51,12 +50,12 @@ class RankDifference:
         rank: process.
         segment: fit of the run.
         step: first training batch that differs.
-        begins: the surest of what differs there though nothing that was read differs, and no collective delivered it.
+        begins: what its first difference is.
             "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
             "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
             the run's first difference that is the rank's own, and later it may follow from what another rank did.
             "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
-            "received": a collective delivered all that differs.
+            "received": a collective delivered it.
         changed: the calls into which this rank put something else, or that it called otherwise.
         received: what other calls delivered here, in the order of the step.
     """
@@ -140,46 +139,36 @@ def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
 
 def describe_rank(difference: StepDifference) -> RankDifference:
     """Return what the other ranks have to know of the first step of a rank that differs."""
-    current = difference.current
-    calls = _calls_in(current)
+    calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
-    begins: set[Begins] = set()
-    for row in difference.starts:
-        site = difference.site(row)
-        if site.role == "delivered" and not difference.is_in_flight(row):
-            begins.add("received")
-            is_there = difference.places(row)[1] >= 0
-            read = [(place, current.program.sites[place]) for place in site.inputs if is_there]
-            sent = [place - one.output for place, one in read if one.role == "sent"]
-            if sent and calls[sent[0]].key not in changed and len(received) < difference.limit:
-                received.append((calls[sent[0]], difference.describe(row)))
-            continue
-        # Python may pass it on, and what a collective delivered: by skipping an op, or calling it otherwise
-        has_received = "received" in begins
-        is_passed_on = has_received or site.role == "value" or difference.is_after_readable(row)
-        begun = _begun(difference, row, is_passed_on=is_passed_on)
-        if begun != "ambiguous" or not has_received:
-            begins.add(begun)
+    for row in difference.starting("collective"):
+        position, sites = difference.places(row)[1], difference.current.program.sites
+        read = [(place, sites[place]) for place in (sites[position].inputs if position >= 0 else ())]
+        sent = [place - site.output for place, site in read if site.role == "sent"]
+        if sent and calls[sent[0]].key not in changed and len(received) < difference.limit:
+            received.append((calls[sent[0]], difference.describe(row)))
     return RankDifference(
         rank=difference.rank,
         segment=difference.segment,
         step=difference.step,
-        begins=next((begun for begun in _SUREST if begun in begins), "received"),
+        begins=_begins(difference, next(iter(difference.kinds))),
         changed=changed,
         received=tuple(received),
     )
 
 
-def _begun(difference: StepDifference, row: int, *, is_passed_on: bool) -> Begins:
-    """Return how sure it is that a difference which nothing recorded led to is this rank's own."""
+def _begins(difference: StepDifference, row: int) -> Begins:
+    """Return how sure it is that what differs first is this rank's own."""
     site, start = difference.site(row), difference.start(row)
+    if start == "collective":
+        return "received"
     if start == "outside" and site.phase not in ("data", "rng"):
         # of a bucket of gradients, or of gathered parameters, nobody knows who wrote it
         is_exchanged = (site.name is None and site.module == "?") or (site.name or "").startswith("grad of ")
-        return "ambiguous" if is_exchanged or is_passed_on else "external"
+        return "ambiguous" if is_exchanged else "external"
     if site.op and difference.kinds[row] in ("argument", "missing", "extra"):
-        return "ambiguous" if is_passed_on else "external"
+        return "external"
     return "local" if start in ("here", "outside") else "ambiguous"
 
 

@@ -184,18 +184,14 @@ class RankWalk:
             place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
                 raise damaged(path, f"it tells of {fit.num_stored} stored steps {place}, and {len(stored)} are there")
-            if fit.extra is not None:
-                low, high, number = fit.extra
-                whole.append(
-                    WholeSteps(rank=rank, segment=fit.segment, kind="extra", first=low, last=high, count=number)
-                )
-            step = next(filter(fit.differs, stored), None)
+            whole += _whole("extra", rank, fit.segment, fit.extra)
+            step = next((step for step in stored if step in fit.differing), None)
             if first is None and step is not None:
                 difference = compare_steps(*self.views(rank, fit.segment, step))
                 if difference.num_differing:
-                    first = self._first(difference, is_first=step == fit.compared[0][0])
+                    first = self._first(difference, is_first=step == min(fit.compared))
             if first is None and fit.differing:
-                raise damaged(path, f"it says that step {fit.differing[0][0]} {place} differs, and no stored step does")
+                raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
             missing = self._missing(record, segment)
             whole += _whole("missing", rank, segment, missing)
@@ -203,16 +199,12 @@ class RankWalk:
         report(self.num_steps(rank))
         return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole))
 
-    def _missing(self, record: RankRecord, segment: int) -> list[int]:
+    def _missing(self, record: RankRecord, segment: int) -> set[int]:
         """Return the steps of the reference that a verification ought to have had by its end."""
-        known = self.reference.rank(record.rank).steps(segment)
         fit, stop = record.fit(segment) or FitRecord(segment=segment), record.stopped
-        is_missing = known >= fit.begins
-        for first, last in fit.compared:
-            is_missing[np.searchsorted(known, first) : np.searchsorted(known, last, side="right")] = False
+        missing = fit.missing(self.reference.rank(record.rank).steps(segment).tolist())
         if stop is not None and segment >= stop.segment:
-            is_missing &= (known < stop.step) & (segment == stop.segment)
-        missing: list[int] = known[is_missing].tolist()
+            missing = {step for step in missing if segment == stop.segment and step < stop.step}
         return missing
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
@@ -334,9 +326,9 @@ def walk_outcomes(
 
 def _unkept(step: int, known: FitRecord | None) -> Outcome:
     """Return what became of a step that a verification did not keep."""
-    if known is not None and known.is_equal(step):
-        return "equal"
-    return "unkept" if known is not None and known.differs(step) else "unknown"
+    if known is None or step not in known.compared:
+        return "unknown"
+    return "unkept" if step in known.differing else "equal"
 
 
 def first_difference(
@@ -349,7 +341,7 @@ def first_difference(
     ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
     if current.keeps != "all":
         known = compared.get(segment)
-        named = [] if known is None else [first for first, _ in known.differing]
+        named = [] if known is None else known.differing
         return min([*named, *theirs.steps[:1].tolist()], default=None)
     num_equal = num_equal_steps(ours, theirs)
     return min([*ours.steps[num_equal:][:1].tolist(), *theirs.steps[num_equal:][:1].tolist()], default=None)

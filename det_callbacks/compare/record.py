@@ -27,9 +27,6 @@ REPORT_FILE = "report.html"
 TOGETHER = "divergence"
 """Why a verification was stopped on all ranks after the same step: it differed on one of them."""
 
-Ranges = tuple[tuple[int, int], ...]
-"""First and last steps, both included; what lies between two of them is all that the reference has there."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
@@ -89,37 +86,34 @@ class Tally:
         self.steps = (min(known), max(known)) if known else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FitRecord:
-    """The steps of one fit that a verification compared.
+    """The steps of one fit that a verification compared; filled while it runs.
 
     Attributes:
         segment: fit.
         compared: steps that the reference has, too.
         differing: those of them that differ.
-        extra: first, last and number of the steps that the reference has not; None where there are none.
+        extra: steps that the reference has not.
         num_stored: steps that differ, or that the reference has not, and that are stored.
-        begins: the first step that is demanded: of a resumed fit, the one that it went on with.
+        is_resumed: it went on from a checkpoint, so that no step before its first one is missing.
         metrics_since: the step that a resumed fit logged nothing before; None of one that began at its start.
         unrestored: state that a checkpoint did not bring back as the reference had it.
     """
 
     segment: int
-    compared: Ranges = ()
-    differing: Ranges = ()
-    extra: tuple[int, int, int] | None = None
+    compared: set[int] = field(default_factory=set)
+    differing: set[int] = field(default_factory=set)
+    extra: set[int] = field(default_factory=set)
     num_stored: int = 0
-    begins: int = 0
+    is_resumed: bool = False
     metrics_since: int | None = None
     unrestored: tuple[str, ...] = ()
 
-    def is_equal(self, step: int) -> bool:
-        """Return whether a step of the reference was compared and found equal."""
-        return _holds(self.compared, step) and not _holds(self.differing, step)
-
-    def differs(self, step: int) -> bool:
-        """Return whether a step of the reference was compared and found to differ."""
-        return _holds(self.differing, step)
+    def missing(self, known: Iterable[int]) -> set[int]:
+        """Return which steps of the reference it ought to have had by its end."""
+        begins = min(self.compared, default=0) if self.is_resumed else 0
+        return {step for step in known if step >= begins} - self.compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,27 +168,6 @@ class _Sealed:
     record: msgspec.Raw
 
 
-def ranges_of(steps: Iterable[int], known: Sequence[int]) -> Ranges:
-    """Return steps as ranges of what is known: two that follow each other there are one range.
-
-    Args:
-        steps: some of ``known``, in any order.
-        known: steps of the reference, ascending.
-    """
-    wanted = frozenset(steps)
-    found: list[tuple[int, int]] = []
-    is_open = False
-    for step in known:
-        if step not in wanted:
-            is_open = False
-        elif is_open:
-            found[-1] = (found[-1][0], step)
-        else:
-            found.append((step, step))
-            is_open = True
-    return tuple(found)
-
-
 def record_path(folder: Path, rank: int) -> Path:
     """Return where the record of a rank lies."""
     return folder / rank_folder(rank) / RECORD_FILE
@@ -202,7 +175,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 def write_record(folder: Path, record: RankRecord) -> None:
     """Write a record into the folder of a verification, atomically."""
-    content = msgspec.json.encode(record)
+    content = msgspec.json.encode(record, order="sorted")
     sealed = _Sealed(digest=format_digest(digest_bytes(content)), record=msgspec.Raw(content))
     replace_atomically(record_path(folder, record.rank), msgspec.json.encode(sealed))
 
@@ -257,7 +230,3 @@ def read_compared(current: Run, rank: int) -> Mapping[int, FitRecord]:
         ReferenceFormatError: as ``read_record`` does.
     """
     return {fit.segment: fit for fit in read_record(current, rank).fits} if current.keeps != "all" else {}
-
-
-def _holds(ranges: Ranges, step: int) -> bool:
-    return any(first <= step <= last for first, last in ranges)

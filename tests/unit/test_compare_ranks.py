@@ -13,7 +13,7 @@ from stored_runs import append as append_steps
 
 from det_callbacks import judge
 from det_callbacks.compare.ranks import first_difference, walk_outcomes
-from det_callbacks.compare.record import FitRecord, ranges_of
+from det_callbacks.compare.record import FitRecord
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.judge import CHAINS_NOTE, compare_runs
@@ -254,14 +254,7 @@ def test_steps_that_a_verification_did_not_keep(tmp_path: Path) -> None:
     write_some(current, purpose="verify")
     unknown = [(step, "differs" if step == 2 else "unknown") for step in range(7)]
     assert outcomes(reference, current) == unknown
-    compared = {0: FitRecord(segment=0, compared=((1, 5),), differing=((2, 2), (4, 4)))}
+    compared = {0: FitRecord(segment=0, compared={*range(1, 6)}, differing={2, 4})}
     expected = ["unknown", "equal", "differs", "equal", "unkept", "equal", "unknown"]
     assert outcomes(reference, current, compared) == [*enumerate(expected)]
     assert first_difference(Run.open(reference), Run.open(current), 0, 0, compared) == 2
-
-
-def test_ranges_are_of_what_the_reference_has() -> None:
-    known = [0, 10, 20, 40, 50]
-    assert ranges_of([10, 20, 40], known) == ((10, 40),)
-    assert ranges_of([50, 0, 20, 10, 99], known) == ((0, 20), (50, 50))
-    assert ranges_of([], known) == ()

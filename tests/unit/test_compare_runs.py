@@ -106,7 +106,7 @@ def test_nothing_in_common_is_no_match(tmp_path, reference):
     empty = [record(tmp_path / name, {step: StepBuilder() for step in range(3)}) for name in "ab"]
     with pytest.raises(NothingComparedError, match=r"steps 0 to 9.*steps 20 to 24"):
         compare_runs(reference, other)
-    with pytest.raises(NothingComparedError, match="held no site"):
+    with pytest.raises(NothingComparedError, match="none that holds a site"):
         compare_runs(*empty)
 
 
@@ -129,7 +129,7 @@ def test_one_process_verifies_no_run_of_several(tmp_path):
 def test_other_world_size_is_not_comparable(tmp_path, reference):
     verdict = compare_runs(reference, record(tmp_path / "two", steps_of(range(10)), others=[steps_of(range(10))]))
     assert (verdict.verdict, verdict.exit_code) == ("not_comparable", 3)
-    assert "1 process and this run on 2" in verdict.explanation
+    assert "on 1 process and this run has 2" in verdict.explanation
 
 
 def test_the_coverage_says_where_digests_were_computed(tmp_path, reference):

@@ -208,7 +208,7 @@ def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason: str, tmp_p
     current = record(tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify")
     runs = Run.open(reference), Run.open(current)
     for rank, stored in enumerate((1, 0)):
-        fit = FitRecord(segment=0, compared=((1, 1),), differing=((1, 1),) * stored, num_stored=stored)
+        fit = FitRecord(segment=0, compared={1}, differing={1} if stored else set(), num_stored=stored)
         found = RankRecord(
             run_id=runs[1].run_id,
             reference_id=runs[0].run_id,
