@@ -9,7 +9,7 @@ is the earliest.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,33 +59,33 @@ def align(reference: StepView, current: StepView) -> Alignment:
         places = np.arange(len(reference.program), dtype=np.int64)
         return Alignment(reference=places, current=places, is_same_program=True)
     numbers: dict[Hashable, int] = {}
-    left, right = group(reference, numbers), group(current, numbers)
-    return _Rows(reference, current, left, right).join(_match_units(left, right))
+    units = _group(reference, numbers), _group(current, numbers)
+    return _join((reference, current), units, _match_units(*units))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Units:
+class _Units:
     """The units of one side, in order.
 
     Attributes:
-        leads: first row of each unit, input rows included.
-        starts: first row that the op itself has.
-        stops: one past the last row.
-        names: of the rows of each unit.
+        leads: the input rows of each unit.
+        rows: its outputs, or what it has besides; the row of varying arguments where there is nothing else.
+        arguments: its row of varying arguments, where it has outputs besides; else -1.
+        names: of its rows.
         keys: by level, one number a unit; equal numbers are equal keys, on both sides.
     """
 
-    leads: list[int]
-    starts: list[int]
-    stops: list[int]
+    leads: list[range]
+    rows: list[range]
+    arguments: list[int]
     names: list[tuple[str | None, ...]]
     keys: tuple[list[int], ...]
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.rows)
 
 
-def group(view: StepView, numbers: dict[Hashable, int]) -> Units:
+def _group(view: StepView, numbers: dict[Hashable, int]) -> _Units:
     """Return the units of a step; some 3 microseconds a site.
 
     Args:
@@ -107,9 +107,12 @@ def group(view: StepView, numbers: dict[Hashable, int]) -> Units:
             known = known_entries[id(entry)] = number("layout", entry)
         return known
 
-    units = Units(*_bounds(sites), [], ([], [], [], []))
-    for start, stop in zip(units.starts, units.stops, strict=True):
+    units = _Units([], [], [], [], ([], [], [], []))
+    for lead, start, stop in _bounds(sites):
         first = start + (sites[start].role == "argument" and stop > start + 1)
+        units.leads.append(range(lead, start))
+        units.rows.append(range(first, stop))
+        units.arguments.append(start if first > start else -1)
         rows = sites[first:stop]
         head = rows[0]
         # by their names the rows of a state or a batch are what they are; an op is its name and place
@@ -126,10 +129,8 @@ def group(view: StepView, numbers: dict[Hashable, int]) -> Units:
     return units
 
 
-def _bounds(sites: tuple[Site, ...]) -> tuple[list[int], list[int], list[int]]:
-    leads: list[int] = []
-    starts: list[int] = []
-    stops: list[int] = []
+def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield of each unit its first row, the first after its input rows, and one past its last."""
     num_sites = len(sites)
     place = 0
     while place < num_sites:
@@ -141,11 +142,8 @@ def _bounds(sites: tuple[Site, ...]) -> tuple[list[int], list[int], list[int]]:
                 stop += 1
             while stop < num_sites and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
                 stop += 1
-        leads.append(place)
-        starts.append(start)
-        stops.append(stop)
+        yield place, start, stop
         place = stop
-    return leads, starts, stops
 
 
 def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
@@ -175,7 +173,7 @@ def _follows(site: Site, before: Site, output: int) -> bool:
     )
 
 
-def _match_units(reference: Units, current: Units) -> Pairs:
+def _match_units(reference: _Units, current: _Units) -> Pairs:
     """Return the matched units in order: index in the reference, index in the current step."""
     pairs: Pairs = []
     gaps: list[Gap] = [(0, len(reference), 0, len(current))]
@@ -210,7 +208,7 @@ def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, prefix_
     return parts
 
 
-def _has_same_structure(reference: Units, current: Units, gap: Gap) -> bool:
+def _has_same_structure(reference: _Units, current: _Units, gap: Gap) -> bool:
     """Return whether the two sides of a gap are the same sequence of ops, whatever their arguments, layouts and bits.
 
     They then belong together one by one: a search that wants equal arguments would pair an op with its neighbour.
@@ -234,129 +232,90 @@ def _are_compatible(left: str | None, right: str | None) -> bool:
     return left is None or right is None or left == right
 
 
-class _Rows:
-    """Turns matched units into aligned rows."""
+def _join(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> Alignment:
+    """Turn matched units into aligned rows."""
+    partners = _pair_inputs(views, units, matches)
+    moved = set(partners.values())
+    ours, theirs = units
+    rows: Pairs = []
+    left = right = 0
+    for left_match, right_match in (*matches, (len(ours), len(theirs))):
+        for unit in range(left, left_match):
+            rows.extend((place, -1) for place in ours.rows[unit])
+        for unit in range(right, right_match):
+            rows.extend((partners[place], place) for place in theirs.leads[unit] if place in partners)
+            rows.extend((-1, place) for place in theirs.rows[unit])
+        if left_match < len(ours):
+            rows.extend((place, -1) for place in ours.leads[left_match] if place not in moved)
+            rows.extend((partners.get(place, -1), place) for place in theirs.leads[right_match])
+            rows.extend(_pair_outputs(views, units, left_match, right_match))
+        left, right = left_match + 1, right_match + 1
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    return Alignment(reference=table[:, 0], current=table[:, 1])
 
-    def __init__(self, reference: StepView, current: StepView, left: Units, right: Units) -> None:
-        self._views = (reference, current)
-        self._units = (left, right)
-        self._partners: dict[int, int] = {}  # input rows of the current step -> theirs in the reference
-        self._moved: set[int] = set()  # input rows of the reference that are paired with another call's
 
-    def join(self, matches: Pairs) -> Alignment:
-        self._pair_inputs(matches)
-        left_units, right_units = self._units
-        rows: list[tuple[int, int]] = []
-        left = right = 0
-        for left_match, right_match in (*matches, (len(left_units), len(right_units))):
-            for unit in range(left, left_match):
-                rows.extend((place, -1) for place in self._body(0, unit))
-            for unit in range(right, right_match):
-                rows.extend((self._partners[place], place) for place in self._leads(1, unit) if place in self._partners)
-                rows.extend((-1, place) for place in self._body(1, unit))
-            if left_match < len(left_units):
-                rows.extend((place, -1) for place in self._leads(0, left_match) if place not in self._moved)
-                rows.extend((self._partners.get(place, -1), place) for place in self._leads(1, right_match))
-                rows.extend(self._pair_outputs(left_match, right_match))
-            left, right = left_match + 1, right_match + 1
-        table = np.array(rows, dtype=np.int64).reshape(-1, 2)
-        return Alignment(reference=table[:, 0], current=table[:, 1])
+def _pair_inputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], matches: Pairs) -> dict[int, int]:
+    """Return the input rows of the current step with theirs in the reference.
 
-    def _site(self, side: int, place: int) -> Site:
-        return self._views[side].program.sites[place]
+    Matched calls that read alike have their rows in the same order. All other rows are paired wherever they stand:
+    whoever reads a tensor first makes its row, so that one new op before it takes the row over.
+    """
+    partners: dict[int, int] = {}
+    loose: tuple[list[int], list[int]] = ([], [])
+    for pair in matches:
+        rows = [units[side].leads[pair[side]] for side in (0, 1)]
+        sites = [[view.program.sites[place] for place in known] for view, known in zip(views, rows, strict=True)]
+        if len(rows[0]) == len(rows[1]) and all(map(_may_be_same, *sites)):
+            partners.update(zip(rows[1], rows[0], strict=True))
+        else:
+            loose[0].extend(rows[0])
+            loose[1].extend(rows[1])
+    for side in (0, 1):
+        matched = {pair[side] for pair in matches}
+        for unit, places in enumerate(units[side].leads):
+            if unit not in matched:
+                loose[side].extend(places)
+    for is_exact in (True, False):
+        known: defaultdict[Hashable, list[int]] = defaultdict(list)
+        taken = {*partners.values()}
+        for place in sorted(loose[0], reverse=True):
+            if place not in taken:
+                known[_input_key(views[0], place, is_exact=is_exact)].append(place)
+        for place in sorted(loose[1]):
+            key = _input_key(views[1], place, is_exact=is_exact)
+            if key is not None and place not in partners and known[key]:
+                partners[place] = known[key].pop()
+    return partners
 
-    def _leads(self, side: int, unit: int) -> range:
-        units = self._units[side]
-        return range(units.leads[unit], units.starts[unit])
 
-    def _body(self, side: int, unit: int) -> range:
-        """Return the rows of a unit's outputs; that of its arguments where it has none."""
-        units = self._units[side]
-        start, stop = units.starts[unit], units.stops[unit]
-        has_arguments = self._site(side, start).role == "argument" and stop > start + 1
-        return range(start + has_arguments, stop)
+def _may_be_same(left: Site, right: Site) -> bool:
+    return left.role == right.role and _are_compatible(left.name, right.name)
 
-    def _pair_inputs(self, matches: Pairs) -> None:
-        """Pair the input rows of matched calls, then those that another call makes now."""
-        lefts: list[int] = []
-        rights: list[int] = []
-        for left, right in matches:
-            ours, theirs = self._pair_leads(list(self._leads(0, left)), list(self._leads(1, right)))
-            lefts.extend(ours)
-            rights.extend(theirs)
-        for side, loose in enumerate((lefts, rights)):
-            matched = {pair[side] for pair in matches}
-            for unit in range(len(self._units[side])):
-                if unit not in matched:
-                    loose.extend(self._leads(side, unit))
-        # Whoever reads a tensor first makes its row: one new op before it takes the row over.
-        lefts, rights = self._pair_by(0, sorted(lefts), sorted(rights))
-        self._pair_by(2, self._named_inputs(0, lefts), self._named_inputs(1, rights))
-        self._moved = set(self._partners.values())
 
-    def _named_inputs(self, side: int, places: list[int]) -> list[int]:
-        return [place for place in places if (site := self._site(side, place)).role in ("input", "left") and site.name]
+def _input_key(view: StepView, place: int, *, is_exact: bool) -> Hashable:
+    """Return what an input row is recognised by: name, layout and bits, or its name alone; None for no name."""
+    site = view.program.sites[place]
+    if is_exact:
+        return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
+    return (site.role, site.name) if site.role in ("input", "left") and site.name else None
 
-    def _pair_leads(self, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
-        """Pair the input rows of two calls that belong together; return those that are left."""
-        if len(lefts) == len(rights) and all(map(self._may_be_same, lefts, rights)):
-            self._partners.update(zip(rights, lefts, strict=True))
-            return [], []
-        for strictness in range(4):
-            lefts, rights = self._pair_by(strictness, lefts, rights)
-        return lefts, rights
 
-    def _may_be_same(self, left: int, right: int) -> bool:
-        one, other = self._site(0, left), self._site(1, right)
-        return one.role == other.role and _are_compatible(one.name, other.name)
+def _pair_outputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], left: int, right: int) -> Pairs:
+    ours, theirs = units
+    arguments = ours.arguments[left], theirs.arguments[right]
+    rows: Pairs = [arguments] if min(arguments) >= 0 else []
+    if _have_compatible_names(ours.names[left], theirs.names[right]):
+        return rows + list(zip(ours.rows[left], theirs.rows[right], strict=True))
+    outputs: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for place in reversed(ours.rows[left]):
+        outputs[_output_key(views[0].program.sites[place])].append(place)
+    pairs = []
+    for place in theirs.rows[right]:
+        known = outputs[_output_key(views[1].program.sites[place])]
+        pairs.append((known.pop() if known else -1, place))
+    rows.extend((place, -1) for known in outputs.values() for place in known)
+    return rows + pairs
 
-    def _pair_by(self, strictness: int, lefts: list[int], rights: list[int]) -> tuple[list[int], list[int]]:
-        places: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for place in reversed(lefts):
-            places[self._input_key(strictness, 0, place)].append(place)
-        taken: set[int] = set()
-        over: list[int] = []
-        for place in rights:
-            found = places.get(self._input_key(strictness, 1, place))
-            if found:
-                self._partners[place] = found.pop()
-                taken.add(self._partners[place])
-            else:
-                over.append(place)
-        return [place for place in lefts if place not in taken], over
 
-    def _input_key(self, strictness: int, side: int, place: int) -> Hashable:
-        """Return what an input row is recognised by.
-
-        Args:
-            strictness: 0 for name, layout and bits; 1 without the bits; 2 by its name; 3 by layout and bits.
-            side: 0 for the reference, 1 for the current step.
-            place: of the row.
-        """
-        site = self._site(side, place)
-        if strictness == 2:
-            return (site.role, site.name)
-        entry = self._views[side].layout.entries[place]
-        bits = 0 if strictness == 1 else int(self._views[side].record.digests[place])
-        return (site.role, None if strictness == 3 else site.name, entry, bits)
-
-    def _pair_outputs(self, left: int, right: int) -> Pairs:
-        lefts, rights = self._body(0, left), self._body(1, right)
-        ours, theirs = self._units
-        starts = ours.starts[left], theirs.starts[right]
-        rows: Pairs = [starts] if starts[0] < lefts.start and starts[1] < rights.start else []
-        if _have_compatible_names(ours.names[left], theirs.names[right]):
-            return rows + list(zip(lefts, rights, strict=True))
-        outputs: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for place in reversed(lefts):
-            outputs[self._output_key(0, place)].append(place)
-        pairs = []
-        for place in rights:
-            known = outputs[self._output_key(1, place)]
-            pairs.append((known.pop() if known else -1, place))
-        rows.extend((place, -1) for known in outputs.values() for place in known)
-        return rows + pairs
-
-    def _output_key(self, side: int, place: int) -> Hashable:
-        site = self._site(side, place)
-        return (site.role, site.output) if site.name is None else (site.role, site.name)
+def _output_key(site: Site) -> Hashable:
+    return (site.role, site.output) if site.name is None else (site.role, site.name)
