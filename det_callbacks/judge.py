@@ -180,9 +180,9 @@ def require_reference(run: Run, steps: str) -> None:
         )
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
-            f"The reference {run.path} is incomplete: {run.incomplete_reason} What it holds up to there can be "
-            'compared with steps="common" (det-callbacks diff --steps common). For all of it, go on with it from a '
-            'checkpoint (mode="record", ckpt_path), or record it again.',
+            f"The reference {run.path} is incomplete: {run.incomplete_reason} Go on with it from a checkpoint "
+            '(mode="record", ckpt_path), or record it again; what it holds up to there can be compared with '
+            'steps="common" (det-callbacks diff --steps common).',
             str(run.path),
         )
 

@@ -1,6 +1,5 @@
 """Two recordings of one step: whether they differ, in how many sites, and how."""
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, ...], Alignment] = OrderedDict()
+        self._known: dict[tuple[int, ...], Alignment] = {}
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
         """Return how many sites both steps have, and how many divergences there are.
@@ -37,7 +36,7 @@ class StepCounter:
         alignment = self._known.pop(key, None) or align(reference, current)
         self._known[key] = alignment
         if len(self._known) > _MAX_ALIGNMENTS:
-            self._known.popitem(last=False)
+            del self._known[next(iter(self._known))]
         found = StepDifference(reference, current, alignment)
         return found.num_compared, found.num_differing
 
@@ -87,11 +86,6 @@ def reached_part(reference: StepView, current: StepView) -> StepView:
     alignment = align(reference, current)
     reached = alignment.reference[(alignment.reference >= 0) & (alignment.current >= 0)]
     return _beginning(reference, int(reached.max()) + 1 if len(reached) else 0)
-
-
-def empty_step(view: StepView) -> StepView:
-    """Return a step with the same number and without sites, so that everything in the other one is extra."""
-    return _beginning(view, 0)
 
 
 def _beginning(view: StepView, num_sites: int) -> StepView:
