@@ -15,6 +15,7 @@ PLACES: Mapping[str, str] = {
     "_restore_modules_and_callbacks": "of the checkpoint connector: strategies that shard load after on_fit_start",
     "_load_combined_loader_states": "of the fit loop: runs just before the loader is first iterated over",
     "setup_data": "of the fit loop: begins a fit's run, with the counts of the loops as they have to be",
+    "on_run_end": "of the fit loop: comes after the hooks of the last epoch's end",
     "on_run_start": "of the epoch loop: begins the batches of an epoch, after its hooks",
     "_setup_model": "of DDP's strategy: makes the DDP module, before its communication hooks are registered",
     "save_checkpoint": "of the strategy: every checkpoint is saved through it",

@@ -192,8 +192,8 @@ class DeterminismCallback(CallbackArguments):
 
     def _begin_fit(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session) -> None:
         self.selection.check_modules([name for name, _ in pl_module.named_modules()])
-        self._begin(trainer, pl_module, session, is_resumed=trainer.ckpt_path is not None)
         assert self._checkpoints is not None, "setup was called"
+        self._begin(trainer, pl_module, session, is_resumed=self._checkpoints.is_resumed)
         reference = None if self.reference is None else str(self.reference)
         self._checkpoints.begin_fit({"id": session.run_id, "mode": self.mode, "reference": reference})
         if session.hooks is not None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from det_callbacks.checkpoint.draws import follow
-from det_callbacks.checkpoint.fit import NOT_LOOKED_INTO
 from det_callbacks.checkpoint.held import find_generators
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
@@ -102,9 +101,7 @@ class Evidence:
         if self._num_workers is not None:
             self._has_workers = set_workers(inner, self._num_workers)
         name = "train_dataloader"
-        self._ledger.held = find_generators(
-            {name: inner[0] if len(inner) == 1 else inner}, left=(*NOT_LOOKED_INTO, Evidence, pl.LightningModule)
-        )
+        self._ledger.held = find_generators({name: inner[0] if len(inner) == 1 else inner}, left=(pl.LightningModule,))
         self._loaders = {name: inner[0]} if len(inner) == 1 else {f"{name} {at}": one for at, one in enumerate(inner)}
         self._let_go = follow(loader, self)
         for name, one in self._loaders.items():

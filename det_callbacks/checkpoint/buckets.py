@@ -15,11 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from det_callbacks.checkpoint.state import Reduction
-
-
-class BucketsError(Exception):
-    """DDP cannot be given the buckets that it had."""
+Buckets = tuple[tuple[str, ...], ...]
+"""Names of the parameters in each."""
 
 
 class GradientBuckets:
@@ -39,7 +36,7 @@ class GradientBuckets:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self.wanted: tuple[tuple[str, ...], ...] = ()
+        self.wanted: Buckets = ()
         self._trainer = trainer
         self._names: list[str] = []
 
@@ -59,42 +56,41 @@ class GradientBuckets:
         if ddp.static_graph:
             return "DDP(static_graph=True) adds gradients up in another way in the first step of a process"
         # asked in this order: reading the buckets has DDP note what it says of its first step
-        is_first = not ddp.find_unused_parameters and not self._read()
+        is_first = not ddp.find_unused_parameters and not self.read()
         if is_first and ddp._get_ddp_logging_data().get("prev_iteration_grad_ready_order_indices"):
             return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
         return None
 
-    def setup_model(self, original: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-        """Make the DDP module, with the buckets that are wanted.
-
-        Raises:
-            BucketsError: its parameters are not those that the buckets are of.
-        """
+    def setup_model(
+        self, refuse: Callable[[str], object], original: Callable[[nn.Module], nn.Module], model: nn.Module
+    ) -> nn.Module:
+        """Make the DDP module with the buckets that are wanted; where it cannot have them, call ``refuse``."""
         ddp = original(model)
         if isinstance(ddp, DistributedDataParallel):
             self._names = _names(ddp)
-            if self.wanted:
-                _make(ddp, self.wanted)
+            if self.wanted and _make(ddp, self._names, self.wanted) != self.wanted:
+                refuse(
+                    "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give "
+                    "it the same bucket_cap_mb"
+                )
         return ddp
 
-    def read(self) -> Reduction | None:
-        """Return what a DDP module would have to begin with to go on from here; None without one."""
+    def syncs_buffers(self) -> bool:
+        """Return whether DDP's next forward pass sends rank 0's buffers to the others."""
         ddp = self._ddp()
-        if ddp is None:
-            return None
-        return Reduction(buckets=self._read(), syncs_buffers=bool(ddp.require_forward_param_sync))
+        return ddp is None or bool(ddp.require_forward_param_sync)
 
-    def restore_sync(self, reduction: Reduction) -> None:
-        """Let the next forward pass send rank 0's buffers, or not, as it was going to."""
+    def restore_sync(self, syncs_buffers: bool) -> None:
+        """Let DDP's next forward pass send rank 0's buffers, or not, as it was going to."""
         ddp = self._ddp()
         if ddp is not None:
-            ddp.require_forward_param_sync = reduction.syncs_buffers
+            ddp.require_forward_param_sync = syncs_buffers
 
     def _ddp(self) -> DistributedDataParallel | None:
         model = self._trainer.strategy.model
         return model if self.is_ddp and isinstance(model, DistributedDataParallel) else None
 
-    def _read(self) -> tuple[tuple[str, ...], ...]:
+    def read(self) -> Buckets:
         """Return the buckets that DDP made after its first step; none before, or where it keeps those of its start."""
         ddp = self._ddp()
         if self.wanted or ddp is None or ddp.find_unused_parameters:
@@ -117,15 +113,15 @@ def _names(ddp: DistributedDataParallel) -> list[str]:
     return [names[id(parameter)] for parameter in parameters]
 
 
-def _make(ddp: Any, wanted: tuple[tuple[str, ...], ...]) -> None:
-    """Let a new DDP module see a backward pass of zeros, whose gradients come in the order that they came in."""
-    names = _names(ddp)
+def _make(ddp: Any, names: list[str], wanted: Buckets) -> Buckets:
+    """Let a new DDP module see a backward pass of zeros, whose gradients come in the order that they came in.
+
+    Returns:
+        The buckets that it made; none where it has other parameters.
+    """
     order = [name for bucket in wanted for name in bucket]
     if sorted(order) != sorted(names):
-        others = sorted({*order} ^ {*names})
-        raise BucketsError(
-            f"DDP was made for other parameters: {', '.join(others[:5])} had gradients only then, or has only now"
-        )
+        return ()
     reducer, number = ddp.reducer, {name: index for index, name in enumerate(names)}
     begin = torch.zeros((), requires_grad=True)
     end = begin * 1
@@ -135,10 +131,6 @@ def _make(ddp: Any, wanted: tuple[tuple[str, ...], ...]) -> None:
     end.backward()
     ddp.module.zero_grad(set_to_none=True)
     reducer._rebuild_buckets()
-    of_parameter = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    made = [
-        tuple(of_parameter[id(parameter)] for parameter in bucket.parameters())
-        for bucket in reducer._get_zeros_like_grad_buckets()
-    ]
-    if tuple(made) != wanted:
-        raise BucketsError("DDP puts the gradients in other buckets than it did then: give it the same bucket_cap_mb")
+    name_of = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    made = reducer._get_zeros_like_grad_buckets()
+    return tuple(tuple(name_of[id(parameter)] for parameter in bucket.parameters()) for bucket in made)

@@ -17,13 +17,12 @@ from det_callbacks.checkpoint.files import (
     SIDECAR,
     FileDigest,
     Sidecar,
-    digest_folder,
-    digest_path,
     is_remote,
-    missing_parts,
+    measure,
     read_sidecar,
     resolved,
 )
+from det_callbacks.checkpoint.part import read_part
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
@@ -145,40 +144,36 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
             "itself is there. Checkpoints saved with DeterminismCallback have one; if this one was copied, copy both.",
             str(place),
         )
-    report = compare_folder(place, sidecar) if place.is_dir() else _check_file(place, sidecar)
-    return replace(report, missing_files=missing_parts(place, sidecar))
+    content, found = measure(place)
+    if found is None:
+        try:
+            found = entries_of(load_plainly(place, content, sidecar))
+        except CheckpointFormatError as error:
+            # a class that weights_only refuses, in the bytes that were saved
+            if sidecar.file != content or not isinstance(error.__cause__, UnpicklingError):
+                raise
+    report = compare_saved(place, sidecar, content, found)
+    missing = [rank for rank in range(sidecar.num_ranks) if read_part(place, sidecar, rank) is None]
+    return replace(report, missing_files=tuple(f"the part of rank {rank}" for rank in missing))
 
 
-def compare_loaded(
-    place: Path, sidecar: Sidecar, content: FileDigest, checkpoint: Mapping[Any, Any] | None
-) -> CheckpointReport:
-    """Compare what was loaded from a file with its sidecar.
+def compare_saved(place: Path, sidecar: Sidecar, content: FileDigest, found: Entries | None) -> CheckpointReport:
+    """Compare a checkpoint with its sidecar.
 
     Args:
-        place: the file.
+        place: file or folder.
         sidecar: of it.
-        content: size and digest of the file.
-        checkpoint: what was loaded; None where it was not opened.
+        content: what is there now, see ``measure``.
+        found: entries of the file or folder; None where the file was not opened.
     """
-    found = None if checkpoint is None else entries_of(checkpoint)
-    has_same_bytes, is_opened = sidecar.file == content, checkpoint is not None
-    return _report(place, sidecar.entries, found, content.size, has_same_bytes, is_opened=is_opened, sidecar=sidecar)
+    has_same_bytes = sidecar.file == content
+    return _report(place, sidecar.entries, found, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
 
 
-def compare_folder(folder: Path, sidecar: Sidecar) -> CheckpointReport:
-    """Compare the files of a folder with its sidecar; reads them all once."""
-    found = {"files": digest_folder(folder)}
-    num_bytes = sum(sum(entry.shape or ()) for entry in found["files"].values())
-    has_same_bytes = sidecar.entries == found
-    return _report(folder, sidecar.entries, found, num_bytes, has_same_bytes, is_opened=False, sidecar=sidecar)
-
-
-def _report(
-    place: Path, reference: Entries, current: Entries | None, num_bytes: int, has_same_bytes: bool, **more: Any
-) -> CheckpointReport:
+def _report(place: Path, reference: Entries, current: Entries | None, num_bytes: int, **more: Any) -> CheckpointReport:
     return CheckpointReport(
         path=str(place),
-        has_same_bytes=has_same_bytes,
+        is_opened=current is not None and not place.is_dir(),
         entries=() if current is None else tuple(differences(reference, current)),
         sections={section: len(inner) for section, inner in reference.items()},
         num_tensors=sum(entry.kind == "tensor" for inner in reference.values() for entry in inner.values()),
@@ -202,18 +197,17 @@ def load_plainly(place: Path, content: FileDigest, sidecar: Sidecar | None) -> d
         with place.open("rb") as file:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch's readers raise anything
-        reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        if sidecar is None or sidecar.file == content:
-            digests = "no digests stand beside it" if sidecar is None else "its bytes are the ones that were saved"
-            text = f"cannot be loaded by torch.load {reason}; {digests}. Nothing was loaded; load it with what saved it"
-            raise CheckpointFormatError(f"{place} {text}, or use another checkpoint.", str(place)) from error
-        saved, what = sidecar.file, "its bytes changed"
-        if saved is not None and content.size != saved.size:
-            cut = ", so it is truncated" if content.size < saved.size else ""
-            what = f"it has {content.size:,} bytes, and {saved.size:,} were saved{cut}"
+        saved = None if sidecar is None else sidecar.file
+        what = "its bytes changed since it was saved"
+        if saved is None:
+            what = "no digests stand beside it to say whether it changed"
+        elif saved == content:
+            what = "its bytes are the ones that were saved, so load it with what saved it"
+        elif content.size < saved.size:
+            what = f"it has {content.size:,} bytes, and {saved.size:,} were saved, so it is truncated"
         raise CheckpointFormatError(
-            f"{place} cannot be read: {what} {reason}. The digests beside it are whole. Nothing was loaded; use "
-            "another checkpoint, or restore this one from a copy.",
+            f"{place} cannot be read: {what} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing was "
+            "loaded; use another checkpoint, or restore this one from a copy.",
             str(place),
         ) from error
     if isinstance(checkpoint, dict):
@@ -225,20 +219,7 @@ def load_plainly(place: Path, content: FileDigest, sidecar: Sidecar | None) -> d
     )
 
 
-def _check_file(place: Path, sidecar: Sidecar) -> CheckpointReport:
-    content = digest_path(place)
-    checkpoint = None
-    try:
-        checkpoint = load_plainly(place, content, sidecar)
-    except CheckpointFormatError as error:
-        # a class that weights_only refuses, in the bytes that were saved
-        if sidecar.file != content or not isinstance(error.__cause__, UnpicklingError):
-            raise
-    return compare_loaded(place, sidecar, content, checkpoint)
-
-
 def _check_two(*places: Path) -> CheckpointReport:
-    loaded, contents = [], []
     for place in places:
         if place.is_dir():
             raise CheckpointFormatError(
@@ -246,13 +227,13 @@ def _check_two(*places: Path) -> CheckpointReport:
                 "digests beside it, or consolidate it into a file first.",
                 str(place),
             )
-        contents.append(digest_path(place))
-        loaded.append(load_plainly(place, contents[-1], read_sidecar(place)))
+    contents = [measure(place)[0] for place in places]
+    both = zip(places, contents, strict=True)
+    loaded = [load_plainly(place, content, read_sidecar(place)) for place, content in both]
     reference, current = map(entries_of, loaded)
+    more: dict[str, Any] = {"has_same_bytes": contents[0] == contents[1], "other": str(places[1])}
+    report = _report(places[0], reference, current, contents[0].size, **more)
     values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    has_same_bytes = contents[0] == contents[1]
-    size, other = contents[0].size, str(places[1])
-    report = _report(places[0], reference, current, size, has_same_bytes, is_opened=True, other=other)
     counted = (_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in report.entries)
     return replace(report, entries=tuple(counted))
 
@@ -282,46 +263,35 @@ def differences(reference: Entries, current: Entries) -> list[EntryDifference]:
 
     A pair of tensors of which each has the other's content is named as such: a wrong mapping of names does that.
     """
-    both: dict[tuple[str, str], tuple[Entry | None, Entry | None]] = {}
-    for section, path in dict.fromkeys((*_names(reference), *_names(current))):
-        one, other = (entries.get(section, {}).get(path) for entries in (reference, current))
-        if one is None or other is None or not one.is_same(other):
-            both[section, path] = one, other
-    by_content = {
-        (section, one.digest, other.digest): path
-        for (section, path), (one, other) in reversed(both.items())
-        if one is not None and other is not None and one.kind == "tensor" and _kind(one, other) == "content"
-    }
-    return [
-        EntryDifference(
-            section=section,
-            path=path,
-            kind=(kind := _kind(one, other)),
-            reference=_shown(one, kind),
-            current=_shown(other, kind),
-            parameter=next((entry.parameter for entry in (one, other) if entry and entry.parameter), None),
-            exchanged_with=by_content.get((section, other.digest, one.digest))
-            if one and other and kind == "content"
-            else None,
-        )
-        for (section, path), (one, other) in both.items()
+    flat = [
+        {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
+        for entries in (reference, current)
     ]
+    found: list[EntryDifference] = []
+    for section, path in {**flat[0], **flat[1]}:
+        one, other = (entries.get((section, path)) for entries in flat)
+        if one is not None and other is not None and one.is_same(other):
+            continue
+        kind, before, after = "missing" if other is None else "extra", _layout(one), _layout(other)
+        if one is not None and other is not None:
+            is_content = (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape)
+            kind = "content" if is_content else "structure"
+            if is_content:
+                before, after = one.digest, other.digest
+        parameter = next((entry.parameter for entry in (one, other) if entry and entry.parameter), None)
+        found.append(
+            EntryDifference(section=section, path=path, kind=kind, reference=before, current=after, parameter=parameter)
+        )
+    by_content = {
+        (one.section, one.reference, one.current): one.path
+        for one in reversed(found)
+        if one.kind == "content" and flat[0][one.section, one.path].kind == "tensor"
+    }
+    return [replace(one, exchanged_with=by_content.get((one.section, one.current, one.reference))) for one in found]
 
 
-def _names(entries: Entries) -> list[tuple[str, str]]:
-    return [(section, path) for section, inner in entries.items() for path in inner]
-
-
-def _kind(one: Entry | None, other: Entry | None) -> str:
-    if one is None or other is None:
-        return "missing" if other is None else "extra"
-    return "content" if (one.kind, one.type, one.shape) == (other.kind, other.type, other.shape) else "structure"
-
-
-def _shown(entry: Entry | None, kind: str) -> str | None:
-    if entry is None or kind == "content":
-        return None if entry is None else entry.digest
-    return entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}"
+def _layout(entry: Entry | None) -> str | None:
+    return entry and (entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}")
 
 
 def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
@@ -334,6 +304,5 @@ def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDiffere
         numbers = tensor_numbers(TensorNumbers(tensor=one.path), reference, current)
     except ValueError:  # not ordinary strided tensors: that they differ is known
         return replace(one, num_elements=reference.numel())
-    return replace(
-        one, num_elements=numbers.num_elements, num_differing=numbers.num_differing, max_ulps=numbers.max_ulps
-    )
+    names = ("num_elements", "num_differing", "max_ulps")
+    return replace(one, **{name: getattr(numbers, name) for name in names})

@@ -78,26 +78,20 @@ def walk(checkpoint: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
             yield _key(key), path, leaf
 
 
-class _Cycle:
-    """Stands for a container that holds itself."""
-
-
 def _leaves(value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if id(value) in above:
-        yield "", _Cycle()
+        yield "", object()  # a container that holds itself: opaque
         return
-    items: Any = None
+    is_walked = False
     if isinstance(value, dict | list | tuple) and value:
         is_named = isinstance(value, dict) or any(isinstance(inner, dict | list | tuple) for inner in value)
-        if (is_named and len(value) <= MAX_FLAT) or encode_plain(value) is None:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            items = ((_key(key), inner) for key, inner in pairs)
-    if items is None:
+        is_walked = (is_named and len(value) <= MAX_FLAT) or encode_plain(value) is None
+    if not is_walked:
         yield "", value
         return
-    for name, inner in items:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         for path, leaf in _leaves(inner, (*above, id(value))):
-            yield (f"{name}/{path}" if path else name), leaf
+            yield (f"{_key(key)}/{path}" if path else _key(key)), leaf
 
 
 def _key(key: Any) -> str:
@@ -126,15 +120,18 @@ def _entry(value: Any, digests: Mapping[int, str | None]) -> Entry:
 def _tensor_digests(tensors: list[Tensor]) -> dict[int, str | None]:
     """Return the digest of each by its id; None for those that have no data."""
     unique = list({id(tensor): tensor for tensor in tensors}.values())
+    found: list[int | None]
     try:
-        return {id(one): format_digest(digest) for one, digest in zip(unique, digest_tensors(unique), strict=True)}
+        found = [*digest_tensors(unique)]
     except (TypeError, DetCallbacksError):
-        return {id(one): _digest_or_none(one) for one in unique}
+        found = [*map(_digest_or_none, unique)]
+    texts = (None if digest is None else format_digest(digest) for digest in found)
+    return {id(one): text for one, text in zip(unique, texts, strict=True)}
 
 
-def _digest_or_none(tensor: Tensor) -> str | None:
+def _digest_or_none(tensor: Tensor) -> int | None:
     try:
-        return format_digest(digest_tensor(tensor))
+        return digest_tensor(tensor)
     except (TypeError, DetCallbacksError):
         return None
 

@@ -6,10 +6,11 @@ has. The loops are reached into by the methods that stand at those moments (read
 
 * ``_FitLoop.setup_data`` begins a fit's run, and may have been called before for a scheduler that asks for the steps;
 * ``_FitLoop._load_combined_loader_states`` runs just before the loader is first iterated over;
-* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks.
+* ``_TrainingEpochLoop.on_run_start`` begins the batches of an epoch, after its hooks;
+* ``_FitLoop.on_run_end`` comes after the hooks of the last epoch's end.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,24 +21,33 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.loop import _Loop
 
-from det_callbacks.checkpoint.buckets import BucketsError, GradientBuckets
-from det_callbacks.checkpoint.draws import DataWatch
-from det_callbacks.checkpoint.files import Sidecar, has_part, read_part, resolved, write_part
-from det_callbacks.checkpoint.fit import BUFFER, GRADIENT, FitReader, is_stateful, local_part
-from det_callbacks.checkpoint.state import DataPosition, ResumeState, problems_of
-from det_callbacks.errors import CheckpointFormatError, NotResumableError
+from det_callbacks.checkpoint import fit
+from det_callbacks.checkpoint.buckets import GradientBuckets
+from det_callbacks.checkpoint.draws import follow
+from det_callbacks.checkpoint.entries import entries_of
+from det_callbacks.checkpoint.files import Sidecar, resolved
+from det_callbacks.checkpoint.part import DataPosition, ResumeState, part_path, read_part, write_part
+from det_callbacks.digest import digest_bytes, format_digest, unobserved
+from det_callbacks.errors import NotResumableError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
 from det_callbacks.report.checkpoints import unrestored_line
 from det_callbacks.report.fits import print_closing_line
+from det_callbacks.rng import GeneratorStates, Held
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.leaves import leaves
 
 Resume = Literal["exact", "plain"]
+
+_ENDED = (
+    "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "
+    "process ended before the next batch was drawn; save after that"
+)
 
 
 class Resuming:
     """Saves and restores, for the fits of one callback, what Lightning's checkpoints leave out.
 
-    Costs 1 to 5 microseconds a step, and a pass over the weights at each save.
+    Follows how the batches of a fit are drawn (1 to 5 microseconds a batch); a save takes a pass over the weights.
 
     Args:
         resume: "exact" raises where the resumed run cannot be the same run, "plain" saves and restores nothing.
@@ -49,17 +59,21 @@ class Resuming:
         self._peers = peers
         self._trainer: pl.Trainer | None = None
         self._replaced = ReplacedInLightning()
+        self._let_go: Callable[[], object] = lambda: None
         self._is_attached = False
-        self._watch = DataWatch(self._complete)
         # the checkpoints that the next batch has not followed yet: path -> identity, state and states of callbacks
         self._saved: dict[str, tuple[str, ResumeState, Mapping[str, str]]] = {}
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing was loaded (any more)."""
+        """Begin a fit anew: nothing was loaded, nothing drawn."""
         self._path = ""
         self._pending: ResumeState | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._position: DataPosition | None = None
+        self._held: Mapping[str, Held] = {}
+        self._restore_at_draw: Callable[[], object] | None = None
+        self._is_repeating = False
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Follow a fit that is about to begin, before its data is set up, and restore what is loaded for it."""
@@ -68,15 +82,15 @@ class Resuming:
         if not self._is_exact:
             return
         self._trainer = trainer
-        self._watch = DataWatch(self._complete)
         self._buckets = GradientBuckets(trainer)
-        self._fit = FitReader(trainer, self._watch, self._buckets)
         if self._buckets.is_ddp:
             # makes the DDP module, before its communication hooks are registered
-            self._replaced.put(trainer.strategy, "_setup_model", lambda one: partial(self._setup_model, one))
+            setup_model = partial(self._buckets.setup_model, self._refuse)
+            self._replaced.put(trainer.strategy, "_setup_model", lambda one: partial(setup_model, one))
         loop, put = trainer.fit_loop, self._replaced.put
         put(loop, "setup_data", lambda one: partial(self._at_setup, loop, one))
         put(loop, "_load_combined_loader_states", lambda one: partial(self._before_iteration, loop, one))
+        put(loop, "on_run_end", lambda one: partial(self._at_end, one))
         put(loop.epoch_loop, "on_run_start", lambda one: partial(self._at_epoch, loop, one))
         self._is_attached = True
 
@@ -84,7 +98,7 @@ class Resuming:
         """Leave loops and loaders as they were; what was read stays, for a checkpoint saved after the fit."""
         self._replaced.restore()
         self._is_attached = False
-        self._watch.detach()
+        self._let_go()
         self._saved.clear()
 
     # saving
@@ -93,40 +107,57 @@ class Resuming:
         """Write the part of this rank beside a checkpoint that is about to be saved; return whether it writes any."""
         if self._trainer is None:
             return False
-        problems, missed = tuple(self._fit.problems()), " and ".join(self._fit.missed())
-        is_over = self._fit.is_epoch_over()
-        state = self._fit.read(problems, is_epoch_over=is_over, begins_epoch=is_over)
+        is_over = fit.is_epoch_over(self._trainer)
+        problems = tuple(fit.problems(self._trainer, self._buckets.problem()))
+        state = self._read(is_over=is_over, position=None if is_over else self._position, problems=problems)
         if self._is_attached and not problems:
-            self._saved[path] = id, state, self._fit.callback_states()
-        if missed and not problems:
-            ended = "and the process ended before the next batch was drawn; save after that"
-            problem = f"it was saved before {missed}, which Lightning leaves out when it resumes, {ended}"
-            state = replace(state, problems=(problem,))
+            self._saved[path] = id, state, fit.saved_states(self._trainer)
+        if not problems and fit.has_more_to_come(self._trainer):
+            state = replace(state, problems=(_ENDED,))
         self._write(path, id, state)
         return True
 
-    def _complete(self) -> None:
+    def _complete(self, *, is_end: bool = False) -> None:
         """Write the parts of the checkpoints saved since the last batch anew: the next one is about to be drawn.
 
         What came in between, such as a validation, Lightning leaves out when it resumes: it may have changed
         generators, and must not have changed anything else.
+
+        Args:
+            is_end: no batch comes, since the fit is over: another one would begin with the next epoch.
         """
+        assert self._trainer is not None
         saved, self._saved = self._saved, {}
-        for path, (id, before, callbacks) in saved.items():
-            assert self._trainer is not None
-            if not has_part(Path(path), self._trainer.global_rank, id):
-                continue  # it was removed, or saved anew by somebody else
-            state = self._fit.read((), is_epoch_over=before.is_epoch_over, begins_epoch=False)
-            now = {**state.values, **self._fit.callback_states()}
-            if changed := _differing({**before.values, **callbacks}, now):
+        for path, (id, before, states) in saved.items():
+            if not part_path(Path(path), self._trainer.global_rank).exists():
+                continue  # the checkpoint was removed
+            if is_end and not before.is_epoch_over:
+                continue  # a longer fit would not have had the hooks of an epoch's end here
+            state = self._read(is_over=before.is_epoch_over, position=None if is_end else self._position)
+            now = {**state.values, **fit.saved_states(self._trainer)}
+            if changed := _differing({**before.values, **states}, now):
                 what = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
                 state = replace(state, problems=(f"{what} {changed}",))
             self._write(path, id, state)
 
+    def _read(self, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> ResumeState:
+        assert self._trainer is not None
+        return ResumeState(
+            is_epoch_over=is_over,
+            generators=GeneratorStates.capture(self._held),
+            position=position,
+            accumulates=self._trainer.accumulate_grad_batches,
+            values=fit.values(self._trainer),
+            buckets=self._buckets.read(),
+            syncs_buffers=self._buckets.syncs_buffers(),
+            problems=problems,
+        )
+
     def _write(self, path: str, id: str, state: ResumeState) -> None:
         assert self._trainer is not None
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
-        write_part(Path(path), state, self._fit.tensors(state), id=id, rank=rank, num_ranks=num_ranks)
+        tensors = fit.tensors_to_save(self._trainer, is_over=state.is_epoch_over)
+        write_part(Path(path), state, tensors, id=id, rank=rank, num_ranks=num_ranks)
 
     # what was loaded
 
@@ -145,55 +176,67 @@ class Resuming:
         self._path = path
         rank, num_ranks = trainer.global_rank, trainer.world_size
 
-        def take() -> dict[str, Any]:
+        def take() -> tuple[int, tuple[str, ...] | None]:
             num_saved = 0 if sidecar is None else sidecar.num_ranks
             if sidecar is not None and num_saved == num_ranks:
                 part = read_part(resolved(path), sidecar, rank)
                 self._pending, self._tensors = (None, {}) if part is None else part
-            return {"num_saved": num_saved, "state": None if self._pending is None else self._pending.row()}
+            return num_saved, None if self._pending is None else self._pending.problems
 
         rows = self._peers.gather(take, task="reading what stands beside it")
-        num_saved = max(row["num_saved"] for row in rows)
-        states = [row["state"] for row in rows]
-        missing = ", ".join(str(rank) for rank, state in enumerate(states) if state is None)
+        num_saved = max(number for number, _ in rows)
+        missing = ", ".join(str(rank) for rank, (_, problems) in enumerate(rows) if problems is None)
         if not num_saved:
             print_closing_line(unrestored_line(path))
         elif num_saved != num_ranks:
             saved = f"{num_saved} process{'es' * (num_saved != 1)}"
-            self._refuse([f"it was saved by {saved}, and there are {num_ranks} now"])
+            self._refuse(f"it was saved by {saved}, and there are {num_ranks} now")
         elif missing:
-            self._refuse([f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing"])
-        elif problems := problems_of(states):
-            self._refuse(problems)
-        if self._pending is not None and self._pending.reduction is not None:
-            self._buckets.wanted = self._pending.reduction.buckets
+            self._refuse(f"the state of rank {missing} of {num_ranks}, which was saved beside it, is missing")
+        elif problems := dict.fromkeys(text for _, texts in rows for text in texts):
+            self._refuse(*problems)
+        if self._pending is not None:
+            self._buckets.wanted = self._pending.buckets
 
-    def _refuse(self, problems: list[str]) -> None:
+    def _refuse(self, *problems: str) -> None:
         self._pending = None
         raise NotResumableError(
             f"{self._path} cannot be resumed to the same run: {'; '.join(problems)}. Resume from another checkpoint, "
             'or with resume="plain", which goes on as Lightning does and promises nothing.',
-            tuple(problems),
+            problems,
         )
+
+    # what the loader calls
+
+    def begin_iteration(self) -> None:
+        """Keep the generators with which an iteration over the loader begins."""
+        self._position = DataPosition(before_iteration=GeneratorStates.capture(self._held))
+
+    def begin_draw(self) -> None:
+        """Restore what the next batch needs, and keep the generators before the first one."""
+        if not self._is_repeating:
+            restore, self._restore_at_draw = self._restore_at_draw, None
+            if restore is not None:
+                restore()
+            self._complete()
+        if self._position is not None and not self._position.num_drawn:
+            self._position = replace(self._position, before_first=GeneratorStates.capture(self._held))
+
+    def end_draw(self, batch: Any) -> None:
+        """Count a batch that was drawn."""
+        position = self._position
+        if position is not None:
+            digest = position.first_digest or _digest_batch(batch)
+            self._position = replace(position, num_drawn=position.num_drawn + 1, first_digest=digest)
 
     # what Lightning calls
 
     def begin_epoch(self) -> None:
         """Restore what was saved before the hooks of a new epoch run, where that is its moment."""
         state = self._pending
-        if state is not None:
-            self._peers.run_on_all(partial(self._begin_epoch, state), task="beginning an epoch")
-
-    def _begin_epoch(self, state: ResumeState) -> None:
-        if state.position is None:
-            self._restore(state, self._tensors)
-
-    def _setup_model(self, original: Callable[[torch.nn.Module], torch.nn.Module], model: torch.nn.Module) -> Any:
-        """Make the DDP module, with the buckets that the uninterrupted run had."""
-        try:
-            return self._buckets.setup_model(original, model)
-        except BucketsError as error:
-            return self._refuse([str(error)])
+        if state is not None:  # on all ranks: a kill may have left parts of two moments
+            restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
+            self._peers.run_on_all(restore, task="beginning an epoch")
 
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
         """Set the data of a fit up, with the counts of the loops as they have to be."""
@@ -213,21 +256,26 @@ class Resuming:
 
     def _before_iteration(self, loop: Any, original: Callable[[], None]) -> None:
         original()
-        self._watch.held = self._fit.generators()
-        self._watch.attach(loop._combined_loader)
+        assert self._trainer is not None
+        self._held = fit.generators(self._trainer)
+        self._let_go()
+        self._let_go = follow(loop._combined_loader, self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
         """Begin the batches of an epoch, and where something was loaded go to the place that it is of."""
-        self._watch.held = self._fit.generators()
-        num_before = self._watch.num_iterations
+        assert self._trainer is not None
+        self._held, before = fit.generators(self._trainer), self._position
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
             return
         state, self._pending = self._pending, None
-        is_new = self._watch.num_iterations > num_before
-        self._peers.run_on_all(
-            lambda: self._go_on(loop, state, fetcher, is_new), task="going to the place that it is of"
-        )
+        is_new_iteration = self._position is not before
+        go_on = partial(self._go_on, loop, state, fetcher, is_new_iteration)
+        self._peers.run_on_all(go_on, task="going to the place that it is of")
+
+    def _at_end(self, original: Callable[[], None]) -> None:
+        self._complete(is_end=True)
+        original()
 
     # restoring
 
@@ -239,66 +287,55 @@ class Resuming:
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
             loop._restarting = False
             self._restore(state, tensors)
-            if changed := _differing(state.values, self._fit.values()):
-                self._refuse([f"Lightning restored it, and {changed} is not what it was then"])
-            if all(map(is_stateful, self._fit.loaders())):
-                self._watch.position = state.position
-            else:
-                self._draw_again(state.position, fetcher)
+            if changed := _differing(state.values, fit.values(self._trainer)):
+                self._refuse(f"Lightning restored it, and {changed} is not what it was then")
+            self._draw_again(state.position, fetcher)
             # once more before the draw: Lightning may go through a validation first that it has no need to run
-            self._watch.restore = partial(self._restore, state, tensors)
+            self._restore_at_draw = partial(self._restore, state, tensors)
         elif not is_new_iteration:
             fetcher.combined_loader.reset()
             iter(fetcher)
-        parameters = dict(self._trainer.lightning_module.named_parameters())
-        for name, gradient in self._of_kind(GRADIENT, tensors, parameters).items():
-            parameter = parameters[name]
-            parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
-            local_part(parameter.grad).copy_(gradient)
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            if (gradient := tensors.get(fit.GRADIENT + name)) is not None:
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
+                fit.local_part(parameter.grad).copy_(gradient)
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
         """Draw the batches again that training had; their order is decided before the first, which is compared."""
         fetcher.combined_loader.reset()  # without workers of the iterator that Lightning made
-        position.before_iteration.restore(self._watch.held)
-        with self._watch.repeating(), suppress(StopIteration):
+        position.before_iteration.restore(self._held)
+        self._is_repeating = True
+        with suppress(StopIteration):
             iter(fetcher)
             if position.before_first is not None:
-                position.before_first.restore(self._watch.held)
+                position.before_first.restore(self._held)
             for _ in range(position.num_drawn):
                 next(fetcher)
-        drawn = self._watch.position
+        self._is_repeating = False
+        drawn = self._position
         assert drawn is not None, "the loader was iterated over"
         if (drawn.num_drawn, drawn.first_digest) != (position.num_drawn, position.first_digest):
             self._refuse(
-                [
-                    f"the first {position.num_drawn} batches of the epoch, drawn again, are not those that it was "
-                    "trained on: the data, or the order in which it is drawn, is another"
-                ]
+                f"the first {position.num_drawn} batches of the epoch, drawn again, are not those that it was "
+                "trained on: the data, or the order in which it is drawn, is another"
             )
 
     def _restore(self, state: ResumeState, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._trainer is not None
-        buffers = dict(self._trainer.lightning_module.named_buffers())
         with torch.no_grad():
-            for name, tensor in self._of_kind(BUFFER, tensors, buffers).items():
-                buffers[name].copy_(tensor)
-        if state.reduction is not None:
-            self._buckets.restore_sync(state.reduction)
-        if missing := state.generators.restore(self._watch.held):
-            self._refuse([f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}"])
+            for name, buffer in self._trainer.lightning_module.named_buffers():
+                if fit.BUFFER + name in tensors:
+                    buffer.copy_(tensors[fit.BUFFER + name])
+        self._buckets.restore_sync(state.syncs_buffers)
+        if missing := state.generators.restore(self._held):
+            self._refuse(f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}")
 
-    def _of_kind(
-        self, kind: str, tensors: Mapping[str, torch.Tensor], there: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a kind that were saved, by name."""
-        found = {name.removeprefix(kind): one for name, one in tensors.items() if name.startswith(kind)}
-        if unknown := [name for name in found if name not in there]:
-            raise CheckpointFormatError(
-                f"Beside {self._path} is the {kind}of what the module has not: {', '.join(unknown[:5])}. Resume with "
-                "the module that was trained.",
-                self._path,
-            )
-        return found
+
+def _digest_batch(batch: Any) -> str:
+    """Return a digest of the tensors and plain values of a batch."""
+    with unobserved():
+        found = entries_of({"batch": dict(leaves(batch, "batch", is_whole=True))})
+    return format_digest(digest_bytes(repr(found).encode()))
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

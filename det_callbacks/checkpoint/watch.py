@@ -11,7 +11,7 @@ A kill in between leaves a checkpoint of Lightning's without digests, which is l
 """
 
 import inspect
-import os
+import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # looked
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from det_callbacks.checkpoint.check import CheckpointReport, compare_folder, compare_loaded, load_plainly
+from det_callbacks.checkpoint.check import CheckpointReport, compare_saved, load_plainly
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import (
     SIDECAR,
+    Sidecar,
     beside,
-    digest_path,
     is_remote,
-    new_id,
+    measure,
     read_sidecar,
     remove_beside,
     resolved,
@@ -57,6 +57,10 @@ class CheckpointWatch:
     Args:
         resume: "exact" or "plain", see ``Resuming``.
         peers: the processes of the Trainer, during a fit.
+
+    Attributes:
+        is_resumed: the fit goes on from a checkpoint. One that was saved in the same stage is none: Lightning's Tuner
+            saves and loads one to put back what it tried out.
     """
 
     def __init__(self, resume: Resume, peers: Peers) -> None:
@@ -65,21 +69,20 @@ class CheckpointWatch:
         self._run: Mapping[str, str | None] | None = None
         self._replaced = ReplacedInLightning()
         self._is_uncovered_reported = False
+        self._saved: set[str] = set()
+        self.is_resumed = False
 
     def begin_stage(self, trainer: pl.Trainer) -> None:
         """Follow a Trainer whose strategy is set up, and another one no more; the run of an earlier stage is over."""
         self._replaced.restore()
         self._trainer, self._run = trainer, None
-        wrappers: dict[str, Any] = {
-            "save_checkpoint": self._save,
-            "load_checkpoint": self._load,
-            "remove_checkpoint": self._remove,
-        }
-        for name, wrapper in wrappers.items():
+        self._saved.clear()
+        self.is_resumed = False
+        for name, wrapper in (("save", self._save), ("load", self._load), ("remove", self._remove)):
             # the class's own method: a callback that this Trainer had before may stand there, too
-            method: Any = getattr(type(trainer.strategy), name)
-            ours = partial(wrapper, partial(method, trainer.strategy))
-            self._replaced.put(trainer.strategy, name, partial(_instead, ours))
+            method: Any = getattr(type(trainer.strategy), f"{name}_checkpoint")
+            ours: Any = partial(wrapper, partial(method, trainer.strategy))
+            self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(_instead, ours))
         if self._is_fit:
             self._resuming.attach(trainer)
 
@@ -102,19 +105,15 @@ class CheckpointWatch:
     # saving
 
     def _save(self, save: Callable[..., None], checkpoint: Any, filepath: Any, *rest: Any, **more: Any) -> None:
-        path = str(filepath)
-        save = partial(save, checkpoint, filepath, *rest, **more)
-        if self._is_uncovered(path):
-            save()
-            return
-        trainer = self._trainer
+        path, trainer = str(filepath), self._trainer
         assert trainer is not None, "a stage began"
-        path, moment = self._begin_save(trainer, path)
-        before = _state(Path(path))
-        save()
-        if not trainer.is_global_zero:
+        self._saved.add(path)
+        is_covered = self._is_covered(path)
+        path, moment = self._begin_save(trainer, path) if is_covered else (path, {})
+        save(checkpoint, filepath, *rest, **more)
+        if not is_covered or not trainer.is_global_zero:
             return
-        if _state(Path(path)) in (None, before):
+        if not Path(path).exists():
             print_closing_line(uncovered_save_line(path, "its checkpoint IO had not written it when it returned"))
             return
         parameters = _parameter_names(trainer)
@@ -125,7 +124,7 @@ class CheckpointWatch:
 
         The path is that of rank 0: a metric in a file's name may make it another one on each rank.
         """
-        id = new_id()
+        id = uuid.uuid4().hex  # drawn from the operating system, so no generator moves
         # after an exception others may never come; then nothing is saved for an exact resume
         is_together = trainer.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED
         if trainer.is_global_zero:
@@ -147,8 +146,8 @@ class CheckpointWatch:
             "num_ranks": trainer.world_size if is_resumable else 0,
         }
 
-    def _is_uncovered(self, path: str) -> bool:
-        """Return whether a checkpoint gets no sidecar, and say so the first time."""
+    def _is_covered(self, path: str) -> bool:
+        """Return whether a checkpoint gets a sidecar; where it gets none, say so the first time."""
         assert self._trainer is not None, "a stage began"
         io: Any = self._trainer.strategy.checkpoint_io
         while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
@@ -159,7 +158,7 @@ class CheckpointWatch:
         if reason and not self._is_uncovered_reported:
             self._is_uncovered_reported = True
             print_closing_line(uncovered_save_line(path, reason))
-        return bool(reason)
+        return not reason
 
     # loading and removing
 
@@ -178,27 +177,32 @@ class CheckpointWatch:
         if not is_remote(path) and not place.exists():
             return load()  # which says so
         sidecar = None if is_remote(path) else read_sidecar(place)
+        checkpoint = load() if sidecar is None else self._load_checked(load, place, sidecar)
         if sidecar is None:
-            checkpoint = load()
             print_closing_line(missing_sidecar_line(path))
-        elif place.is_dir():
-            _require_equal(compare_folder(place, sidecar))
-            checkpoint = load()
-        else:
-            content = digest_path(place)
-            if sidecar.file != content:  # whatever it holds, it is not opened otherwise
-                _require_equal(compare_loaded(place, sidecar, content, load_plainly(place, content, sidecar)))
-            checkpoint = load()
-            assert self._trainer is not None, "a stage began"
-            # other strategies load into the module, and return a part of it
-            is_whole = type(self._trainer.strategy).load_checkpoint is Strategy.load_checkpoint
-            _require_equal(compare_loaded(place, sidecar, content, checkpoint if is_whole else None))
-        if self._is_fit:
+        if self._is_fit and path not in self._saved:
+            self.is_resumed = True
             self._resuming.loaded(path, sidecar)
+        return checkpoint
+
+    def _load_checked(self, load: Load, place: Path, sidecar: Sidecar) -> dict[str, Any]:
+        content, files = measure(place)
+        if files is not None:
+            _require_equal(compare_saved(place, sidecar, content, files))
+            return load()
+        if sidecar.file != content:  # whatever it holds, it is not opened otherwise
+            changed = entries_of(load_plainly(place, content, sidecar))
+            _require_equal(compare_saved(place, sidecar, content, changed))
+        checkpoint = load()
+        assert self._trainer is not None, "a stage began"
+        # other strategies load into the module, and return a part of it
+        is_whole = type(self._trainer.strategy).load_checkpoint is Strategy.load_checkpoint
+        _require_equal(compare_saved(place, sidecar, content, entries_of(checkpoint) if is_whole else None))
         return checkpoint
 
     def _remove(self, remove: Callable[..., None], filepath: Any) -> None:
         remove(filepath)
+        self._saved.discard(str(filepath))
         assert self._trainer is not None, "a stage began"
         if self._trainer.is_global_zero and not is_remote(filepath):
             remove_beside(Path(filepath))
@@ -212,16 +216,6 @@ def _require_equal(report: CheckpointReport) -> None:
 
 def _instead(ours: Any, theirs: Any) -> Any:
     return ours
-
-
-def _state(path: Path) -> tuple[int, ...] | None:
-    """Return what changes when a file or folder is written; None where there is none."""
-    try:
-        inside = sorted(path.rglob("*")) if path.is_dir() else ()
-        found = [os.stat(one) for one in (path, *inside)]
-    except FileNotFoundError:
-        return None
-    return tuple(number for one in found for number in (one.st_mtime_ns, one.st_ino, one.st_size))
 
 
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:

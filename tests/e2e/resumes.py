@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, NotResumableError
-from det_callbacks.checkpoint.files import Part, part_path, unseal
+from det_callbacks.checkpoint.files import unseal
+from det_callbacks.checkpoint.part import Part, part_path
 
 RESUMING = [
     LIGHTNING_ADVICE,

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
-from resumes import RESUMING, Augmented, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
+from resumes import RESUMING, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
+from torch.utils.data import WeightedRandomSampler
 
 from det_callbacks import DeterminismCallback
+from det_callbacks.runs.store import Run
 
 __all__ = ["environment_again"]  # a fixture of each test
 
@@ -26,25 +27,6 @@ class OneCycle(Noisy):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Stateful(DataLoader[Any]):
-    """A loader that goes on where its state says; Lightning saves that in checkpoints."""
-
-    position = start = 0
-
-    def __iter__(self) -> Any:
-        start, self.start = self.start, 0
-        for number, batch in enumerate(super().__iter__()):
-            if number >= start:
-                self.position = number + 1
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position % 7}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["position"]
-
-
 TRAININGS: dict[str, dict[str, Any]] = {
     "shuffled": {"level": "op"},
     "accumulation": {"accumulate_grad_batches": 3},
@@ -57,7 +39,6 @@ FURTHER: dict[str, dict[str, Any]] = {
     "accumulation_by_schedule": {"others": lambda: [GradientAccumulationScheduler({0: 3, 1: 2})]},
     "bf16_mixed": {"precision": "bf16-mixed"},
     "one_cycle": {"model": OneCycle},
-    "stateful": {"data": lambda: Stateful(Augmented("none"), 2, generator=torch.Generator()), "after": (4,)},
     "weighted": {"data": lambda: loader(shuffle=False, sampler=WeightedRandomSampler([0.1, 0.9] * 7, 14))},
 }
 CASES = [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
@@ -67,9 +48,8 @@ CASES = [*TRAININGS, *(pytest.param(name, marks=pytest.mark.slow) for name in FU
 def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> None:
     options = dict((TRAININGS | FURTHER)[name])
     others, level = options.pop("others", list), options.pop("level", "state")
-    saved = options.pop("after", (4, 7))
-    record(tmp_path, *others(), SaveAfter(tmp_path, *saved), level=level, **options)
-    for after in saved:
+    record(tmp_path, *others(), SaveAfter(tmp_path, 4, 7), level=level, **options)
+    for after in (4, 7):
         assert resume(tmp_path, f"{after}.ckpt", *others(), seed=99, **options) == (after, 13)
 
 
@@ -113,6 +93,35 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
         (tmp_path / f"5.ckpt{suffix}").rename(tmp_path / "moved" / f"best.ckpt{suffix}")
     assert resume(tmp_path, "moved/best.ckpt", seed=99) == (5, 13)
     assert resume(tmp_path, "12.ckpt", seed=99) == (12, 13)
+
+
+class Tuned(Noisy):
+    lr = 1e-2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("is_ours_first", [False, True])
+def test_what_a_tuner_saves_and_loads_is_no_resume(is_ours_first: bool, tmp_path: Path, capsys: Any) -> None:
+    def finding() -> Any:
+        return LearningRateFinder(num_training_steps=14, early_stop_threshold=None, update_attr=True)
+
+    def train(callback: DeterminismCallback, *others: Any, **options: Any) -> Any:
+        trainer = fit(callback, *others, model=Tuned, default_root_dir=tmp_path, **options)
+        assert list(tmp_path.glob(".lr_find*")) == []
+        assert "will not be the same run" not in capsys.readouterr().out
+        return trainer
+
+    callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
+    found = train(*([callback, finding()] if is_ours_first else [finding(), callback]), SaveAfter(tmp_path, 4))
+    assert not Run.open(tmp_path / "run").manifest.attempts[0].resumed_from
+    assert found.lightning_module.lr != 1e-2
+    callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "again")
+    train(*([callback, finding()] if is_ours_first else [finding(), callback]))
+    assert callback.verdict is not None
+    assert (callback.verdict.verdict, callback.verdict.coverage.steps) == ("match", (0, 13))
+    assert resume(tmp_path, "4.ckpt", model=Tuned) == (4, 13)
 
 
 def test_watching_the_data_changes_nothing(tmp_path: Path) -> None:

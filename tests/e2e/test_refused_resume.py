@@ -74,6 +74,11 @@ class Plateau(Noisy):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
 
 
+class Placed(DataLoader[Any]):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 class Counting(pl.Callback):
     """Has a state that its hook at the end of an epoch changes, as EarlyStopping has."""
 
@@ -87,7 +92,7 @@ class Counting(pl.Callback):
 
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
-MISSED = "which Lightning leaves out when it resumes, and the process ended before the next batch was drawn"
+MISSED = "before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the process ended"
 CHANGED = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
 REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, at which moment it is saved, why not
     "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "batch", "persistent_workers=Fa"),
@@ -98,10 +103,11 @@ REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, 
     "ended_epoch": ({"model": EndsEpochs, "max_epochs": 2}, 5, "batch", "on_train_batch_start returned -1 before"),
     "within_a_step": ({}, 4, "backward", "in the middle of step 3; save at the end of a batch"),
     "within_a_start": ({"max_epochs": 2}, 7, "start", "while an epoch began, in the middle of its hooks"),
-    "before_hooks": ({"model": Changing}, 7, "batch", f"before the hooks of an epoch's end, {MISSED}; save after that"),
-    "before_plateau": ({"model": Plateau}, 7, "epoch", f"before the update of ReduceLROnPlateau, {MISSED}"),
+    "plateau": ({"model": Plateau}, 7, "epoch", f"{CHANGED} state of scheduler 0"),
+    "own_place": ({"data": lambda: Placed(Augmented(), 2)}, 4, "batch", "use torch's DataLoader"),
     "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, "batch", MISSED),
     "hooks_that_change": ({"model": Changing, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
+    "at_the_end": ({"model": Changing}, 7, "batch", f"{CHANGED} last.bias"),
     "callbacks_that_change": ({"others": Counting, "max_epochs": 2}, 7, "batch", f"{CHANGED} state of Counting"),
 }
 

@@ -1,7 +1,8 @@
-"""The files beside a checkpoint: read as they were written, or not at all."""
+"""What of a checkpoint is digested by which name, and the files beside it: read as they were written, or not at all."""
 
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,59 +11,106 @@ import pytest
 import torch
 
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
-from det_callbacks.checkpoint.entries import Entry, entries_of
+from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
 from det_callbacks.checkpoint.files import (
     FileDigest,
-    Part,
     Sidecar,
-    has_part,
-    part_path,
-    read_part,
     read_sidecar,
     remove_beside,
     seal,
     unseal,
-    write_part,
     write_sidecar,
 )
-from det_callbacks.checkpoint.state import DataPosition, Reduction, ResumeState, problems_of
+from det_callbacks.checkpoint.part import DataPosition, ResumeState, part_path, read_part, write_part
+from det_callbacks.digest import digest_tensor, format_digest
 from det_callbacks.rng import GeneratorStates
 
 CONTENT = FileDigest(size=7, digest="8000000000000001")
-STATE = ResumeState(
-    step=7,
-    epoch=1,
-    is_epoch_over=False,
-    generators=GeneratorStates.capture(),
-    position=DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4),
-    values={"a": "0", "the list of frozen parameters": []},
-    reduction=Reduction(buckets=(("a", "b"), ("c",)), syncs_buffers=False),
-)
 SIDECAR = Sidecar(
     id="0123456789abcdef",
     file=CONTENT,
     entries={
         "state_dict": {"é": Entry(kind="tensor", type="float32", digest="5", shape=(2, 3), parameter="net")},
-        "epoch": {"": Entry(kind="value", type="int", digest="6")},
         "extra": {"x": Entry(kind="opaque", type="Thing")},
     },
     run={"id": "a", "mode": "record", "reference": None},
     step=3,
-    epoch=1,
     num_ranks=2,
 )
-PART = Part(id="a", rank=1, num_ranks=2, state=STATE, tensors=CONTENT)
+STATE = ResumeState(
+    is_epoch_over=False,
+    generators=GeneratorStates.capture(),
+    position=DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4),
+    values={"a": "0", "the list of frozen parameters": []},
+    buckets=(("a", "b"), ("c",)),
+)
 
 
-@pytest.mark.parametrize("one", [SIDECAR, Sidecar(id="a", file=None, entries={}), PART])
-def test_what_is_written_is_read(one: Any) -> None:
-    again = unseal(seal(one), "x", type(one))
-    assert again == one
-    assert seal(again) == seal(one)
+# names and digests of what is in it
+
+
+class Thing:
+    pass
+
+
+def test_entries_have_the_names_of_their_keys() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    loop: list[Any] = [torch.zeros(1)]
+    loop.append(loop)
+    found = entries_of(
+        {
+            "epoch": 3,
+            "state_dict": OrderedDict({"net.weight": weight, "a/b": weight.t(), "meta": weight.to("meta")}),
+            "optimizer_states": [{"state": {0: {"exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}],
+            "empty": {},
+            "hyper_parameters": {"thing": Thing(), "0": 1, 0: 2},
+            "loop": loop,
+            "table": {str(index): index for index in range(MAX_FLAT + 1)},
+            "large": {str(index): weight for index in range(MAX_FLAT + 1)},
+        },
+        parameters={"0/state/0": "net.weight"},
+    )
+    assert found["state_dict"]["net.weight"] == Entry(
+        kind="tensor", type="float32", digest=format_digest(digest_tensor(weight)), shape=(2, 3)
+    )
+    assert found["state_dict"]["a~1b"].shape == (3, 2)
+    assert found["optimizer_states"]["0/state/0/exp_avg"].parameter == "net.weight"
+    assert found["optimizer_states"]["0/param_groups/0/params"].type == "list"
+    assert found["hyper_parameters"]["thing"] == Entry(kind="opaque", type="Thing")
+    assert found["hyper_parameters"]["'0'"] != found["hyper_parameters"]["0"]
+    assert (found["state_dict"]["meta"].kind, found["loop"]["1"].kind) == ("opaque", "opaque")
+    assert [len(found[name]) for name in ("epoch", "empty", "table", "large")] == [1, 1, 1, MAX_FLAT + 1]
+
+
+ALIKE = [(1, 1.0), (1, True), (0.0, -0.0), ("", b""), ([], ()), (["a", "b"], ["ab"]), ({"a": 1}, {"a": 1.0})]
+
+
+def test_what_python_takes_for_equal_or_alike_is_told_apart() -> None:
+    assert all(encode_plain(one) != encode_plain(other) for one, other in ALIKE)
+    assert encode_plain({1, 2, 3}) == encode_plain({3, 2, 1})
+    assert encode_plain([1, {"a": Thing()}]) is None
+
+
+def test_exchanged_tensors_are_said_to_be(tmp_path: Path) -> None:
+    paths = tmp_path / "reference.ckpt", tmp_path / "current.ckpt"
+    one, other = torch.ones(2), torch.zeros(2)
+    torch.save({"state_dict": {"a": one, "b": other}}, paths[0])
+    for values, exchanged in (
+        ((other, one), [("a", "b"), ("b", "a")]),
+        ((other, other + 2), [("a", None), ("b", None)]),
+    ):
+        torch.save({"state_dict": dict(zip("ab", values, strict=True))}, paths[1])
+        found = check_checkpoint(*paths).entries
+        assert [(entry.path, entry.exchanged_with) for entry in found] == exchanged
+        assert [entry.num_differing for entry in found] == [2, 2]
+
+
+# the files
 
 
 def test_no_flipped_bit_and_no_truncation_passes() -> None:
     raw = seal(SIDECAR)
+    assert unseal(raw, "x", Sidecar) == SIDECAR
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -74,22 +122,21 @@ def test_no_flipped_bit_and_no_truncation_passes() -> None:
     assert (caught.value.path, caught.value.exit_code) == ("x.ckpt.digests.json", 2)
 
 
-SIDECAR_FORM = {"schema": 1, "digest_version": 1, "id": "a", "file": None, "entries": {}}
+FORM = {"schema": 1, "digest_version": 1, "id": "a", "file": {"size": 1, "digest": "0"}, "entries": {}}
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (seal({**SIDECAR_FORM, "schema": 2}), "has schema 2, and this version of det_callbacks reads 1"),
-        (seal({**SIDECAR_FORM, "digest_version": 2}), "has digest_version 2"),
-        (seal({**SIDECAR_FORM, "entries": []}), "structure"),
-        (seal({**SIDECAR_FORM, "file": {"size": 1}}), "structure"),
-        (seal({**SIDECAR_FORM, "num_ranks": "two"}), "structure"),
+        (seal({**FORM, "schema": 2}), "has schema 2, and this version of det_callbacks reads 1"),
+        (seal({**FORM, "digest_version": 2}), "has digest_version 2"),
+        (seal({**FORM, "entries": []}), "structure"),
+        (seal({**FORM, "num_ranks": "two"}), "structure"),
         *((raw, "is damaged") for raw in (b"[]", b"{}", b"null", b'{"schema": 1}', b"[" * 100_000)),
     ],
 )
 def test_what_is_no_sidecar_of_this_version_is_refused(raw: bytes, message: str) -> None:
-    unseal(seal(SIDECAR_FORM), "x", Sidecar)
+    unseal(seal(FORM), "x", Sidecar)
     with pytest.raises(CheckpointFormatError, match=message):
         unseal(raw, "x", Sidecar)
 
@@ -119,9 +166,7 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
     read = read_part(path, found, 1)
     assert read is not None
     assert (read[0], read[1]["gradient a"].tolist()) == (STATE, [0.0, 1.0, 2.0])
-    assert (has_part(path, 1, "b"), has_part(path, 1, "a")) == (True, False)
     save_part(path, "c")  # of a save that was never done
-    assert read_part(path, found, 1) is None
     assert check_checkpoint(path).missing_files == ("the part of rank 1",)
     save_part(path, "b")
     part_path(path, 0).rename(part_path(path, 1))
@@ -135,13 +180,19 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path: Path) -> None:
             check_checkpoint(path)
     path.unlink()
     remove_beside(path)
-    assert not has_part(path, 1, "b")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_remote_path_is_refused() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"memory://x\.ckpt is remote, and checkpoints are compared on a"):
-        check_checkpoint("memory://x.ckpt")
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    torch.save([1], tmp_path / "x.ckpt")
+    (tmp_path / "folder").mkdir()
+    for paths, message in (
+        (("memory://x.ckpt",), r"memory://x\.ckpt is remote, and checkpoints are compared on a"),
+        ((tmp_path / "x.ckpt", tmp_path / "x.ckpt"), "holds a list and not a checkpoint's dictionary"),
+        ((tmp_path / "x.ckpt", tmp_path / "folder"), "is a folder, and only files can be compared"),
+    ):
+        with pytest.raises(CheckpointFormatError, match=message):
+            check_checkpoint(*paths)
 
 
 def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
@@ -152,26 +203,16 @@ def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:
     write_sidecar(path, id="a", entries=dict)
     assert check_checkpoint(path).equal
     assert check_checkpoint(path).sections == {"files": 4}
-    changes: dict[str, tuple[Callable[[], object], list[tuple[str, str]]]] = {
-        "content": (lambda: (path / "__1_0.distcp").write_bytes(b"__1_0.distcP"), [("__1_0.distcp", "content")]),
-        "longer": (lambda: (path / "__1_0.distcp").write_bytes(b"longer"), [("__1_0.distcp", "structure")]),
-        "missing": (lambda: (path / "__1_0.distcp").unlink(), [("__1_0.distcp", "missing")]),
-        "new": (lambda: (path / "new").write_bytes(b""), [("__1_0.distcp", "missing"), ("new", "extra")]),
-    }
-    for change, differing in changes.values():
+    changes: list[tuple[Callable[[], object], list[tuple[str, str]]]] = [
+        (lambda: (path / "__1_0.distcp").write_bytes(b"__1_0.distcP"), [("__1_0.distcp", "content")]),
+        (lambda: (path / "__1_0.distcp").write_bytes(b"longer"), [("__1_0.distcp", "structure")]),
+        (lambda: (path / "__1_0.distcp").unlink(), [("__1_0.distcp", "missing")]),
+        (lambda: (path / "new").write_bytes(b""), [("__1_0.distcp", "missing"), ("new", "extra")]),
+    ]
+    for change, differing in changes:
         change()
         report = check_checkpoint(path)
         assert (report.equal, [(entry.path, entry.kind) for entry in report.entries]) == (False, differing)
     remove_beside(path)
-    assert os.listdir(tmp_path) == ["x.ckpt"]
     with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
         check_checkpoint(path)
-
-
-def test_a_reason_names_the_ranks_that_have_it() -> None:
-    row = STATE.row()
-    assert problems_of([row, row]) == []
-    (apart,) = problems_of([row, {**row, "step": 8, "accumulates": 2}])
-    assert apart.endswith("at the same moment, by rank: step is 7, 8; accumulates is 1, 2")
-    rows = [{**row, "problems": problems} for problems in (["all", "some"], ["all"], ["all", "some"])]
-    assert problems_of(rows) == ["all", "rank 0, 2: some"]
