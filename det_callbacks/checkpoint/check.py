@@ -291,7 +291,9 @@ def differences(reference: Entries, current: Entries) -> list[EntryDifference]:
 
 
 def _layout(entry: Entry | None) -> str | None:
-    return entry and (entry.type if entry.shape is None else f"{entry.type} {list(entry.shape)}")
+    if entry is None or entry.shape is None:
+        return None if entry is None else entry.type
+    return f"{entry.type} {list(entry.shape)}"
 
 
 def _counted(one: EntryDifference, reference: Any, current: Any) -> EntryDifference:
