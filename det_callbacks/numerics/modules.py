@@ -16,10 +16,10 @@ from torch._dynamo.backends.registry import lookup_backend
 # torch-private, looked at in torch 2.13: the table that torch.testing.assert_close documents
 from torch.testing._comparison import default_tolerances
 
-from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.digest import tensor_numbers
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
-from det_callbacks.numerics.side import ContextFactory, Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
+from det_callbacks.numerics.side import Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import TensorNumbers
@@ -29,9 +29,7 @@ _AS_THEY_ARE = DeterminismSettings(
 )
 """Enforces nothing; leaving it puts flags, threads and generators back all the same."""
 _CHUNK_ELEMENTS = 1 << 22
-"""Elements that are held against their tolerance together."""
-
-
+"""Elements that are compared with their tolerance together."""
 Tolerances = tuple[float, float] | None
 """(rtol, atol); None for those of ``torch.testing``."""
 
@@ -44,12 +42,8 @@ def compare_modules(
     iterations: int = 10,
     optimizer: OptimizerFactory | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    base_context: ContextFactory | None = None,
-    control_context: ContextFactory | None = None,
-    control_inputs: Inputs | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-    check_dtype: bool = True,
     modules: Sequence[str] = ("*",),
     seed: int = 0,
 ) -> NumericsReport:
@@ -77,14 +71,10 @@ def compare_modules(
             rounding errors of a gradient that is zero.
         loss: makes a tensor without dimensions from the output; None: the mean squared distance of its floating-point
             leaves to random numbers from the seed.
-        base_context: makes a context manager for each iteration of the base: an autocast, an attention backend.
-        control_context: the same for the control.
-        control_inputs: inputs of the control, where it takes others (another dtype).
         rtol: relative tolerance of floating-point and complex tensors, given together with ``atol``; None: that of
-            ``torch.testing.assert_close`` for the dtype, of two dtypes the looser one. Integers have to be equal.
+            ``torch.testing.assert_close`` for the dtype. Integers have to be equal, and another dtype is beyond any.
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``. torch's own, 1e-5, is large for
             gradients of that size, and small for sums of thousands.
-        check_dtype: whether another dtype is a difference in itself. False compares the values only.
         modules: fnmatch patterns over the names of submodules whose outputs are compared; () for none.
         seed: of iteration 0; iteration i has seed + i.
 
@@ -104,8 +94,7 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
-    others = inputs if control_inputs is None else control_inputs
-    _check_arguments(base, control, inputs, others, iterations, seed)
+    _check_arguments(base, control, inputs, iterations, seed)
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
@@ -115,18 +104,19 @@ def compare_modules(
         stack.enter_context(enforce_determinism(_AS_THEY_ARE))
         has_compiled = is_compiled(base) or is_compiled(control)
         common: dict[str, Any] = {
+            "inputs": inputs,
             "loss": loss,
             "make_optimizer": optimizer or partial(torch.optim.SGD, lr=0.01),
             "seed": seed,
             "patterns": () if has_compiled else as_names("modules", modules),
         }
-        sides = (
-            Side(label="base", module=copy_of("base", base), inputs=inputs, context=base_context, **common),
-            Side(label="control", module=copy_of("control", control), inputs=others, context=control_context, **common),
-        )
+        sides = [
+            Side(label=label, module=copy_of(label, module), **common)
+            for label, module in (("base", base), ("control", control))
+        ]
         found: list[TensorComparison] = []
         for iteration in range(iterations):
-            found += _compared(sides[0].run(iteration), sides[1].run(iteration), iteration, given, check_dtype)
+            found += _compared(sides[0].run(iteration), sides[1].run(iteration), iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both ran without an error. "
@@ -143,7 +133,7 @@ def compare_modules(
     )
 
 
-def _check_arguments(base: object, control: object, inputs: object, others: object, iterations: int, seed: int) -> None:
+def _check_arguments(base: object, control: object, inputs: object, iterations: int, seed: int) -> None:
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
@@ -151,17 +141,14 @@ def _check_arguments(base: object, control: object, inputs: object, others: obje
         raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
-    for name, given in (("inputs", inputs), ("control_inputs", others)):
-        if isinstance(given, list) and len(given) < iterations:
-            raise ValueError(f"{name} lists {len(given)} for {iterations} iterations; positional arguments are a tuple")
+    if isinstance(inputs, list) and len(inputs) < iterations:
+        raise ValueError(f"inputs lists {len(inputs)} for {iterations} iterations; positional arguments are a tuple")
 
 
-def _compared(
-    base: Values, control: Values, iteration: int, given: Tolerances, check_dtype: bool
-) -> list[TensorComparison]:
+def _compared(base: Values, control: Values, iteration: int, given: Tolerances) -> list[TensorComparison]:
     """Return the comparisons of an iteration, in the order of the base; what the control alone has stands last."""
     return [
-        _comparison(key, base, control, iteration, given, check_dtype)
+        _comparison(key, base.get(key), control.get(key), iteration, given)
         for key in sorted({**base, **control}, key=lambda key: PHASES.index(key[0]))
         # submodules may be merged or replaced; only what both ran can tell where a difference starts
         if key[0] != "module" or (key in base and key in control)
@@ -169,49 +156,38 @@ def _compared(
 
 
 def _comparison(
-    key: tuple[Phase, str], base: Values, control: Values, iteration: int, given: Tolerances, check_dtype: bool
+    key: tuple[Phase, str], base: Tensor | None, control: Tensor | None, iteration: int, given: Tolerances
 ) -> TensorComparison:
-    one, other = base.get(key), control.get(key)
-    kind: Kind = "structure"
+    kind: Kind = "extra" if base is None else "missing" if control is None else "structure"
     numbers: TensorNumbers | None = None
     excess, rtol, atol = math.inf, 0.0, 0.0
-    if key not in base or key not in control:
-        kind = "missing" if key in base else "extra"
-    elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.device != other.device:
-            one, other = one.cpu(), other.cpu()
-        rtol, atol = given or default_tolerances(one.dtype, other.dtype)
-        if one.shape == other.shape and one.dtype == other.dtype:
-            numbers = tensor_numbers(TensorNumbers(tensor=key[1]), one, other)
-            kind = "content" if numbers.num_differing else "equal"
-        elif one.shape == other.shape and not check_dtype and one.is_complex() == other.is_complex():
-            numbers = tensor_numbers(TensorNumbers(tensor=key[1]), _widened(one), _widened(other))
-            numbers = replace(numbers, ulps=(), max_ulps=None)  # those of float64 say nothing of a narrower dtype
-            kind = "content"
-        excess = _excess(one, other, rtol, atol) if kind == "content" else excess
-    elif type(one) is type(other):
-        kind = "equal" if one == other else "content"
+    if base is not None and control is not None and (base.shape, base.dtype) == (control.shape, control.dtype):
+        rtol, atol = given or default_tolerances(base.dtype)
+        numbers = tensor_numbers(TensorNumbers(tensor=key[1]), base, control)
+        kind = "content" if numbers.num_differing else "equal"
+        excess = _excess(base, control.to(base.device), rtol, atol) if numbers.num_differing else 0.0
     return TensorComparison(
         iteration=iteration,
         phase=key[0],
         name=key[1],
         kind=kind,
-        base=_described(one) if key in base else None,
-        control=_described(other) if key in control else None,
+        base=_described(base),
+        control=_described(control),
         numbers=numbers,
         rtol=rtol,
         atol=atol,
-        excess=0.0 if kind == "equal" else excess,
+        excess=excess,
     )
 
 
 def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
     """Return the largest difference as a multiple of the tolerance; a NaN or an infinity on both sides is none."""
-    if not any(one.is_floating_point() or one.is_complex() for one in (base, control)):
-        return math.inf if (base != control).any() else 0.0
+    if not base.is_floating_point() and not base.is_complex():
+        return math.inf
+    wide = torch.complex128 if base.is_complex() else torch.float64
     largest = 0.0
     for one, other in zip(*(side.reshape(-1).split(_CHUNK_ELEMENTS) for side in (base, control)), strict=True):
-        one, other = _widened(one), _widened(other)
+        one, other = one.to(wide), other.to(wide)
         is_same = (one == other) | (one.isnan() & other.isnan())
         distance = (one - other).abs().masked_fill(is_same, 0)
         excess = torch.where(is_same, 0.0, distance / (atol + rtol * one.abs()))
@@ -219,15 +195,8 @@ def _excess(base: Tensor, control: Tensor, rtol: float, atol: float) -> float:
     return largest
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _described(value: Any) -> str:
-    """Return dtype and shape of a tensor, class and value of anything else."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "None" if value is None else f"{type(value).__name__} {value!r}"[:80]
+def _described(value: Tensor | None) -> str | None:
+    return None if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def compare_compiled(
@@ -236,23 +205,19 @@ def compare_compiled(
     *,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
-    dynamic: bool | None = None,
-    fallback_random: bool = True,
     **options: Any,
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
 
     A copy is compiled. Compiled graphs have to have run, a function that Dynamo gives up on is an error, and ``notes``
-    says how many graphs there were.
+    says how many graphs there were. Inductor draws random numbers with torch's own generators here, as eager code does
+    (``fallback_random``): its own are others from the same seed.
 
     Args:
         module: not compiled itself.
         inputs: as ``compare_modules`` takes them.
-        backend: of ``torch.compile``, or a function; so are ``mode``, for Inductor, and ``dynamic``.
-        mode: "reduce-overhead", "max-autotune".
-        dynamic: whether sizes may vary.
-        fallback_random: Inductor draws random numbers with torch's own generators, as eager code does; its own are
-            others from the same seed. What draws them is then not fused.
+        backend: of ``torch.compile``, or a function.
+        mode: of Inductor: "reduce-overhead", "max-autotune".
         **options: of ``compare_modules``, whose errors are raised too.
 
     Raises:
@@ -274,12 +239,11 @@ def compare_compiled(
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
-    counting = _Counting(backend, mode, dynamic)
+    counting = _Counting(backend, mode)
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False))
-        if fallback_random:
-            stack.enter_context(import_module("torch._inductor.config").patch(fallback_random=True))
-        control: Any = torch.compile(module, backend=counting, dynamic=dynamic)
+        stack.enter_context(import_module("torch._inductor.config").patch(fallback_random=True))
+        control: Any = torch.compile(module, backend=counting)
         report = compare_modules(module, control, inputs, **options)
     if not counting.num_runs:
         raise NothingComparedError(
@@ -295,13 +259,13 @@ def compare_compiled(
 class _Counting:
     """A backend that counts the graphs that another one compiles, and how often they run."""
 
-    def __init__(self, backend: str | Callable[..., Any], mode: str | None, dynamic: bool | None) -> None:
+    def __init__(self, backend: str | Callable[..., Any], mode: str | None) -> None:
         self.name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
         self.num_graphs = 0
         self.num_runs = 0
         self._backend: Callable[..., Any]
         if backend == "inductor":  # what torch.compile makes of that name, with its mode; torch 2.13
-            self._backend = torch._TorchCompileInductorWrapper(mode, None, dynamic)
+            self._backend = torch._TorchCompileInductorWrapper(mode, None, None)
         else:
             self._backend = lookup_backend(backend)
         self.compiler_name = self.name

@@ -4,7 +4,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,14 +28,14 @@ _MAX_LINES = 3
 """Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the module that they wrap; torch 2.13."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-ContextFactory = Callable[[], AbstractContextManager[Any]]
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Values = dict[tuple[Phase, str], Any]
-"""(phase, name) -> a copy of a tensor, or a plain value: what an iteration computed, in its order."""
+Values = dict[tuple[Phase, str], Tensor]
+"""(phase, name) -> a copy of a tensor that an iteration computed, in its order; a number is a tensor too."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +48,6 @@ class Side:
     label: str
     module: nn.Module
     inputs: Inputs
-    context: ContextFactory | None
     loss: Callable[[Any], Tensor] | None
     make_optimizer: OptimizerFactory
     seed: int
@@ -70,9 +69,7 @@ class Side:
         """
         found: Values = {}
         try:
-            with ExitStack() as stack:
-                stack.enter_context(nullcontext() if self.context is None else self.context())
-                stack.enter_context(torch.enable_grad())
+            with torch.enable_grad():
                 self._run(iteration, found)
         except DetCallbacksError:
             raise
@@ -98,20 +95,24 @@ class Side:
             output = self.module(*args, **kwargs)
         leaves = leaves_of(output, "output")
         for name, value in leaves:
-            found["output", name] = _copied(name, value)
+            if isinstance(value, bool | int | float | complex):
+                found["output", name] = torch.tensor(
+                    value, dtype={float: torch.float64, complex: torch.complex128}.get(type(value))
+                )
+            elif isinstance(value, Tensor):
+                found["output", name] = _copied(name, value)
         loss = default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
         if loss is not None:
             found["loss", "loss"] = _copied("loss", loss)
-        with _no_autocast():  # backward ops run in the dtype of their forward ops by themselves
-            if loss is not None and loss.requires_grad:
+            if loss.requires_grad:
                 loss.backward()
-            self._add_gradients(found, (args, kwargs))
-            if self.optimizer is None:
-                parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-                self.optimizer = self.make_optimizer(parameters) if parameters else None
-            if self.optimizer is not None:
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+        self._add_gradients(found, (args, kwargs))
+        if self.optimizer is None:
+            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            self.optimizer = self.make_optimizer(parameters) if parameters else None
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
@@ -203,7 +204,7 @@ def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
     return torch.stack([one.to(distances[0]) for one in distances]).mean() if distances else None
 
 
-def _call_of(inputs: Any, iteration: int) -> Call:
+def _call_of(inputs: Inputs, iteration: int) -> Call:
     """Return the arguments of an iteration; see ``compare_modules`` for the forms that inputs have."""
     if isinstance(inputs, list):
         inputs = inputs[iteration]
@@ -218,27 +219,11 @@ def _call_of(inputs: Any, iteration: int) -> Call:
     return tuple(inputs), {}
 
 
-def _copied(name: str, value: Any) -> Any:
-    """Return a copy of a tensor as an ordinary strided one, a float as such a tensor, any other value as it is."""
-    if isinstance(value, float | complex):
-        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
-    if not isinstance(value, Tensor):
-        return value
-    with torch.no_grad(), _no_autocast():
+def _copied(name: str, value: Tensor) -> Tensor:
+    """Return a copy of a tensor as an ordinary strided one."""
+    with torch.no_grad():
         value = value.detach().dequantize() if value.is_quantized else value.detach()
         value = value.to_dense() if value.layout in _SPARSE else value
         if value.is_meta or value.is_nested or has_parts(value):
             raise TypeError(f"{name} is no ordinary strided tensor with elements; compare what it is made of")
         return value.resolve_conj().resolve_neg().clone()
-
-
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

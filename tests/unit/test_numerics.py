@@ -1,30 +1,55 @@
-"""compare_modules: what differs is found, by how much, and in the right place first."""
+"""compare_modules: what differs is found, by how much, and in the right place first; nothing else is changed."""
 
 import copy
+import gc
+import json
 import math
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from numerics_models import MODELS, WRONG, Transformer, compared, mlp, names, only
 from torch import Tensor, nn
 
-from det_callbacks import NumericsError, compare_modules
+from det_callbacks import ModuleRunError, NothingComparedError, NumericsError, NumericsReport, compare_modules
+from det_callbacks.errors import DetCallbacksError
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tensors": [(name, id(one), one.tolist()) for name, one in model.state_dict(keep_vars=True).items()],
+        "grads": [None if one.grad is None else one.grad.tolist() for one in model.parameters()],
+        "training": [part.training for part in model.modules()],
+        "hooks": [len(part._forward_hooks) for part in model.modules()],
+        "generators": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "flags": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()),
+    }
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_a_copy_is_equal(name: str) -> None:
+def test_a_copy_is_equal_and_the_module_is_left_as_it_was(name: str) -> None:
     model, inputs = MODELS[name]()
-    report = compare_modules(model, copy.deepcopy(model), inputs, iterations=3)
-    assert report.equal
+    for part in [*model.modules()][2:]:
+        part.train(False)
+    before = state_of(model)
+    report = compare_modules(model, copy.deepcopy(model), inputs, iterations=3, optimizer=torch.optim.AdamW)
+    assert report.equal, str(report)
     assert report.close
     assert report.first is report.worst is None
     report.assert_close()
     for phase in ("module", "output", "loss", "gradient", "parameter"):
         assert names(report, phase, 2), phase
     assert bool(names(report, "buffer")) == (name == "convolutions")
+    assert str(report).startswith(f"EQUAL\n{report.control} against {report.base}, 3 iterations: ")
+    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("layer", range(3))
@@ -74,8 +99,7 @@ def test_a_difference_of_one_ulp_has_its_figures() -> None:
         changed[1] = torch.nextafter(changed[1], torch.tensor(torch.inf))
         return y + (changed - y.detach())
 
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    report = compared(lambda weight, x: weight * x, nudged, x, iterations=1)
+    report = compared(lambda weight, x: weight * x, nudged, torch.tensor([1.0, 2.0, 3.0, 4.0]), iterations=1)
     found = only(report, "output", "output")
     numbers = found.numbers
     assert (found.kind, numbers.num_differing, numbers.max_ulps, numbers.worst) == ("content", 1, 1, (1,))
@@ -123,42 +147,254 @@ def test_a_gradient_that_one_side_lacks() -> None:
     assert not names(neither, "gradient")
 
 
+def test_gradients_of_inputs() -> None:
+    x = torch.ones(4, requires_grad=True)
+    report = compared(lambda w, x: w * x, lambda w, x: w * x.detach() + x * 2 - x.detach() * 2, x)
+    assert not only(report, "gradient", "input[0]").close
+    assert only(report, "output", "output").equal
+    assert x.grad is None
+
+
 def test_other_shapes_dtypes_and_outputs() -> None:
     def base(weight: Tensor, x: Tensor) -> dict[str, Any]:
-        return {"a": weight * x, "b": weight.sum(), "c": 3, "only": x}
+        return {"a": weight * x, "b": weight.sum(), "c": 3, "only": x, "text": "one", "d": [x.long(), 7, True, x[:0]]}
 
     def control(weight: Tensor, x: Tensor) -> dict[str, Any]:
-        return {"b": weight.sum().double(), "a": (weight * x)[:3], "c": 3.0, "new": x}
+        other = base(weight, x) | {"a": (weight * x)[:3], "b": weight.sum().double(), "c": 3.0, "new": x, "text": "two"}
+        del other["only"]
+        other["d"][1] = 8
+        return other
 
     report = compared(base, control, torch.ones(4), iterations=1)
     kinds = {found.name: found.kind for found in report.comparisons if found.phase == "output"}
     assert kinds == {
-        "output['a']": "structure",
-        "output['b']": "structure",
-        "output['c']": "structure",
+        **{f"output['{name}']": "structure" for name in "abc"},
         "output['only']": "missing",
+        **{f"output['d'][{index}]": "content" if index == 1 else "equal" for index in range(4)},
         "output['new']": "extra",
     }
     assert only(report, "output", "output['a']").numbers is None
-    assert all(not found.close for found in report.comparisons if found.phase == "output")
+    assert not only(report, "output", "output['d'][1]").close, "whole numbers have to be equal"
     assert "float32 [4] in the base, float32 [3] in the control" in " ".join(str(report).split())
 
 
-def test_another_dtype_can_be_let_through() -> None:
-    model = mlp()
-    report = compare_modules(
-        model,
-        copy.deepcopy(model).bfloat16(),
-        inputs := torch.randn(8, 16),
-        control_inputs=inputs.bfloat16(),
-        check_dtype=False,
-        iterations=2,
-    )
-    assert not report.equal
-    found = only(report, "initial", "0.weight")
-    assert (found.kind, found.rtol) == ("content", 1.6e-2)
-    assert 0 < found.numbers.max_relative < 2**-8  # rounded once
-    assert found.close
-    assert only(report, "output", "output").excess < 20
-    strict = compare_modules(model, copy.deepcopy(model).bfloat16(), inputs, control_inputs=inputs.bfloat16())
-    assert {found.kind for found in strict.comparisons if found.phase == "parameter"} == {"structure"}
+def test_float8_and_integers_and_sparse_and_views() -> None:
+    def outputs(weight: Tensor, x: Tensor) -> list[Tensor]:
+        return [
+            (weight * x).to(torch.float8_e4m3fn),
+            x.long(),
+            torch.diag(weight * x).to_sparse(),
+            torch.diag(weight * x).t()[1::2, 1:],
+            (weight[0] * x).expand(3, 4),
+            torch.complex(weight, x).conj(),
+        ]
+
+    x, change = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    assert compared(outputs, outputs, x).equal
+    report = compared(outputs, lambda weight, x: outputs(weight, x + change), x, iterations=1)
+    found = [only(report, "output", f"output[{index}]") for index in range(6)]
+    assert [one.numbers.num_differing for one in found] == [1, 1, 1, 1, 3, 1]
+    assert [one.numbers.max_ulps for one in found][:2] == [4, 1]
+    assert all(one.excess > 1 for one in found)
+
+
+def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration() -> None:
+    def doubled(weight: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x.mul_(2)
+        seen.append((float(x[1]), float(weight[0].detach())))
+        return weight * x if mask is None else weight * x * mask
+
+    x, mask = torch.ones(4), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    forms = (x, (x, mask), {"x": x, "mask": mask}, ((x,), {"mask": mask}), [x, (x, mask)], lambda i: (x + i, mask))
+    for inputs in forms:
+        seen: list[tuple[float, float]] = []
+        assert compared(doubled, doubled, inputs).equal
+        assert torch.equal(x, torch.ones(4))
+        assert seen[0] == seen[1] != seen[2] == seen[3], "each side goes on from its parameters"
+    assert [value for value, _ in seen] == [2, 2, 4, 4]
+
+
+def test_both_sides_draw_the_same_numbers_and_have_their_own_state() -> None:
+    counted: list[tuple[int, int]] = []
+
+    class Counting(nn.Module):
+        """Draws from every generator, and keeps state in an attribute, a list, a buffer, and a generator of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.generator = torch.Generator().manual_seed(3)
+            self.cache = torch.zeros(4)
+            self.seen: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(1.0)
+            self.mean = self.mean * 0.9 + self.weight.detach() * len(self.seen)
+            self.cache += 1
+            counted.append((len(self.seen), int(self.cache[0])))
+            noise = torch.rand(4) * random.random() * np.random.rand() + torch.randn(4, generator=self.generator)
+            return self.weight * x + noise + self.cache + sum(self.seen)
+
+    module = Counting()
+    mean, state = module.mean, module.generator.get_state()
+    assert compare_modules(module, module, torch.ones(4), iterations=3, seed=2**32 - 1).equal
+    assert counted == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3), (3, 3)]
+    assert module.seen == []
+    assert module.mean is mean
+    assert torch.equal(module.cache, torch.zeros(4))
+    assert torch.equal(module.generator.get_state(), state)
+
+
+def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind() -> None:
+    model, inputs = MODELS["convolutions"]()
+    before, calls = state_of(model), []
+
+    def loss(output: Tensor) -> Tensor:
+        calls.append(output)
+        if len(calls) == 4:
+            raise RuntimeError("loss failed")
+        return output.square().mean()
+
+    with pytest.raises(ModuleRunError, match=r"The control \(ConvNet\) raised RuntimeError in iteration 1") as caught:
+        compare_modules(model, model, inputs, iterations=2, loss=loss)
+    lost = pickle.loads(pickle.dumps(caught.value))
+    assert (str(lost), lost.side, lost.iteration, lost.exit_code) == (str(caught.value), "control", 1, 2)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert state_of(model) == before
+    value = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(ModuleRunError, match=r"base .* raised TypeError"):
+        compared(lambda w, x: [w * x, value], lambda w, x: w * x, torch.ones(4))
+
+
+def ran(module: nn.Module) -> nn.Module:
+    module(torch.ones(1, 4))
+    return module
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def test_wrong_arguments_are_refused() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(4)
+    for error, text, options in (
+        (ValueError, "iterations", {"iterations": 0}),
+        (ValueError, "seed", {"seed": -1}),
+        (ValueError, "lists 2 for 3 iterations", {"inputs": [x, x], "iterations": 3}),
+        (TypeError, "control is", {"control": print}),
+        (ValueError, "given together", {"rtol": 1e-3}),
+        (ValueError, "not negative", {"rtol": -1.0, "atol": 0.0}),
+        (ValueError, "finite", {"rtol": 0.0, "atol": float("inf")}),
+        (ValueError, "cannot be copied", {"control": ran(nn.utils.spectral_norm(nn.Linear(4, 4)))}),
+        (ValueError, "compiled in place", {"control": compiled_in_place(nn.Linear(4, 4))}),
+        (ModuleRunError, "uninitialized parameter", {"control": nn.LazyLinear(3)}),
+        (ModuleRunError, "no ordinary strided tensor", {"control": nn.Linear(4, 4, device="meta")}),
+        (DetCallbacksError, "list of strings", {"modules": "net.*"}),
+    ):
+        arguments = {"base": layer, "control": layer, "inputs": x, **options}
+        with pytest.raises(error, match=text):
+            compare_modules(**arguments)
+
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return []
+
+    with pytest.raises(NothingComparedError):
+        compare_modules(Silent(), Silent(), x)
+
+
+def test_memory_does_not_grow_with_the_iterations() -> None:
+    """What one iteration computed is gone when the next one is compared."""
+    alive: list[int] = []
+
+    def note(weight: Tensor, x: Tensor) -> Tensor:
+        alive.append(sum(type(one) is torch.Tensor and one.numel() == 1234 for one in gc.get_objects()))
+        return weight[0] * x
+
+    compared(note, note, torch.ones(1234), iterations=3)
+    assert max(alive[4:]) <= max(alive[2:4])
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh()),
+    "lstm": lambda: nn.LSTM(8, 4),
+    "fast path": lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_modules_against_themselves_in_inference_mode_too(name: str) -> None:
+    module = ODD[name]()
+    before = state_of(module)
+    with torch.inference_mode():
+        report = compare_modules(module, module, torch.randn(3, 5, 8), iterations=3)
+        assert torch.is_inference_mode_enabled()
+    assert report.equal, str(report)
+    assert names(report, "gradient", 2)
+    assert state_of(module)["tensors"] == before["tensors"]
+    weights = [found for found in report.comparisons if found.phase == "parameter"]
+    assert len(weights) == 3 * len(list(module.parameters()))
+
+
+def test_names_may_differ_by_wrappers() -> None:
+    inner = mlp()
+    middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
+    partly = nn.Sequential(torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:]))
+    assert "0._orig_mod.0.weight" in dict(partly.named_parameters())
+    report = compare_modules(middle, partly, torch.randn(3, 16), iterations=1)
+    assert report.equal, str(report)
+    assert "partly compiled Sequential" in str(report)
+    assert not names(report, "module")
+    assert "Outputs of submodules were not compared, since a side is compiled." in str(report)
+
+
+def test_the_order_decides_what_is_first_and_the_excess_what_is_worst() -> None:
+    report = compared(lambda w, x: w * x, lambda w, x: w * x * 2, torch.ones(4), iterations=1)
+    some = only(report, "output", "output")
+    small, large, bits = (replace(some, excess=excess, name=str(excess)) for excess in (2.0, 9.0, 0.5))
+    module = replace(some, excess=99.0, phase="module", name="module")
+
+    def report_of(*comparisons: Any) -> NumericsReport:
+        return replace(report, comparisons=comparisons)
+
+    assert (report_of(bits, small, large).first, report_of(bits, small, large).worst) == (small, large)
+    assert report_of(bits, module).first is bits
+    assert report_of(bits, module).close
+    assert report_of(bits, module, small).first is module
+    assert report_of(bits, module, small).worst is small
+    equal = replace(some, kind="equal", excess=0.0)
+    assert report_of(equal, module).equal
+    assert not report_of(equal, bits).equal
+    assert report_of(equal).first is report_of(equal).worst is None
+    form = report_of(replace(some, excess=math.inf)).to_dict()["first"]
+    assert form["excess"] == "inf"
+    assert set(form) == {field.name for field in fields(some)} | {"close"}
+
+
+def test_the_table_the_json_and_the_error(tmp_path: Path) -> None:
+    base = Transformer()
+    control = copy.deepcopy(base)
+    control.blocks[1].norm2.eps = 1e-3
+    wrong = compare_modules(base, control, torch.randint(50, (4, 12)), iterations=2)
+    lines = str(wrong).splitlines()
+    assert lines[0] == "BEYOND TOLERANCE"
+    assert lines[1].startswith("Transformer against Transformer, 2 iterations: ")
+    assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0: up to" in lines[2]
+    assert "What comes after it may follow from it." in " ".join(lines[2:4])
+    assert all(column in lines[5] for column in ("compared", "max abs", "max rel", "max ULPs", "x tolerance"))
+    assert "parameter after the step" in str(wrong)
+    assert "more" in lines[-1]
+    path = wrong.to_json(tmp_path / "report.json")
+    content = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert content == json.loads(json.dumps(wrong.to_dict()))
+    assert (content["schema"], content["equal"], content["close"]) == (1, False, False)
+    assert content["first"]["name"] == "blocks.1.norm2"
+    assert len(content["differing"]) == len(wrong.differing)
+    assert sum(counts["compared"] for counts in content["counts"].values()) == len(wrong.comparisons)
+    assert sum(counts["beyond"] for counts in content["counts"].values()) == len(wrong.beyond)
+    with pytest.raises(AssertionError) as caught:
+        wrong.assert_close()
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (str(error), error.report, error.exit_code) == (str(caught.value), wrong, 1)
