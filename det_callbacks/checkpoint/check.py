@@ -23,7 +23,7 @@ from det_callbacks.checkpoint.files import (
     resolved,
 )
 from det_callbacks.checkpoint.part import read_part
-from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.digest import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
 

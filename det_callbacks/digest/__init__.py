@@ -8,6 +8,7 @@ from det_callbacks.digest.components import (
     output_bits,
     require_storage,
     tensor_bits,
+    tensor_numbers,
 )
 from det_callbacks.digest.device import Bits, DeferredBits, DeferredDigests, derived, device_choice, value_of
 from det_callbacks.digest.state import StateDigest, digest_state
@@ -44,6 +45,7 @@ __all__ = [
     "output_bits",
     "require_storage",
     "tensor_bits",
+    "tensor_numbers",
     "unobserved",
     "value_of",
 ]

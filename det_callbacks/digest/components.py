@@ -29,7 +29,9 @@ are read through their address alone.
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 # torch-private names below: looked at in torch 2.13.0.
@@ -45,10 +47,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from det_callbacks.digest.device import Bits, DeferredBits, DeferredDigests, derived, value_of
+from det_callbacks.digest.device import Bits, DeferredDigests, derived, value_of
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
+from det_callbacks.numbers import tensor_numbers as numbers_of_bytes
+from det_callbacks.verdict import TensorNumbers
 
 ALONE_BYTES = 1024 * 1024
 """A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
@@ -295,9 +299,8 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
 def _combine(components: Sequence[Bits]) -> Bits:
     if len(components) == 1:
         return components[0]
-    if any(isinstance(bits, DeferredBits) for bits in components):
-        return derived(components, _combined)
-    return _combined([bits for bits in components if isinstance(bits, int)])
+    known = [bits for bits in components if isinstance(bits, int)]
+    return _combined(known) if len(known) == len(components) else derived(components, _combined)
 
 
 def _combined(components: Sequence[int]) -> int:
@@ -350,3 +353,37 @@ def require_storage(tensor: torch.Tensor) -> None:
             f"of storage and {held} are there (a sharded parameter is freed between its uses); its shape and dtype are "
             "intact; digest it while it is materialised, or digest the local shards"
         )
+
+
+def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
+    """Return by how much a tensor differs from the reference's; see ``det_callbacks.numbers``.
+
+    Tensors on a device come to the host for it: ask first whether they differ.
+
+    Args:
+        label: what the tensor is; the rest of it is filled in.
+        reference: an ordinary strided tensor.
+        current: one of the same shape and dtype.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a tensor is not an ordinary strided one.
+
+    Example:
+        >>> import torch
+        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002384185791])
+        >>> found = tensor_numbers(TensorNumbers(tensor="output 0"), one, other)
+        >>> found.num_differing, found.max_ulps
+        (1, 1)
+    """
+    if reference.shape != current.shape or reference.dtype != current.dtype:
+        raise ValueError(
+            f"{reference.dtype} {tuple(reference.shape)} and {current.dtype} {tuple(current.shape)} have no elements "
+            "in common; compare tensors of one dtype and shape"
+        )
+    for tensor in (reference, current):
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise ValueError("only ordinary strided tensors have numbers; compare what this one is made of")
+    label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
+    with unobserved():
+        sides = (_as_integers(_resolved(side.detach())).contiguous().cpu() for side in (reference, current))
+        return numbers_of_bytes(label, *(side.numpy().reshape(-1).view(np.uint8) for side in sides))

@@ -13,8 +13,7 @@ from torch import Tensor, UntypedStorage
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
 from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
-from det_callbacks.digest import digest_output, digest_tensor
-from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.digest import digest_output, digest_tensor, tensor_numbers
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import has_parts
 from det_callbacks.verdict import TensorNumbers

@@ -38,21 +38,6 @@ class DeviceDigest(Protocol):
         """Return the digests of all launches, one after the other; the one place that waits for the device."""
 
 
-def require_no_capture() -> None:
-    """Raise where the current stream of CUDA's current device is capturing; costs well below a microsecond.
-
-    Raises:
-        DetCallbacksError: then nothing may be allocated, copied or waited for, and a kernel would become part of the
-            graph and read whatever is there at each replay.
-    """
-    # where CUDA has not begun nothing captures, and builds without it raise at the question
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise DetCallbacksError(
-            "a digest was asked for while the current stream captures a CUDA graph, in which nothing may be allocated "
-            "or waited for; the capture and all tensors are intact; take digests before or after the capture"
-        )
-
-
 class DigestQueue:
     """Spans of a device's memory in the order of their digests, launched together and fetched together.
 

@@ -1,52 +1,70 @@
-"""Digests by Triton kernels on a CUDA device: their streams, fetching all at once, and whether they are taken."""
+"""Digests by Triton kernels on a CUDA device: what is launched when, fetching all at once, and whether they are taken.
+
+A span is read once, when it is launched, and leaves 64 bytes for each block of 1 KiB behind, its sums. The rest waits
+until there are sums of half a GiB or the digests are asked for, so that it costs one table's copy and two short kernels
+for hundreds of MiB of spans, not for each launch. All memory comes from torch's caching allocator, on the stream that
+uses it: what is let go is used again in that stream's order.
+"""
 
 import functools
 import threading
 from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from subprocess import SubprocessError
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from det_callbacks.digest.device.lanes import Lane
-from det_callbacks.digest.device.queue import DeviceDigest, Span, require_no_capture
+from det_callbacks.digest.device.queue import DeviceDigest, Span
+from det_callbacks.digest.unobserved import require_no_capture
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
 EMPTY_DIGEST = digest_bytes(b"")
 
-FIRST_LANE_TILES = 16 * 1024
-LANE_TILES = 4 * 1024
-"""Tiles of 32 KiB whose sums, 2 KiB each, the lane of the first stream and those of others hold: 32 and 8 MiB."""
+MAX_SUM_BYTES = 32 * 1024 * 1024
+"""Sums of a stream that wait at most."""
 
-MAX_LANES = 3
-"""Streams whose lanes are kept for the next step."""
+_SUM_WORDS = 8
+"""Of a block, 8 bytes each."""
 
 # What an attempt to use a device's compiler or ops may end with; memory errors of the device are RuntimeErrors. Looked
 # at in Triton 3.7.1: a missing libcuda.so.1 is an AssertionError; another Triton may lack a name.
 _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
-    """Which lane computes the digests of a launch, where in its slots they begin, and the spans' sizes in bytes.
+    """The spans of one launch.
 
-    Empty spans have no digest there.
+    Attributes:
+        stream: that they are read on.
+        sizes: in bytes.
+        sums: of their blocks; None once the kernels that need them are enqueued.
+        digests: on the device, in the order of the spans, there when these kernels have run; none of empty spans.
     """
 
-    lane: Lane
-    slots: torch.Tensor
-    first: int
+    stream: Hashable
     sizes: tuple[int, ...]
+    sums: torch.UntypedStorage | None
+    digests: torch.UntypedStorage
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """The launches of one stream whose sums wait."""
+
+    launches: list[Launched] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 class TritonDigest:
     """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
 
-    A launch is one kernel for up to 16 spans, without a copy or an allocation, and every few hundred MiB of spans a
-    small copy and two more. Takes 32 MiB of the device's memory, and 8 MiB for each further stream that is used.
+    A launch is one kernel for up to 16 spans, without a copy, and every half GiB of spans a small copy and two more.
+    Takes up to 32 MiB of the device's memory for each stream that is used, and a sixteenth of the largest launch.
 
     A launch tells the allocator of each span's storage that the stream uses it: memory that was allocated on another
     stream and is let go then is given away only once the stream has passed. Any thread may call.
@@ -61,11 +79,13 @@ class TritonDigest:
 
     def __init__(self, kernels: ModuleType, device: torch.device) -> None:
         self.name = f"Triton {kernels.VERSION}"
-        self._kernels: Any = kernels
+        self._tile_bytes: int = kernels.TILE_BYTES
+        self._tile_words = self._tile_bytes // BLOCK_BYTES * _SUM_WORDS
+        self._spans_per_launch: int = kernels.SPANS_PER_LAUNCH
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
-        self._lanes: dict[Hashable, Lane] = {}
+        self._waiting: dict[Hashable, _Waiting] = {}
         require_no_capture()
         # what is made in inference mode cannot be written outside of it
         with torch.inference_mode(False), self._on(self.stream()):
@@ -73,7 +93,6 @@ class TritonDigest:
             self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
             self._scratch = torch.empty((0,), dtype=torch.uint8, device=device)
             self._nothing = torch.empty((0,), dtype=torch.uint8, device=device).untyped_storage()
-            self._fetched = self._host_words(4096)
 
     def stream(self) -> Hashable:
         """Return the device's current stream."""
@@ -86,71 +105,112 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
-        """Enqueue the kernels that read the spans on a stream.
+        """Enqueue the kernel that reads the spans on a stream.
 
         Raises:
             DetCallbacksError: if the current stream is capturing a CUDA graph.
         """
-        places = [(storage.data_ptr() + offset if size else 0, size) for storage, offset, size in spans]
+        places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans if size]
         with self._lock, self._on(stream):
-            lane = self._lane(stream)
             self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
-            slots, first = lane.launch(places)
-        return Launched(lane=lane, slots=slots, first=first, sizes=tuple(size for _, _, size in spans))
+            num_tiles = sum(-(-size // self._tile_bytes) for _, size in places)
+            sums, digests = self._memory(num_tiles * self._tile_words), self._memory(len(spans))
+            address = sums.data_ptr()
+            for first in range(0, len(places), self._spans_per_launch):
+                group = places[first : first + self._spans_per_launch]
+                group_tiles = sum(-(-size // self._tile_bytes) for _, size in group)
+                arguments = [word for place in group for word in place]
+                arguments += [0] * (2 * self._spans_per_launch - len(arguments))
+                self._launchers.sum_blocks(
+                    group_tiles, self._handle(stream), self._constants.data_ptr(), address, *arguments
+                )
+                address += 8 * self._tile_words * group_tiles
+            sizes = tuple(size for _, _, size in spans)
+            launched = Launched(stream=stream, sizes=sizes, sums=sums, digests=digests)
+            waiting = self._waiting.setdefault(stream, _Waiting())
+            waiting.launches.append(launched)
+            waiting.num_bytes += sums.nbytes()
+            if waiting.num_bytes > MAX_SUM_BYTES:
+                self._finish(stream)
+        return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[int]:
-        """Fetch the digests: one copy of each buffer that they are in, usually one, and one event that is waited for.
+        """Fetch the digests: one copy on the device, one to the host, and one event that is waited for.
 
         Raises:
-            DetCallbacksError: if the current stream is capturing a CUDA graph.
+            DetCallbacksError: if the current stream is capturing a CUDA graph, or a launch failed that these digests
+                were to be finished with.
         """
         require_no_capture()
-        bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
-        for part in launched:
-            slots, first, last = bounds.get(id(part.slots), (part.slots, part.first, part.first))
-            bounds[id(part.slots)] = (slots, min(first, part.first), max(last, part.first + len(part.sizes)))
         with self._lock:
-            for lane in {id(part.lane): part.lane for part in launched}.values():
-                with self._on(lane.stream):
-                    lane.finish()
-                if lane.stream != self.stream():
-                    self.wait_for(lane.stream)
-            found, starts = self._fetch(bounds)
-            for stream in list(self._lanes)[MAX_LANES:]:
-                del self._lanes[stream]
-        digests = []
-        for part in launched:
-            start = starts[id(part.slots)] + part.first
-            values = found[start : start + len(part.sizes)]
-            digests += [value if size else EMPTY_DIGEST for value, size in zip(values, part.sizes, strict=True)]
-        return digests
+            for stream in dict.fromkeys(part.stream for part in launched):
+                with self._on(stream):
+                    self._finish(stream)
+                if stream != self.stream():
+                    self.wait_for(stream)
+            if any(part.sums is not None for part in launched):
+                raise DetCallbacksError(
+                    "digests of this stream were lost when an earlier launch failed; the tensors are intact; take "
+                    "their digests again"
+                )
+            with torch.inference_mode(False), self._on(self.stream()):
+                found = self._host_words(sum(len(part.sizes) for part in launched))
+                found.copy_(torch.cat([self._words(part.digests) for part in launched]), non_blocking=True)
+                if self._is_cuda:
+                    passed = torch.cuda.Event()
+                    passed.record()
+                    passed.synchronize()
+        words: list[int] = found.numpy().view("uint64").tolist()
+        sizes = [size for part in launched for size in part.sizes]
+        return [word if size else EMPTY_DIGEST for word, size in zip(words, sizes, strict=True)]
 
-    def _fetch(self, bounds: dict[int, tuple[torch.Tensor, int, int]]) -> tuple[list[int], dict[int, int]]:
-        """Return parts of buffers one after the other, and for each buffer where its beginning would be."""
-        num_words = sum(last - first for _, first, last in bounds.values())
-        with torch.inference_mode(False), self._on(self.stream()):
-            if num_words > len(self._fetched):
-                self._fetched = self._host_words(2 * num_words)
-            starts = {}
-            place = 0
-            for key, (slots, first, last) in bounds.items():
-                starts[key] = place - first
-                self._fetched[place : place + last - first].copy_(slots[first:last], non_blocking=True)
-                place += last - first
-            if self._is_cuda:
-                passed = torch.cuda.Event()
-                passed.record()
-                passed.synchronize()
-        words: list[int] = self._fetched[:num_words].numpy().view("uint64").tolist()
-        return words, starts
+    def _finish(self, stream: Hashable) -> None:
+        """Enqueue the kernels that make digests of the sums that wait on a stream, the current one.
 
-    def _lane(self, stream: Hashable) -> Lane:
-        lane = self._lanes.get(stream)
-        if lane is None or lane.is_broken:
-            num_tiles = LANE_TILES if self._lanes else FIRST_LANE_TILES
-            lane = Lane(self._kernels, self._launchers, self._constants, num_tiles=num_tiles, stream=stream)
-            self._lanes[stream] = lane
-        return lane
+        Where anything raises, Ctrl-C included, the digests of these launches are lost: they keep their sums.
+        """
+        launches = self._waiting.pop(stream, _Waiting()).launches
+        if not any(size for launched in launches for size in launched.sizes):
+            for launched in launches:
+                launched.sums = None
+            return
+        # the leaf hashes of spans that have several, and the hashes of these, level by level
+        hashes = self._memory(sum(sum(_counts(size)[:-1]) for launched in launches for size in launched.sizes))
+        place = hashes.data_ptr()
+        rows: list[int] = []
+        levels: list[list[int]] = []
+        num_leaves = 0
+        for launched in launches:
+            assert launched.sums is not None
+            sums, digest = launched.sums.data_ptr(), launched.digests.data_ptr()
+            for size in launched.sizes:
+                counts = _counts(size)
+                rows += (num_leaves, sums, size, place if len(counts) > 1 else digest) if size else ()
+                num_leaves += counts[0]
+                for number, count in enumerate(counts[:-1]):
+                    following = place + 8 * count if number + 2 < len(counts) else digest
+                    if len(levels) == number:
+                        levels.append([])
+                    for begin in range(0, 8 * count, LEAF_BYTES):
+                        length = min(LEAF_BYTES, 8 * count - begin)
+                        levels[number] += (place + begin, length, following + begin // LEAF_BYTES * 8)
+                    place += 8 * count
+                sums += -(-size // self._tile_bytes) * self._tile_words * 8
+                digest += 8
+        words = [word for part in (rows, *levels) for word in part]
+        with torch.inference_mode(False):
+            host = self._host_words(len(words))
+            host.numpy().view("int64")[:] = words
+            table = self._memory(len(words))
+            self._words(table).copy_(host, non_blocking=True)
+        handle, constants, address = self._handle(stream), self._constants.data_ptr(), table.data_ptr()
+        self._launchers.hash_leaves(num_leaves, handle, constants, address, len(rows) // 4)
+        address += 8 * len(rows)
+        for level in levels:
+            self._launchers.hash_words(len(level) // 3, handle, constants, address)
+            address += 8 * len(level)
+        for launched in launches:
+            launched.sums = None
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
         """Have the allocator keep the spans' memory until the stream has passed, whenever it is let go."""
@@ -167,6 +227,21 @@ class TritonDigest:
         if isinstance(stream, torch.cuda.Stream):
             tensor.record_stream(stream)
 
+    def _handle(self, stream: Hashable) -> int:
+        return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else 0
+
+    def _memory(self, num_words: int) -> torch.UntypedStorage:
+        # a storage, since torch.empty fills its memory under deterministic algorithms
+        return torch.UntypedStorage(8 * num_words, device=self._device)
+
+    def _words(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        words = torch.empty((0,), dtype=torch.int64, device=self._device)
+        return words.set_(memory, 0, (memory.nbytes() // 8,), (1,))
+
+    def _host_words(self, num_words: int) -> torch.Tensor:
+        # pinned memory that torch keeps and hands out again after the copy: pageable memory would be waited for
+        return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+
     @contextmanager
     def _on(self, stream: Hashable) -> Iterator[None]:
         """Make a stream and its device the current ones, unless they are."""
@@ -180,8 +255,13 @@ class TritonDigest:
                 require_no_capture()
                 yield
 
-    def _host_words(self, num_words: int) -> torch.Tensor:
-        return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+
+def _counts(size: int) -> list[int]:
+    """Return how many hashes there are of a span's leaves, of the leaves of these, and so on until there is one."""
+    counts = [-(-size // LEAF_BYTES)]
+    while counts[-1] > 1:
+        counts.append(-(-8 * counts[-1] // LEAF_BYTES))
+    return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
