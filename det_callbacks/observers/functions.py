@@ -1,7 +1,7 @@
 """What a model calls: one check and nothing else without an active observer."""
 
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -112,11 +112,12 @@ def disable_hash_mode() -> None:
 
 
 @breaks_graph("det_callbacks: a value is recorded when it is there, outside a compiled function")
-def _observe(name: str, tree: Any, *, is_replayed: bool, is_compiled: bool) -> Any:
+def _observe(name: str, tree: _Tree, *, is_replayed: bool, is_compiled: bool) -> _Tree:
     leaves = observed_leaves(name, tree)
     assert REGISTRY.sink is not None, "the caller asked"
     values = REGISTRY.sink.observe(name, leaves, is_replayed=is_replayed, is_compiled=is_compiled)
-    return rebuild(tree, name, values) if values else tree
+    changed: _Tree = rebuild(tree, name, values) if values else tree
+    return changed
 
 
 @breaks_graph("det_callbacks: a gradient is observed by a hook, which a compiled graph cannot hold")
