@@ -100,41 +100,22 @@ def compare_runs(
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
-    runs = (Run.open(path, check_steps=False) for path in (reference, current))
-    return judge_runs(*runs, steps=steps, check_files=check_files, progress=progress)
-
-
-def judge_runs(
-    reference: Run,
-    current: Run,
-    *,
-    steps: Literal["all", "common"] = "all",
-    check_files: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    is_one_run: bool = False,
-) -> Verdict:
-    """Compare two runs that are open; see ``compare_runs``.
-
-    With ``is_one_run`` the current one is what a resumed attempt of the reference did again: the verdict names the
-    reference only, and that it has no end says nothing.
-    """
-    names = str(reference.path), str((reference if is_one_run else current).path)
-    environment = compare_environments(reference.environment, current.environment)
-    if reference.world_size != current.world_size:
-        return Verdict.refused(*names, other_world_size(reference, current.world_size), environment)
-    _require_same_selection(reference, current)
-    records = {} if current.keeps == "all" else read_records(reference, current)
+    ours, theirs = (Run.open(path, check_steps=False) for path in (reference, current))
+    names = str(ours.path), str(theirs.path)
+    environment = compare_environments(ours.environment, theirs.environment)
+    if ours.world_size != theirs.world_size:
+        return Verdict.refused(*names, other_world_size(ours, theirs.world_size), environment)
+    _require_same_selection(ours, theirs)
+    records = {} if theirs.keeps == "all" else read_records(ours, theirs)
     if records:
         steps = next(iter(records.values())).steps
         check_files = False
     elif check_files is None:
-        check_files = sum(run.rank(rank).num_bytes for run in (reference, current) for rank in run.ranks) < SMALL_BYTES
-    notes = []
-    if not is_one_run:
-        require_reference(reference, steps)
-        notes = _incompleteness(reference, current, steps)
+        check_files = sum(run.rank(rank).num_bytes for run in (ours, theirs) for rank in run.ranks) < SMALL_BYTES
+    require_reference(ours, steps)
+    notes = _incompleteness(ours, theirs, steps)
     walk = RankWalk(
-        reference=reference, current=current, is_common=steps == "common", check_files=check_files, records=records
+        reference=ours, current=theirs, is_common=steps == "common", check_files=check_files, records=records
     )
     ranks = _compare_ranks(walk, progress)
     if not check_files and any(one.is_by_chains for one in ranks):
@@ -148,7 +129,7 @@ def judge_runs(
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
-    return with_next_recording(judge.verdict(), reference.selection)
+    return with_next_recording(judge.verdict(), ours.selection)
 
 
 def _require_same_selection(*runs: Run) -> None:

@@ -18,6 +18,7 @@ from det_callbacks.tensors.replay import replay_patterns
 Mode = Literal["record", "verify", "audit", "disabled"]
 Level = Literal["op", "module", "state"]
 OnDivergence = Literal["raise", "collect", "warn"]
+ON_DIVERGENCE = ("raise", "collect", "warn")
 
 
 class CallbackArguments(pl.Callback):
@@ -55,15 +56,15 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
-        _require_one_of("mode", mode, ("record", "verify", "audit", "disabled"))
-        _require_one_of("steps", steps, ("all", "common"))
-        check_on_divergence(on_divergence)
-        _require_one_of("resume", resume, ("exact", "plain"))
+        require_one_of("mode", mode, ("record", "verify", "audit", "disabled"))
+        require_one_of("steps", steps, ("all", "common"))
+        require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+        require_one_of("resume", resume, ("exact", "plain"))
         if mode in ("record", "verify") and not _is_path(reference):
             raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
         if current is not None and not _is_path(current):
             raise SelectionError(f"current must be the path of a folder, or None; got {current!r}.")
-        check_whole("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
+        require_whole("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
         for name, flag in (("overwrite", overwrite), ("log_metrics", log_metrics)):
             if not isinstance(flag, bool):
                 raise SelectionError(f"{name} must be True or False; got {flag!r}.")
@@ -138,12 +139,7 @@ class CallbackArguments(pl.Callback):
             )
 
 
-def check_on_divergence(value: object) -> None:
-    """Raise ``SelectionError`` for what ``on_divergence`` cannot be."""
-    _require_one_of("on_divergence", value, ("raise", "collect", "warn"))
-
-
-def check_whole(name: str, value: object, least: int) -> None:
+def require_whole(name: str, value: object, least: int) -> None:
     """Raise ``SelectionError`` for what is no whole number, or too small."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SelectionError(f"{name} must be a whole number from {least} on; got {value!r}.")
@@ -153,6 +149,7 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | Path) and bool(str(value))
 
 
-def _require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ``SelectionError`` for what is none of the allowed values."""
     if value not in allowed:
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

@@ -90,17 +90,14 @@ class DeterminismCallback(CallbackArguments):
         choices: what else was decided for the run, recorded in its environment (see ``capture_environment``).
 
     Raises:
-        SelectionError, SettingsError: an argument is not one of the allowed ones (at construction).
-        DivergenceError: the run is not the reference (verify), or not what it goes on with (record, resumed).
-        NotComparableError: it differs, and so does the machine in a way that can change bits.
+        SelectionError, SettingsError: an argument is not one of the allowed ones (at construction), or comes too late.
+        DivergenceError, NotComparableError: the run is not the reference (verify), or not what it goes on with (record,
+            resumed); the second where the machine differs in a way that can change bits.
         ReferenceNotFoundError, ReferenceFormatError: the reference is missing, incomplete or damaged.
-        ReplayError: what is to be saved is larger than the budget, or the disk.
-        RunExistsError: record would write over a run.
-        ReplicaError: ranks that have to hold the same parameters, buffers or optimizer state do not.
-        AuditError: an audited op differed from itself (at the end of the fit; ``.report`` says what).
-        CheckpointMismatchError: a checkpoint that is to be loaded is not what was saved.
-        CheckpointFormatError, CheckpointNotFoundError: it, or what stands beside it, is damaged or missing.
-        NotResumableError: a checkpoint cannot be resumed to the same run (``resume="exact"``).
+        RunExistsError, ReplayError: record would write over a run, or save more than the budget or the disk allows.
+        ReplicaError, AuditError: ranks that have to hold the same do not; an audited op differed from itself.
+        CheckpointMismatchError, CheckpointFormatError, CheckpointNotFoundError, NotResumableError: a checkpoint is not
+            what was saved, is damaged or missing, or cannot be resumed to the same run (``resume="exact"``).
 
     Example:
         >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
@@ -236,7 +233,7 @@ class DeterminismCallback(CallbackArguments):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
-            self._logged.begin_epoch()
+            self._logged.is_whole_epoch = True
         self._hooks.mark("epoch start")
         if self._checkpoints is not None:
             self._checkpoints.begin_epoch()
@@ -296,7 +293,7 @@ class DeterminismCallback(CallbackArguments):
         self._group.tell("between")
         self._close_step()
         self._hooks.mark("epoch end")
-        self._logged.end_epoch(trainer.current_epoch)
+        self._logged.ended_epoch = trainer.current_epoch
 
     def _close_step(self) -> None:
         self._hooks.drop_step()
@@ -328,7 +325,7 @@ class DeterminismCallback(CallbackArguments):
             self._hooks.mark("after validation")
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
-            self._logged.drop_batches()
+            self._logged.first_batches = {}  # Lightning throws away what is logged there
         elif call is not None and self._is_open:
             assert session is not None, "it began"
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)

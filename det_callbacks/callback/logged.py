@@ -28,29 +28,24 @@ class LoggedMetrics:
     Attributes:
         step: the last training batch that began; -1 before the first.
         is_resuming: no training batch has begun since a checkpoint was loaded.
+        is_whole_epoch: the training epoch under way was begun at its start.
+        ended_epoch: the training epoch whose end's hooks run; None when its metrics were read.
+        first_batches: digests of the first batch of each loader of the validation or test under way.
     """
 
     def __init__(self) -> None:
         self.step = -1
         self.is_resuming = False
+        self.is_whole_epoch = False
+        self.ended_epoch: int | None = None
+        self.first_batches: dict[str, str] = {}
         self._session: Session | None = None
-        self._is_whole_epoch = False
-        self._ended_epoch: int | None = None
         self._seen: dict[str, Any] = {}
-        self._first_batches: dict[str, str] = {}
 
     def begin(self, session: Session) -> None:
         """Belong to a fit, or to a test or a validation outside of one, that begins."""
         self._session = session
-        self.is_resuming, self._is_whole_epoch, self._ended_epoch = session.stage.is_resumed, False, None
-
-    def begin_epoch(self) -> None:
-        """Note that a training epoch begins."""
-        self._is_whole_epoch = True
-
-    def end_epoch(self, epoch: int) -> None:
-        """Note that the hooks of a training epoch's end run; its metrics are computed after them."""
-        self._ended_epoch = epoch
+        self.is_resuming, self.is_whole_epoch, self.ended_epoch = session.stage.is_resumed, False, None
 
     def begin_step(self, trainer: pl.Trainer, step: int) -> None:
         """Note that a training batch begins."""
@@ -67,16 +62,12 @@ class LoggedMetrics:
             for name, value in flatten(batch, "batch", is_whole=True):
                 if isinstance(value, Tensor) and holds_data(value):
                     place = f"{FIRST_BATCH}loader {dataloader_idx}: {name}"
-                    self._first_batches[place] = format_digest(digest_tensor(value))
-
-    def drop_batches(self) -> None:
-        """Forget the batches of a sanity check: Lightning throws away what is logged there."""
-        self._first_batches = {}
+                    self.first_batches[place] = format_digest(digest_tensor(value))
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
         """Read what was computed at the end of the last epoch, if one has ended; return whether it differs."""
-        epoch, self._ended_epoch = self._ended_epoch, None
-        is_whole, self._is_whole_epoch = self._is_whole_epoch, False
+        epoch, self.ended_epoch = self.ended_epoch, None
+        is_whole, self.is_whole_epoch = self.is_whole_epoch, False
         if epoch is None:
             return False
         if not is_whole:
@@ -99,7 +90,7 @@ class LoggedMetrics:
         if session is None or not trainer.is_global_zero:
             return False
         fresh = self._fresh(trainer, only=None if where == "epoch" else _evaluated(trainer))
-        first_batches, self._first_batches = self._first_batches, {}
+        first_batches, self.first_batches = self.first_batches, {}
         with unobserved():
             metrics = {
                 name: _metric(value)

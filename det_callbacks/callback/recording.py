@@ -1,7 +1,8 @@
-"""What a fit is recorded into, and what the steps that a resumed recording runs again are compared with."""
+"""What a fit is recorded into."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -10,7 +11,6 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.session import FIT, Session, Stage
-from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import (
     CoverageWarning,
     DivergenceError,
@@ -18,7 +18,6 @@ from det_callbacks.errors import (
     NothingComparedError,
     SelectionError,
 )
-from det_callbacks.judge import judge_runs
 from det_callbacks.report.console import count
 from det_callbacks.report.fits import (
     level_words,
@@ -31,7 +30,6 @@ from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.program import StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -40,10 +38,10 @@ from det_callbacks.tensors.files import KEPT, REPLAY, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.kept import KeptCounts
 from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.verdict import Verdict
+from det_callbacks.verification import Verification
 
 DISAGREEMENT = ".disagreement"
-"""Folder in a run where a resumed attempt puts the step that disagrees with it, for the judge; it is removed."""
+"""Folder in a run where a resumed attempt puts the steps that disagree with it, for the judge; it is removed."""
 
 
 class Recording(Session):
@@ -52,10 +50,13 @@ class Recording(Session):
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
     they are in the run, and so is what was saved of them for replay. Its ``verdict`` is of a resumed fit that disagreed
     with the run; None of every other one.
+
+    Attributes:
+        detector: compares the steps of a resumed fit that the run has already; None where there are none.
     """
 
     run: RunWriter | None
-    detector: "EarlierAttempts | None"
+    detector: Verification | None
 
     def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
@@ -87,9 +88,11 @@ class Recording(Session):
         elif stage.is_resumed and not self.arguments.overwrite and self._is_there():
             earlier = self.peers.run_on_all(self._open_earlier, task=f"opening the run {self.path}")
             self.run = RunWriter.resume(self.path, manifest=stage.manifest, peers=self.peers)
-            self.detector = EarlierAttempts(earlier, self.run.segment, stage.manifest, self.peers)
-            if not self._is_resumed:
-                self.detector.end_of_restored()
+            self.detector = Verification(
+                earlier, self.path / DISAGREEMENT, manifest=stage.manifest, peers=self.peers, steps="common"
+            )
+            for segment in range(self.run.segment + 1):
+                self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resumed)
         else:
             self.run = self._create()
         self.may_stop = self.detector is not None
@@ -148,8 +151,6 @@ class Recording(Session):
                 self.chain = earlier.chain(step)
                 return self._has_diverged
         else:
-            if earlier is not None:
-                earlier.end_of_restored()
             self.replay.write(step)  # first: a step that is there has what was saved of it
             self.num_steps += 1
             self.num_sites += len(trace.digests)
@@ -195,6 +196,7 @@ class Recording(Session):
         ended = self.peers.gather(self._at_end, task=END_OF_FIT)
         if any(end["has_diverged"] for end in ended) and earlier is not None:
             self._take_back(earlier, ended)
+        self._end_comparison()
         if not all(end["num_steps"] or end["num_agreed"] for end in ended):
             self._discard()
             selected = "" if self.stage.is_resumed else self.stage.selection.shown_steps
@@ -247,14 +249,22 @@ class Recording(Session):
             "has_diverged": self._has_diverged,
         }
 
-    def _take_back(self, earlier: "EarlierAttempts", ended: Sequence[Mapping[str, Any]]) -> None:
+    def _take_back(self, earlier: Verification, ended: Sequence[Mapping[str, Any]]) -> None:
         """Leave the run as it was before this attempt, and raise what differs."""
         self._discard()
-        self.verdict = verdict = earlier.judge()
+        verdict = self.verdict = replace(earlier.finish(is_early=True), current=str(self.path))
+        self._end_comparison()
         first = next(end for end in ended if end["has_diverged"])
         counts = {"num_agreed": first["num_agreed"] - 1, "num_dropped": first["num_steps"]}
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
         raise (NotComparableError if verdict.verdict == "not_comparable" else DivergenceError)(text, verdict)
+
+    def _end_comparison(self) -> None:
+        """Leave nothing of the comparison with the steps that were there."""
+        if self.detector is not None:
+            self.detector.close(complete=False)
+            if self.peers.rank == 0:
+                shutil.rmtree(self.detector.current, ignore_errors=True)
 
     def _discard(self) -> None:
         """Take the attempt back; another fit goes on with the run anew."""
@@ -266,6 +276,7 @@ class Recording(Session):
     @override
     def stop(self, reason: str) -> None:
         """Leave the run as incomplete: an exception ended the fit. One that only repeated steps leaves it as it was."""
+        self._end_comparison()
         line, path = f"det_callbacks: recording{self._of_rank()} stopped by {reason} ", self._running.path
         if self.stage.call is not None and FIT in self.stages:
             line = (
@@ -289,66 +300,3 @@ class Recording(Session):
     def _running(self) -> RunWriter:
         assert self.run is not None, "a fit was begun"
         return self.run
-
-
-class EarlierAttempts(StepDetector):
-    """Compares the steps of a resumed recording with those that earlier attempts of the same fit recorded.
-
-    Args:
-        earlier: the run, opened before the attempt began.
-        segment: fit that goes on.
-        manifest: of the attempt: its environment tells which differences the machine may have made.
-        peers: the processes that record together.
-    """
-
-    def __init__(self, earlier: Run, segment: int, manifest: Mapping[str, Any], peers: Peers) -> None:
-        super().__init__(earlier, peers.rank, steps="common")
-        self._manifest = manifest
-        self._peers = peers
-        self._stored: tuple[StepView, tuple[Row, ...]] | None = None
-        self._resumed_at: int | None = None
-        self.begin_fit(segment, is_resumed=True)
-
-    def end_of_restored(self) -> None:
-        """Note that the attempt has run a step: what differs after it need not come from the checkpoint."""
-        self.is_resuming = False
-
-    def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
-        """Keep the first step that differs in memory: nobody knows yet where to."""
-        if rows is not None:
-            view = trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment)
-            self._stored = view, tuple(rows)
-        return rows is not None
-
-    def add(self, trace: StepTrace, *, step: int, epoch: int, is_whole: bool = True) -> bool:
-        """Compare a step that an earlier attempt recorded; return whether it differs."""
-        if self.is_resuming:
-            self._resumed_at = step
-        return super().add(trace, step=step, epoch=epoch, is_whole=is_whole)
-
-    def judge(self) -> Verdict:
-        """Return the judge's verdict; all ranks call it when the attempt was taken back, and one of them differs."""
-        path, folder = self.reference.path, self.reference.path / DISAGREEMENT
-        writer = RunWriter.create(folder, manifest=self._manifest, peers=self._peers, purpose="verify")
-        for _ in range(self.segment):
-            writer.start_segment()
-        if self._resumed_at is not None:
-            writer.note_resumed(self._resumed_at)
-        self._peers.run_on_all(lambda: self._write(writer), task="storing the step that differs")
-
-        def judge() -> dict[str, Any]:
-            try:
-                runs = Run.open(path, check_steps=False), Run.open(folder, check_steps=False)
-                return judge_runs(*runs, is_one_run=True).to_dict()
-            finally:
-                shutil.rmtree(folder)
-
-        return Verdict.from_dict(self._peers.broadcast(judge, task=JUDGING))
-
-    def _write(self, writer: RunWriter) -> None:
-        if self._stored is not None:
-            view, rows = self._stored
-            writer.put_evidence(rows)
-            write_step(writer, view)
-        writer.close(complete=True)
-        self.write_record(writer)

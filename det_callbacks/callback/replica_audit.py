@@ -1,7 +1,6 @@
 """The replicas of a Trainer, compared while it trains: at the start of a fit, after every n-th step, and at its end."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,18 +11,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import OnDivergence, check_on_divergence, check_whole
+from det_callbacks.callback.arguments import ON_DIVERGENCE, OnDivergence, require_one_of, require_whole
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import say_beside
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
-from det_callbacks.ranks import (
-    RankGroup,
-    ReplicaAudit,
-    ReplicaDifference,
-    ReplicaReport,
-    ReplicatedState,
-    replicated_state,
-)
+from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaReport, ReplicatedState, replicated_state
 from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
 from det_callbacks.runs.selection import as_names
 
@@ -35,8 +27,8 @@ class Replicas:
 
     Args:
         every_n_steps: after which they are compared; 0 never compares anything.
-        on_divergence: "raise" returns the error of the first audit that finds a difference, "collect" one of all
-            differences at the end, "warn" warns of each tensor once and returns none.
+        on_divergence: what the first audit that finds a difference leads to: "raise" returns the error at once,
+            "collect" at the end of the fit, "warn" warns and returns none.
         ignore: fnmatch patterns over names of tensors that are not compared.
 
     Attributes:
@@ -71,7 +63,6 @@ class Replicas:
             group = RankGroup().open()
             self._open = trainer, group, ReplicaAudit(group)
             self._num_audits, self._first = 0, None
-            self._found: dict[str, list[ReplicaDifference]] = {}
             raise_if(self._compare())
 
     def after_step(self, step: int) -> ReplicaError | None:
@@ -86,9 +77,8 @@ class Replicas:
         if error is None:
             self._say()
         if self.on_divergence == "collect" and self._first is not None:
-            differences = tuple(found for one in self._found.values() for found in one)
-            self.replica_report = replace(self._first, differences=differences)
-            error = ReplicaError(replicas_text(self.replica_report), self.replica_report)
+            self.replica_report = self._first
+            error = ReplicaError(replicas_text(self._first), self._first)
         self.close()
         return error
 
@@ -109,15 +99,12 @@ class Replicas:
         self._num_audits += 1
         if report.equal:
             return None
-        self._first = self._first or report
-        new = tuple(found for found in report.differences if found.name not in self._found)
-        for found in new:
-            self._found.setdefault(found.name, []).append(found)
+        is_first, self._first = self._first is None, self._first or report
         if self.on_divergence == "raise":
             self._say()
             return ReplicaError(replicas_text(report), report)
-        if self.on_divergence == "warn" and new:
-            pl.utilities.rank_zero_warn(replicas_text(replace(report, differences=new)), category=DivergenceWarning)
+        if self.on_divergence == "warn" and is_first:
+            pl.utilities.rank_zero_warn(replicas_text(report), category=DivergenceWarning)
         return None
 
     def _say(self) -> None:
@@ -142,8 +129,8 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     Args:
         every_n_steps: they are compared before the first step, after every n-th, and at the end of the fit.
-        on_divergence: "raise" stops all ranks at the first difference, "collect" goes on and raises at the end, "warn"
-            goes on and warns of each tensor once.
+        on_divergence: "raise" stops all ranks at the first difference, "collect" goes on and raises it at the end,
+            "warn" goes on and warns of it.
         ignore: fnmatch patterns over names of tensors that may differ, such as "codebook.*"; the optimizer state of a
             parameter goes with it.
 
@@ -164,8 +151,8 @@ class ReplicaAuditCallback(Replicas, Callback):
     def __init__(
         self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
     ) -> None:
-        check_on_divergence(on_divergence)
-        check_whole("every_n_steps", every_n_steps, 1)
+        require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+        require_whole("every_n_steps", every_n_steps, 1)
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 
     @override

@@ -52,12 +52,10 @@ class ReplicaDifference:
 
     Attributes:
         name: "net.head.weight", "exp_avg of net.head.weight".
-        step: after which it was found to differ; -1 before the first.
         values: what there is instead of one value: the one that most ranks hold first, then by lowest rank.
     """
 
     name: str
-    step: int
     values: tuple[ReplicaValue, ...]
 
     @property
@@ -100,12 +98,10 @@ class ReplicatedState:
         tensors: name -> this rank's tensor (of a DTensor its shard) or number, and the ranks that have to hold the same
             bits, ascending: this one and at least one other.
         left_out: reason -> number of tensors that are not compared.
-        num_parameters: of the module's parameters that are compared.
     """
 
     tensors: Mapping[str, tuple[Tensor | bool | int | float, Ranks]]
     left_out: Mapping[str, int]
-    num_parameters: int
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | LeftOut:
@@ -179,7 +175,6 @@ def replicated_state(
     for name, parameter in parameters:
         holders = "ignored by DDP" if name in ddp_ignores else holders_of(parameter, everyone)
         reasons[id(parameter)] = add(name, parameter, holders)
-    num_parameters = len(tensors)
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in walker.state()[len(parameters) :]:
         owner, _, last = name.rpartition(".")
@@ -201,7 +196,7 @@ def replicated_state(
         for parameter, (name, value) in states_of_parameters([optimizer], names):
             like = value if isinstance(value, DTensor) else parameter
             add(name, value, reasons.get(id(parameter)) or holders_of(like, everyone))
-    return ReplicatedState(tensors=tensors, left_out=dict(left_out), num_parameters=num_parameters)
+    return ReplicatedState(tensors=tensors, left_out=dict(left_out))
 
 
 class ReplicaAudit:
@@ -241,7 +236,8 @@ class ReplicaAudit:
             values = [value for value, _ in state.tensors.values()]
             known = iter(digest_tensors([value for value in values if isinstance(value, Tensor)]))
             found = [next(known) if isinstance(value, Tensor) else scalar_bits(value)[0] for value in values]
-            return struct.pack(f"<{len(found) + 3}Q", step + 1, state.num_parameters, digest_bytes(listing), *found)
+            num_parameters = sum(isinstance(value, nn.Parameter) for value in values)
+            return struct.pack(f"<{len(found) + 3}Q", step + 1, num_parameters, digest_bytes(listing), *found)
 
         rows = [struct.unpack(f"<{len(row) // 8}Q", row) for row in group.gather_bytes(digests, task=TASK)]
         if len({row[0] for row in rows}) > 1:
@@ -260,7 +256,7 @@ class ReplicaAudit:
             told = group.gather_bytes(lambda: listing, task=TASK)
             self._listings = [[(name, layout, tuple(held)) for name, layout, held in json.loads(row)] for row in told]
             self._listed = listed
-        differences = tuple(self._differences([row[3:] for row in rows], step))
+        differences = tuple(self._differences([row[3:] for row in rows]))
         if not differences:
             self._agreed = step
         return ReplicaReport(
@@ -272,7 +268,7 @@ class ReplicaAudit:
             differences=differences,
         )
 
-    def _differences(self, rows: Sequence[Sequence[int]], step: int) -> Iterator[ReplicaDifference]:
+    def _differences(self, rows: Sequence[Sequence[int]]) -> Iterator[ReplicaDifference]:
         """Yield how the holders of each tensor differ, the same on every rank."""
         if len(set(self._listed)) == len(set(rows)) == 1:
             return  # as most often, and without sharding
@@ -287,7 +283,7 @@ class ReplicaAudit:
             if len(by_value) > 1:
                 values = [ReplicaValue(digest=one[0], layout=one[1], ranks=tuple(by_value[one])) for one in by_value]
                 values.sort(key=lambda value: (-len(value.ranks), value.ranks))
-                yield ReplicaDifference(name=name, step=step, values=tuple(values))
+                yield ReplicaDifference(name=name, values=tuple(values))
 
 
 def _layout(value: object) -> str:

@@ -35,7 +35,7 @@ def replicas_text(report: "ReplicaReport") -> str:
             f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
             f"{report.world_size} ranks. {agreed}",
             "",
-            *(f"  {_difference(found, report.step)}" for found in differences[:MAX_DIFFERENCES]),
+            *(f"  {_difference(found)}" for found in differences[:MAX_DIFFERENCES]),
             *([f"  and {count(more, 'more difference')}"] if more > 0 else []),
             "",
             f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.",
@@ -63,12 +63,11 @@ def _when(step: int) -> str:
     return "before the first step" if step < 0 else f"after step {step}"
 
 
-def _difference(found: "ReplicaDifference", step: int) -> str:
-    since = "" if found.step == step else f", {_when(found.step)}"
+def _difference(found: "ReplicaDifference") -> str:
     held = [f"{value.digest or 'not there'} on {ranks_text(value.ranks)}" for value in found.values]
     if found.is_tie:
-        return f"{found.name}{since}: {', '.join(held)}; neither is a majority"
-    return f"{found.name}{since}: {'; '.join(held[1:])}, and {held[0]}"
+        return f"{found.name}: {', '.join(held)}; neither is a majority"
+    return f"{found.name}: {'; '.join(held[1:])}, and {held[0]}"
 
 
 def _left_out(left_out: Mapping[str, int]) -> str:

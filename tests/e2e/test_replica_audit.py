@@ -135,17 +135,6 @@ def test_what_differs_by_design_is_no_difference(
     assert said in ended[0].output
 
 
-class OwnWeights(Classifier):
-    def setup(self, stage: str) -> None:
-        torch.nn.init.constant_(self.last.bias, self.global_rank)
-
-
-def test_replicas_that_differ_from_the_start(tmp_path: Path) -> None:
-    strategy = DDPStrategy(init_sync=False)
-    ended = fit(tmp_path, ReplicaAuditCallback(100), model=OwnWeights, strategy=strategy, status=1)
-    assert "differ before the first step: 1 tensor on 2 ranks. It is the first time" in ended[0].output
-
-
 def test_a_recording_of_drifting_replicas_is_no_reference(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", audit_replicas_every_n_steps=100)
@@ -223,9 +212,7 @@ def test_copies_take_the_arguments_along() -> None:
         assert (other.every_n_steps, other.on_divergence, other.ignore) == (7, "collect", ("codebook.*",))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"every_n_steps": 0}, {"every_n_steps": True}, {"on_divergence": "stop"}, {"ignore": "codebook"}]
-)
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"on_divergence": "stop"}, {"ignore": "codebook"}])
 def test_wrong_arguments_are_refused(arguments: Any) -> None:
     with pytest.raises(SelectionError, match=next(iter(arguments))):
         ReplicaAuditCallback(**arguments)
