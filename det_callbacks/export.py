@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +57,7 @@ class Export:
     incomplete_reason: str | None
 
 
-def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Export:
+def export_run(run_folder: str | Path, to: str | Path) -> Export:
     """Write a run as a Parquet data set, partitioned by rank; of a step recorded twice the attempt that counts.
 
     Each step is read once and checked against its chain. The data set appears when it is whole: it is written beside
@@ -67,7 +67,6 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
     Args:
         run_folder: folder of the run.
         to: folder to make, or an empty one.
-        progress: called with the number of steps written so far, and that of all.
 
     Raises:
         ReferenceNotFoundError: there is no run.
@@ -84,23 +83,12 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
         raise ExportError(f"{to} {what}. Nothing was changed. Name a new folder, or an empty one.", str(to))
     run = Run.open(run_folder, check_steps=False)
     ranks = [rank for rank in run.ranks if run.rank(rank).num_steps]
-    total = sum(run.rank(rank).num_steps for rank in ranks)
-    if not total:
+    if not ranks:
         raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not made.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
-    num_steps = num_rows = num_bytes = 0
     try:
-        for rank in ranks:
-            path = temporary / f"rank={rank}" / "part-0.parquet"
-            path.parent.mkdir(parents=True)
-            with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
-                for steps in _row_groups(run, rank):
-                    table = pa.Table.from_batches(steps).unify_dictionaries()
-                    file.write_table(table, row_group_size=max(1, len(table)))
-                    num_rows, num_steps = num_rows + len(table), num_steps + len(steps)
-                    if progress is not None:
-                        progress(num_steps, total)
-            num_bytes += path.stat().st_size
+        files = [_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks]
+        num_bytes = sum(file.stat().st_size for file in temporary.rglob("*.parquet"))
         temporary.replace(to)
     except OSError as error:
         raise ExportError(
@@ -113,22 +101,31 @@ def export_run(run_folder: str | Path, to: str | Path, *, progress: Callable[[in
     return Export(
         path=to,
         num_ranks=len(ranks),
-        num_steps=total,
-        num_rows=num_rows,
+        num_steps=sum(run.rank(rank).num_steps for rank in ranks),
+        num_rows=sum(files),
         num_bytes=num_bytes,
         incomplete_reason=run.incomplete_reason,
     )
 
 
-def _row_groups(run: Run, rank: int) -> Iterator[list[pa.RecordBatch]]:
-    """Yield the steps of a rank, as many at once as a row group holds."""
-    pending: list[pa.RecordBatch] = []
-    for batch in _batches(run, rank):
-        pending.append(batch)
-        if sum(map(len, pending)) >= GROUP_ROWS:
-            yield pending
-            pending = []
-    yield from [pending] if pending else []
+def _write_rank(run: Run, rank: int, path: Path) -> int:
+    """Write the steps of a rank, as many at once as a row group holds; return the number of rows."""
+    path.parent.mkdir(parents=True)
+    num_rows, pending = 0, list[pa.RecordBatch]()
+    with pq.ParquetWriter(path, EXPORT_SCHEMA, compression="zstd") as file:
+
+        def flush() -> None:
+            table = pa.Table.from_batches(pending, EXPORT_SCHEMA).unify_dictionaries()
+            file.write_table(table, row_group_size=max(1, len(table)))
+            pending.clear()
+
+        for batch in _batches(run, rank):
+            pending.append(batch)
+            num_rows += len(batch)
+            if sum(map(len, pending)) >= GROUP_ROWS:
+                flush()
+        flush()
+    return num_rows
 
 
 def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:

@@ -51,6 +51,7 @@ def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str
         },
         "hparams": dict(module.hparams),
         **_optimizer_choices(trainer.optimizers),
+        "optimizer.lr_scheduler": _schedulers(trainer),
     }
 
 
@@ -71,7 +72,9 @@ def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
     choices: dict[str, Any] = {}
     for index, optimizer in enumerate(optimizers):
         groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            # a scheduler leaves initial_lr there, and is a choice of its own
+            {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+            for group in optimizer.param_groups
         ]
         others = {
             f"group {number}": {name: value for name, value in group.items() if value is not groups[0].get(name)}
@@ -80,6 +83,12 @@ def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
         name = type(optimizer).__name__ if len(optimizers) == 1 else f"{index}.{type(optimizer).__name__}"
         choices[f"optimizer.{name}"] = {**groups[0], **others}
     return choices
+
+
+def _schedulers(trainer: pl.Trainer) -> str:
+    """Return the classes of the learning rate schedulers, and when each is stepped."""
+    shown = [f"{type(one.scheduler).__name__} each {one.interval}" for one in trainer.lr_scheduler_configs]
+    return ", ".join(shown) or "none"
 
 
 def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor] | None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from det_callbacks.check import PLAIN, CheckedRun, CheckReport, Script, check_script, new_folder
-from det_callbacks.cli.options import read_options
-from det_callbacks.cli.parser import INTERRUPTED
+from det_callbacks.cli.parser import INTERRUPTED, OPTIONS, SETTINGS
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
+from det_callbacks.patterns import as_patterns
 from det_callbacks.report.console import Report, Section, Table, count, make_console, print_line, print_report
 from det_callbacks.report.verdict import verdict_report
+from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 
 _WORDS = {0: "match", 1: "diverged", 2: "failed", 3: "not_comparable"}
@@ -103,7 +104,13 @@ def _script(options: argparse.Namespace) -> Script:
         print_line(make_console(), f"det-callbacks: {title}: {shlex.join(words)}", "bold")
         sys.stdout.flush()  # before the process writes to the same place
 
-    arguments, settings = read_options(options)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    arguments, settings = ({name: given[name] for name in names if name in given} for names in (OPTIONS, SETTINGS))
+    # a wrong one is an error now, and not only when the script trains
+    for name in ("replay", "keep_tensors"):
+        if isinstance(patterns := arguments.get(name), list):
+            as_patterns(name, patterns)
+    Selection(**{name: value for name, value in arguments.items() if name in Selection.__dataclass_fields__})
     return Script(words=options.words, arguments=arguments, settings=settings, announce=announce)
 
 

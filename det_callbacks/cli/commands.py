@@ -38,7 +38,7 @@ def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
     from det_callbacks.judge import compare_runs
 
-    with _progress_bar("comparing steps") as progress:
+    with _progress_bar() as progress:
         verdict = compare_runs(
             options.reference,
             options.current,
@@ -58,8 +58,7 @@ def diff(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a run as a Parquet data set."""
-    with _progress_bar("exporting steps") as progress:
-        done = export_run(options.run_folder, options.to, progress=progress)
+    done = export_run(options.run_folder, options.to)
     console = make_console()
     rows, steps, ranks = count(done.num_rows, "row"), count(done.num_steps, "step"), count(done.num_ranks, "rank")
     print_line(console, f"{done.path}: {rows} of {steps} and {ranks}, {done.num_bytes / 1e6:.1f} MB")
@@ -104,7 +103,7 @@ def _print(
 
 
 @contextmanager
-def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar on a terminal, and yield a function of (done, all) that moves it."""
     console = make_console(stderr=True)
     if not console.is_terminal:
@@ -113,5 +112,5 @@ def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task("comparing steps", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from det_callbacks.cli.options import add_options
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import print_error
 
@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     has_script = given[:1] in (["record"], ["verify"], ["check"]) and "--" in given
     end = given.index("--") if has_script else len(given)
-    options = _parser().parse_args(given[:end])
-    options.words = given[end + 1 :]
-    module, _, command = options.run.partition(".")
     try:
+        options = _parser().parse_args(given[:end])
+        options.words = given[end + 1 :]
+        module, _, command = options.run.partition(".")
         return int(getattr(import_module(f"det_callbacks.cli.{module}"), command)(options))
     except DetCallbacksError as error:
         print_error(error, name="det-callbacks")
@@ -133,16 +133,50 @@ def _script_command(commands: Any, name: str, usage: str, *, help: str, says: st
         name,
         help=help,
         usage=f"det-callbacks {name} {usage} [OPTIONS] -- PROGRAM ARGUMENT ...",
-        description=f"{says} Options may also stand in [tool.det_callbacks] of pyproject.toml, by the same names; the "
-        "command line wins. Without --seed and --deterministic no setting is changed.",
+        description=f"{says} Without --seed and --deterministic no setting is changed.",
         epilog="Exit status: 0 match or recorded, 1 diverged, 2 it could not be done, 3 not comparable.",
     )
     added.set_defaults(run=f"check.{name}")
-    add_options(added)
-    return added.add_argument
+    add = added.add_argument
+    add("--level", choices=("op", "module", "state"), help="op is the default")
+    add("--modules", type=_names, metavar="PATTERNS", help="fnmatch patterns of modules, separated by commas")
+    add("--every-n-steps", type=_number, metavar="N", help="record every n-th batch")
+    add("--only-steps", type=_numbers, metavar="N,N", help="record these batches, by number")
+    replay = "ops whose outputs are saved and put back: patterns, or a YAML file"
+    add("--replay", type=_ops, metavar="OPS", help=replay)
+    keep = "ops whose tensors are kept, to say by how much they differ"
+    add("--keep", type=_ops, metavar="OPS", help=keep, dest="keep_tensors")
+    steps = "verify: all (default) demands the reference's steps, common compares those of both"
+    add("--steps", choices=("all", "common"), help=steps)
+    divergence = "verify: raise (default) stops there, collect and warn go on"
+    add("--on-divergence", choices=("raise", "collect", "warn"), help=divergence)
+    add("--seed", type=_number, metavar="N", help="seed of all generators, set before the script's first line")
+    deterministic = "set the defaults of DeterminismSettings before the script's first line"
+    add("--deterministic", action="store_true", default=None, help=deterministic)
+    return add
+
+
+OPTIONS = ("level", "modules", "every_n_steps", "only_steps", "replay", "keep_tensors", "steps", "on_divergence")
+"""Arguments of ``DeterminismCallback`` that a script's command may be given."""
+SETTINGS = ("seed", "deterministic")
+"""Settings, likewise."""
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; got {text!r}")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(number) for number in text.split(",")]
+
+
+def _ops(text: str) -> str | list[str]:
+    if text.endswith((".yaml", ".yml")):
+        return str(Path(text).absolute())  # the script may go elsewhere
+    return _names(text)

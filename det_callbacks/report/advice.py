@@ -21,7 +21,10 @@ def advise(facts: Facts, rule: str) -> str:
 
 
 def _advise_initial(facts: Facts) -> str:
-    share, seeded = _share(facts), facts.other_seed
+    num, total, seeded = len(facts.initial_sources), facts.num_initial, facts.other_seed
+    share = f"{num} of {total} initial tensors differ"
+    if num == facts.num_random < total:
+        share = f"all {num} initial tensors that hold more than one value differ"
     if facts.has_few_weights:
         return (
             f"Look at how {facts.initial_sources[0]} is initialised or loaded: {share}, so the seed was the same and "
@@ -37,17 +40,6 @@ def _advise_initial(facts: Facts) -> str:
     return f"Set the seed before the model is built, and load the same weights: {share}, {rest}"
 
 
-def _share(facts: Facts) -> str:
-    num, total = len(facts.initial_sources), facts.num_initial
-    if num >= total:
-        return "the only initial tensor differs" if total == 1 else f"all {total} initial tensors differ"
-    if num == facts.num_random == 1:
-        return "the only initial tensor that holds more than one value differs"
-    if num == facts.num_random:
-        return f"all {num} initial tensors that hold more than one value differ"
-    return f"{num} of {total} initial tensors differ"
-
-
 _OF_BATCH: Mapping[DataChange, str] = {
     "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer: what left the loader agrees, and "
     "what they made of it does not",
@@ -58,18 +50,13 @@ _OF_BATCH: Mapping[DataChange, str] = {
     "are others, which the reference had at step {found_at}",
     "made otherwise": "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same samples, "
     "and their content differs",
+    "other": "Look at the data: none of its samples is known to be in what the reference recorded",
 }
 
 
 def _advise_batch(facts: Facts) -> str:
     change = facts.data_change
-    if change == "drawn":
-        text = _advise_drawn(facts)
-    elif change == "other":
-        others = "None of its samples is in what the reference recorded: they are others, or were made otherwise"
-        text = others if facts.batch.was_searched else ""
-    else:
-        text = _OF_BATCH[change].format(found_at=facts.batch.found_at)
+    text = _advise_drawn(facts) if change == "drawn" else _OF_BATCH[change].format(found_at=facts.batch.found_at)
     return text + (_settings(facts) if change != "transformed" else "")
 
 
@@ -82,14 +69,14 @@ def _advise_drawn(facts: Facts) -> str:
     if any(name.startswith(("num_workers", "sampler")) for name in facts.batch.settings):
         return "The loader is set otherwise, so the sampler drew other samples"
     change = next(filter(facts.is_before_step, facts.generators), None)
-    if change is not None:
-        is_seeded_alike = change.seeds is not None and not change.is_reseeded
-        todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
-        return f"{todo}: the sampler drew other samples; {show_change(change, facts.evidence)}"
-    return (
-        "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that is "
-        "known differs"
-    )
+    if change is None:
+        return (
+            "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that "
+            "is known differs"
+        )
+    is_seeded_alike = change.seeds is not None and not change.is_reseeded
+    todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
+    return f"{todo}: the sampler drew other samples; {show_change(change, facts.evidence)}"
 
 
 def _advise_batch_size(facts: Facts) -> str:
@@ -114,8 +101,8 @@ def _advise_generator(facts: Facts) -> str:
         seed = ": seed Python, NumPy and torch alike before the model is built (DeterminismSettings(seed=...))"
         is_unseeded = change.equal_at is None and change.seeds is None
         return show_change(change, facts.evidence) + (seed if is_unseeded else "")
-    for points, side in _only_in(change):
-        if any(point in ("before validation", "epoch end", "epoch start") for point in points):
+    for side, points in _only_in(change).items():
+        if {"before validation", "epoch end", "epoch start"} & {*points}:
             return (
                 f"{', '.join(points)}: only in {side}, and something there drew from {change.name}. Look at "
                 "val_check_interval, limit_train_batches, drop_last and the length of the data"
@@ -124,40 +111,23 @@ def _advise_generator(facts: Facts) -> str:
     return f"Keep {ran} from drawing from {change.name}: give it a generator of its own, or put the state back after it"
 
 
-def _advise_unrestored(facts: Facts) -> str:
-    changes = [show_change(change, facts.evidence) for change in facts.generators if facts.is_before_step(change)]
+def _advise_before_data(facts: Facts) -> str:
+    if facts.consumed:
+        return _advise_generator(facts)
+    changes = [
+        f"; {show_change(change, facts.evidence)}" for change in facts.generators if facts.is_before_step(change)
+    ]
     return (
         'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
-        "generator" + (f"; {changes[0]}" if changes else "")
-    )
-
-
-def _advise_graph(facts: Facts) -> str:
-    step = facts.difference.step
-    return (
-        "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled before "
-        "decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one graph); "
-        f'see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" '
-        f"(only_steps=[{step}]) to see which op is another"
-    )
-
-
-def _advise_unseen(facts: Facts) -> str:
-    if facts.first.role != "left":
-        return ""
-    return (
-        f"An op inside a CUDA graph runs where nobody sees it: record step {facts.difference.step} of both without "
-        "CUDA graphs (call the function itself instead of its replay, or compile without reduce-overhead) to see which "
-        "op it is"
+        f"generator{''.join(changes[:1])}"
     )
 
 
 def _advise_unrecorded(facts: Facts) -> str:
     choice, step = facts.earlier_choice, facts.difference.step
     text = f"This state differs since before step {step}, and steps before it were not recorded"
-    if choice is not None:
-        return f"{text}; {choice.name} differs, which explains it"
-    return f"{text}: record them too to see where it starts"
+    known = "" if choice is None else f"; {show_differences([choice])}, which explains it"
+    return text + (known or ": record them too to see where it starts")
 
 
 def _advise_lost_value(facts: Facts) -> str:
@@ -166,14 +136,24 @@ def _advise_lost_value(facts: Facts) -> str:
         return ""
     sources, kind = facts.sources, (facts.origin or facts.first).divergence.kind
     is_outside = bool(sources) and all(one.role == "input" and one.divergence.name is None for one in sources)
-    if not is_outside and (sources or kind not in ("argument", "missing", "extra")):
-        return ""
-    return (
-        "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
-        "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
-        "on_load_checkpoint, or in a buffer"
-    )
+    return _LOST_VALUE if is_outside or (not sources and kind in ("argument", "missing", "extra")) else ""
 
+
+_LOST_VALUE = (
+    "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
+    "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
+    "on_load_checkpoint, or in a buffer"
+)
+_COMPILED = (
+    "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled before "
+    "decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one graph); "
+    'see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" '
+    "(only_steps=[{step}]) to see which op is another"
+)
+_REPLAYED = (
+    "An op inside a CUDA graph runs where nobody sees it: record step {step} of both without CUDA graphs (call the "
+    "function itself instead of its replay, or compile without reduce-overhead) to see which op it is"
+)
 
 ADVICE: Mapping[str, Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do
@@ -186,19 +166,19 @@ ADVICE: Mapping[str, Callable[[Facts], str]] = {
         "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one run "
         f"only{_settings(facts)}"
     ),
-    "generator before the data": lambda facts: (
-        _advise_generator(facts) if facts.consumed else _advise_unrestored(facts)
-    ),
+    "generator before the data": _advise_before_data,
     "batch size": _advise_batch_size,
     "batch": _advise_batch,
     "generator": _advise_generator,
     "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
     "choice": lambda facts: "",  # the explanation begins with it
-    "compiled graph": _advise_graph,
+    "compiled graph": lambda facts: _COMPILED.format(step=facts.difference.step),
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
-    "written elsewhere": _advise_unseen,
+    "written elsewhere": lambda facts: (
+        _REPLAYED.format(step=facts.difference.step) if facts.first.role == "left" else ""
+    ),
     "state after the step": _advise_lost_value,
     "first difference": _advise_lost_value,
 }
@@ -272,11 +252,8 @@ def _batch_lines(facts: Facts) -> list[str]:
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
-    names = [source_name(item) for item in tensors if item.role != "samples"]
+    names, batch = [source_name(item) for item in tensors if item.role != "samples"], facts.batch
     lines = [f"batch: other bits in {listed(names) or 'its samples'}"]
-    if facts.evidence is None:
-        return lines
-    batch = facts.evidence.batch
     if batch.indices is not None:
         lines.append(f"batch: the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
@@ -299,9 +276,8 @@ def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
     """Return how a generator came to differ, as one sentence without its final stop."""
     ours, theirs = change.seeds or (None, None)
     if change.equal_at is None:
-        is_start = change.differs_at[0] == 0
-        text = f"{change.name} was in another state "
-        text += "from the start of the fit on" if is_start else f"{_moment(change.differs_at)} already"
+        since = "from the start of the fit on" if change.differs_at[0] == 0 else f"{_moment(change.differs_at)} already"
+        text = f"{change.name} was in another state {since}"
         if change.is_reseeded:
             return f"{text}: seeded with {ours} in the reference, {theirs} now"
         same = f": seeded with {ours} in both, and drawn from a different number of times before it"
@@ -313,11 +289,13 @@ def show_change(change: GeneratorChange, evidence: Evidence | None) -> str:
         text += ", by another number of draws from the same seed"
     if evidence is not None:
         text += f"; in between ran: {_what_ran(change, evidence)}"
-    return text + "".join(f"; only in {side}: {', '.join(points)}" for points, side in _only_in(change) if points)
+    return text + "".join(
+        f"; only in {side}: {', '.join(points)}" for side, points in _only_in(change).items() if points
+    )
 
 
-def _only_in(change: GeneratorChange) -> tuple[tuple[tuple[str, ...], str], ...]:
-    return (change.only_reference, "the reference"), (change.only_current, "the current run")
+def _only_in(change: GeneratorChange) -> dict[str, tuple[str, ...]]:
+    return {"the reference": change.only_reference, "the current run": change.only_current}
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:

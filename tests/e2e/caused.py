@@ -46,6 +46,7 @@ class Training:
     load_from: int | None = None
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
+    scheduler: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     level: str = "op"
 
@@ -144,6 +145,7 @@ class Module(pl.LightningModule):
         if self.training_of.value.draws_in_validation:
             torch.rand(3)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         training: Training = self.training_of.value
-        return torch.optim.AdamW(self.parameters(), lr=training.lr, betas=training.betas)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=training.lr, betas=training.betas)
+        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if training.scheduler else optimizer

@@ -56,7 +56,10 @@ def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
     def run(*words: str, faults: Sequence[str] = (), script: str = "train.py") -> Ended:
         capfd.readouterr()
-        status = main([*words, "--", sys.executable, script, *faults])
+        try:
+            status = main([*words, "--", sys.executable, script, *faults])
+        except SystemExit as ended:  # argparse
+            status = int(ended.code or 0)
         text, errors = capfd.readouterr()
         return Ended(status=status, text=text, errors=errors)
 

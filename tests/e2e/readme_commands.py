@@ -26,8 +26,9 @@ def commands_of(readme: str) -> list[tuple[str, list[str]]]:
 
 
 def pattern_of(line: str) -> str:
-    """A promised line as a pattern: "..." stands for anything."""
-    return ".*".join(re.escape(part.strip()) for part in line.split("..."))
+    """A promised line as a pattern: "..." stands for anything, and a sentence may go on in the next line."""
+    parts = (r"\s+".join(map(re.escape, part.split())) for part in line.split("..."))
+    return r".*(?:\n.*)?".join(parts)
 
 
 def run_page(page: Path, folder: Path, *, added: str = "") -> int:

@@ -149,6 +149,11 @@ FAULTS = {
     "learning rate": Fault(
         change={"lr": 2e-2}, cause="settings", says=("optimizer.AdamW.lr: 0.01 in the reference, 0.02 now",)
     ),
+    "learning rate scheduler": Fault(
+        change={"scheduler": True},
+        cause="settings",
+        says=("optimizer.lr_scheduler: none in the reference, StepLR each epoch now, and that is what differs first",),
+    ),
     "betas": Fault(change={"betas": (0.8, 0.999)}, cause="settings", says=("optimizer.AdamW.betas",)),
     "gradient clipping": Fault(
         change={"trainer": {"gradient_clip_val": 0.01}}, cause="settings", says=("trainer.gradient_clip_val",)
