@@ -25,7 +25,7 @@ An op's outputs have names where the trace knew them, which it may not have on o
 the names, then names count, and last the op counts alone.
 """
 
-_LEADING = ("input", "generator", "delivered", "left")
+_LEADING = ("input", "generator", "delivered", "graph_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,7 +167,7 @@ def _follows(site: Site, before: Site, output: int) -> bool:
     return (
         site.op == before.op
         and site.output == output
-        and site.role in ("output", "value", "sent", "entering")
+        and site.role in ("output", "value", "sent", "region_input")
         and site.phase == before.phase
         and site.module == before.module
     )
@@ -297,7 +297,7 @@ def _input_key(view: StepView, place: int, *, is_exact: bool) -> Hashable:
     site = view.program.sites[place]
     if is_exact:
         return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
-    return (site.role, site.name) if site.role in ("input", "left") and site.name else None
+    return (site.role, site.name) if site.role in ("input", "graph_output") and site.name else None
 
 
 def _pair_outputs(views: tuple[StepView, StepView], units: tuple[_Units, _Units], left: int, right: int) -> Pairs:

@@ -400,7 +400,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of),
     Rule(
         name="written elsewhere",
-        applies=lambda facts: facts.first.role in ("delivered", "left"),
+        applies=lambda facts: facts.first.role in ("delivered", "graph_output"),
         cause="unknown",  # of a collective the other ranks know more: see ``compare/collectives.py``
     ),
     Rule(

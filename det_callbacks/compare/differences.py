@@ -307,14 +307,14 @@ class StepDifference:
             return "unread batch" if self.unread else "passed on"
         if site.role == "delivered":
             return "race" if self.is_in_flight(row) else "collective"
-        if site.role == "left":
+        if site.role == "graph_output":
             return "graph replay"
         if not site.op:
             return "not recorded"
         if site.op.startswith(REGION) and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
             return "region parameters"
         # what goes into a collective or a region was computed by nobody: what wrote it agrees, so something unseen did
-        is_given = site.role == "entering" or (site.role == "sent" and kind in ("content", "structure"))
+        is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
         is_unseen = self._pairs[row][1] in self.current.unseen_writes
         return "unseen writer" if is_given or is_unseen or self._reads_unknown(row) else "here"
 

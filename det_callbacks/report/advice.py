@@ -177,7 +177,7 @@ ADVICE: Mapping[str, Callable[[Facts], str]] = {
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
     "written elsewhere": lambda facts: (
-        _REPLAYED.format(step=facts.difference.step) if facts.first.role == "left" else ""
+        _REPLAYED.format(step=facts.difference.step) if facts.first.role == "graph_output" else ""
     ),
     "state after the step": _advise_lost_value,
     "first difference": _advise_lost_value,

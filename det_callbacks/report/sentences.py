@@ -19,8 +19,8 @@ MAX_RANGES = 4
 
 _CONTENT = {
     # role of a site -> how its bits differ
-    "entering": "is given other bits",
-    "left": "holds other bits",
+    "region_input": "is given other bits",
+    "graph_output": "holds other bits",
     "sent": "was given other bits",
     "delivered": "delivered other bits",
 }

@@ -29,8 +29,8 @@ Role = Literal[
     "sent",
     "delivered",
     "graph",
-    "entering",
-    "left",
+    "region_input",
+    "graph_output",
 ]
 """What the 8 bytes at a site are.
 
@@ -46,8 +46,8 @@ delivered: digest of a tensor that a collective wrote, at its first read; 0 with
     was read before the collective was done.
 graph: fingerprint of the graph of a compiled region, which is about to run; it is in the layout's detail, too, so that
     another graph is a difference in structure.
-entering: digest of a tensor, or the bits of a number, that goes into a compiled region.
-left: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
+region_input: digest of a tensor, or the bits of a number, that goes into a compiled region.
+graph_output: digest of memory that a replay of a CUDA graph may have written, at its first read after it.
 """
 
 UNWRITTEN = "written by nothing seen"
@@ -161,7 +161,7 @@ class Program:
     @cached_property
     def roles(self) -> np.ndarray:
         """Role by position, as text."""
-        return np.array([site.role for site in self.sites], dtype="U9")
+        return np.array([site.role for site in self.sites], dtype="U12")
 
     @cached_property
     def arguments(self) -> np.ndarray:

@@ -152,16 +152,7 @@ class Collectives:
         names: list[InputName],
         row_edges: list[tuple[int, ...]],
     ) -> None:
-        """Make the row of a tensor that collectives delivered, at its first read.
-
-        Args:
-            tensor: what is read.
-            numbers: of the deliveries into its bytes.
-            edges: sites that wrote others of its bytes.
-            reads: gets the row's position.
-            names: gets the row's name.
-            row_edges: gets what the row follows from.
-        """
+        """Make the row of a tensor that collectives delivered, at its first read."""
         recorder = self._recorder
         deliveries = [self._deliveries[number] for number in numbers]
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
@@ -209,9 +200,6 @@ class Collectives:
 
         Gloo reduces into a buffer of its own, and copies this rank's part when it is waited for, by an op that modes
         see (torch 2.13, ``ProcessGroupGloo::reduce_scatter`` and ``_reduce_scatter_base``).
-
-        Args:
-            tensors: target and source of the copy.
         """
         if not self._deliveries or len(tensors) < 2 or any(map(has_parts, tensors)):
             return

@@ -53,13 +53,7 @@ class TracedGraph:
 
 
 def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
-    """Return what is kept of a graph; costs some 20 microseconds a node, once each time something is compiled.
-
-    Args:
-        graph: as it was traced.
-        output: the ``OutputGraph`` that Dynamo made it in.
-        example_inputs: of the graph.
-    """
+    """Return what is kept of a graph; costs some 20 microseconds a node, once each time something is compiled."""
     compiler = output.compiler_fn
     backend = str(getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None))
     nodes = list(graph.graph.nodes)

@@ -1,9 +1,9 @@
 """Regions that torch.compile compiled: the graph, what goes in, what comes out, and the ops that are seen inside.
 
 One call of a compiled graph makes: the rows of inputs that no recorded op of this step wrote, as for any op; a row of
-role "graph"; rows of role "entering" for what goes in, but for parameters that the region only reads; rows of the ops
-that a dispatch mode sees inside (extern kernels and custom ops); and, when it has run, rows for its outputs and for the
-inputs that it wrote.
+role "graph"; rows of role "region_input" for what goes in, but for parameters that the region only reads; rows of the
+ops that a dispatch mode sees inside (extern kernels and custom ops); and, when it has run, rows for its outputs and for
+the inputs that it wrote.
 
 Inductor reuses buffers, so an op inside follows from all that goes in, and never is the origin: the region is. Its
 backward pass follows from the ops inside, too, whose results it may have saved.
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from det_callbacks.digest import digest_output
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
-from det_callbacks.trace.arguments import arguments_json
 from det_callbacks.trace.backward import compiled_nodes
 from det_callbacks.trace.compiled_graphs import GraphInput, TracedGraph
 from det_callbacks.trace.components import holds_data, parts_with_memory
@@ -26,7 +25,7 @@ from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
 from det_callbacks.trace.named_tensors import has_place
 from det_callbacks.trace.overloads import OpKind, comes_apart, in_flight, tensors_in, written_arguments, written_by_call
 from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import InputName, source_of
+from det_callbacks.trace.sites import InputName, arguments_json, source_of
 from det_callbacks.trace.tensor_hooks import begin_kept_call, hook_outputs
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class Region:
             node.source = source_of(self.scope)
             graph = self._site(node, "graph", 0, "graph", None, every, arguments_json(arguments))
             rows = [
-                self._site(node, "inputs", index, "entering", name, written)
+                self._site(node, "inputs", index, "region_input", name, written)
                 for index, ((name, _), written) in enumerate(zip(entering, edges, strict=True))
             ]
             node.rows = (*recorder.reads.sites(node), graph, *rows)

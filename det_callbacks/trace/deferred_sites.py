@@ -64,13 +64,7 @@ class DeferredSites(DeferredDigests):
             self.flush()
 
     def digest(self, position: int, tensor: Tensor, slot: LayoutSlot) -> int:
-        """Return the digest of a tensor, in memory order where it is dense; 0 where it is deferred.
-
-        Args:
-            position: of the site that it is for.
-            tensor: any with data.
-            slot: its layout.
-        """
+        """Return the digest of a tensor, in memory order where it is dense; 0 where it is deferred."""
         if slot.is_raw and tensor.__class__ in _PLAIN and not tensor.is_neg():
             storage = tensor.untyped_storage()
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory

@@ -49,13 +49,7 @@ class GeneratorTrail:
         self._drawing = None
 
     def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
-        """Note that the state was digested at a position; return the sites it follows from.
-
-        Args:
-            name: of the generator.
-            position: of the site.
-            generator: itself, when its name is not its own; it is kept until the step ends.
-        """
+        """Note that the state was digested at a position; return the sites it follows from."""
         key: object = name
         if generator is not None:
             key = generator._cdata  # type: ignore[attr-defined]  # torch 2.13: the address of the generator proper
@@ -72,13 +66,7 @@ class GeneratorTrail:
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) -> tuple[str, Generator]:
-    """Return the generator that an op draws from: the one passed, else its device's default.
-
-    Args:
-        args: of the op.
-        kwargs: of the op.
-        homes: the devices whose generators go by no index.
-    """
+    """Return the generator that an op draws from: the one passed, else its device's default."""
     device = kwargs.get("device")
     for value in (*args, *kwargs.values()):
         if isinstance(value, Generator):
@@ -107,12 +95,7 @@ class Ledger:
         self._late = DeferredDigests()
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
-        """Note the states of all generators; while a graph is captured, not those of devices.
-
-        Args:
-            point: where the run is.
-            with_seeds: also note what torch's were seeded with.
-        """
+        """Note the states of all generators; while a graph is captured, not those of devices."""
         add = self._rows.append
         for name, held in (*PROCESS.items(), *used_generators(), *self.held.items()):
             if not is_readable(held):

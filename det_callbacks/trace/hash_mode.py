@@ -95,11 +95,10 @@ class HashMode:
         self._phases = OptimizerPhases(
             self.recorder, base_phase, on_new=self.recorder.names.refresh, on_update=self._record_gradients
         )
-        self._outputs = ModuleOutputs(self.recorder)
+        self._listener = Listener(self.recorder, self._phases)
         self.recorder.names.list_state = self._state
         self.recorder.names.list_parameters = self._parameters_of
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
-        self._interceptor: Interceptor | None = None
         self.is_open = False
         self.sketch = Sketch()
         """Of the samples of the last batch."""
@@ -148,15 +147,9 @@ class HashMode:
                 self.sketch = record_batch(recorder, batch)
             record_generators(recorder)
             self.is_open = True
-            self._phases.open()
             if self.selection.level != "state":
                 recorder.modules.open()
-                self._outputs.open()
-            recorder.compiled.open()
-            if self.selection.level == "op":
-                interceptor = Interceptor(recorder)
-                interceptor.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-                self._interceptor = interceptor
+            self._listener.open(sees_ops=self.selection.level == "op")
         except BaseException:  # Ctrl-C between two of them: nobody will call __exit__
             self.abandon()
             raise
@@ -209,33 +202,27 @@ class HashMode:
         """Return the function with its ops outside the trace: they belong to no training step."""
 
         def left_out(*args: Any, **kwargs: Any) -> Any:
-            interceptor = self._interceptor
-            if interceptor is None or interceptor.recorder is None:
+            mode = self._listener.mode
+            if mode is None or mode.recorder is None:
                 return function(*args, **kwargs)
-            recorder, interceptor.recorder = interceptor.recorder, None
+            recorder, mode.recorder = mode.recorder, None
             try:
                 return function(*args, **kwargs)
             finally:
-                if self._interceptor is interceptor:
-                    interceptor.recorder = recorder
+                if self._listener.mode is mode:
+                    mode.recorder = recorder
 
         return left_out
 
     def _leave(self) -> None:
         self.is_open = False
-        self._phases.close()
-        self._outputs.close()
         self.recorder.modules.close()
-        self.recorder.compiled.close()
-        interceptor, self._interceptor = self._interceptor, None
-        if interceptor is None or interceptor.leave():
+        if (above := self._listener.close()) is None:
             return
-        interceptor.recorder = None
         self.is_off = True
         warnings.warn(
-            f"Another dispatch mode ({interceptor.describe_top()}) was opened inside the step and "
-            "left open; det_callbacks turned its own mode off and records nothing from here on. Close that mode "
-            "before the step ends.",
+            f"Another dispatch mode ({above}) was opened inside the step and left open; det_callbacks turned its own "
+            "mode off and records nothing from here on. Close that mode before the step ends.",
             CoverageWarning,
             stacklevel=3,
         )
@@ -267,6 +254,47 @@ class HashMode:
             recorder.names.refresh()
 
 
+class Listener:
+    """Lets a recorder see what runs.
+
+    Args:
+        recorder: whose step is under way; its module stack is somebody else's affair.
+        phases: of the optimizers' updates; None where somebody else follows these, and the outputs of modules.
+
+    Attributes:
+        mode: the dispatch mode that is open; None while none is.
+    """
+
+    def __init__(self, recorder: Recorder, phases: OptimizerPhases | None) -> None:
+        self._recorder = recorder
+        self._phases = phases
+        self._outputs = ModuleOutputs(recorder)
+        self.mode: Interceptor | None = None
+
+    def open(self, *, sees_ops: bool) -> None:
+        """Listen from here on."""
+        if self._phases is not None:
+            self._phases.open()
+            if self._recorder.selection.level != "state":
+                self._outputs.open()
+        self._recorder.compiled.open()
+        if sees_ops:
+            self.mode = Interceptor(self._recorder)
+            self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def close(self) -> str | None:
+        """Stop; return the class of a mode that is open above ours, which then stays and passes all ops on."""
+        if self._phases is not None:
+            self._phases.close()
+            self._outputs.close()
+        self._recorder.compiled.close()
+        mode, self.mode = self.mode, None
+        if mode is None or mode.leave():
+            return None
+        mode.recorder = None
+        return mode.describe_top()
+
+
 class OpRegion:
     """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
 
@@ -274,34 +302,25 @@ class OpRegion:
     what an op reads from an earlier region is an input of the later one.
 
     Args:
-        recorder: whose step is under way; its module stack is somebody else's affair.
+        recorder: whose step is under way.
         is_followed: a HashMode is open around the step, which sees to phases and module outputs.
     """
 
     def __init__(self, recorder: Recorder, *, is_followed: bool = False) -> None:
         self._recorder = recorder
-        self._is_followed = is_followed
-        self._phases = OptimizerPhases(recorder, "forward")
-        self._outputs = ModuleOutputs(recorder)
-        self._mode: Interceptor | None = None
+        self._listener = Listener(recorder, None if is_followed else OptimizerPhases(recorder, "forward"))
         self.depth = 0
 
     @property
     def is_dispatching(self) -> bool:
         """Whether its mode is handling an op right now, for which torch has taken it from the stack."""
-        return self._mode is not None and self._mode not in open_modes()
+        return self._listener.mode is not None and self._listener.mode not in open_modes()
 
     def enter(self) -> None:
         """Open a region; inside another one it changes nothing."""
         self.depth += 1
-        if self.depth > 1:
-            return
-        if not self._is_followed:
-            self._phases.open()
-            self._outputs.open()
-        self._mode = Interceptor(self._recorder)
-        self._recorder.compiled.open()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        if self.depth == 1:
+            self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
         """Close a region.
@@ -313,9 +332,10 @@ class OpRegion:
             raise TraceError(
                 "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
             )
-        if self.depth == 1 and self._mode is not None and not self._mode.is_on_top:
+        mode = self._listener.mode
+        if self.depth == 1 and mode is not None and not mode.is_on_top:
             raise TraceError(
-                f"Another dispatch mode ({self._mode.describe_top()}) is open above that of enable_hash_mode, or took "
+                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or took "
                 "its place. The region is still open. Close what was opened last first."
             )
         self.depth -= 1
@@ -329,30 +349,24 @@ class OpRegion:
 
     def suspend(self) -> None:
         """Let ops pass, in a region that is open, until ``resume``: no step is under way."""
-        if self._mode is not None:
-            self._mode.recorder = None
+        if self._listener.mode is not None:
+            self._listener.mode.recorder = None
 
     def resume(self) -> None:
         """Record ops again where a region is open."""
-        if self._mode is not None:
-            self._mode.recorder = self._recorder
+        if self._listener.mode is not None:
+            self._listener.mode.recorder = self._recorder
 
     def _close(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is None:
+        if self._listener.mode is None:
             return
-        if not self._is_followed:
-            self._phases.close()
-            self._outputs.close()
-        self._recorder.compiled.close()
+        self.suspend()
         self._recorder.ledger.close()
         self._recorder.generators.clear()
-        mode.recorder = None
-        if mode.leave():
-            return
-        warnings.warn(
-            "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned off "
-            "now. Close that mode first.",
-            CoverageWarning,
-            stacklevel=4,
-        )
+        if self._listener.close() is not None:
+            warnings.warn(
+                "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned "
+                "off now. Close that mode first.",
+                CoverageWarning,
+                stacklevel=4,
+            )

@@ -74,10 +74,6 @@ class NondeterministicOps:
     def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
         """Return how an op is called: again where it raised for want of a deterministic implementation, if it may be.
 
-        Args:
-            plan: of the op.
-            place: returns phase and scope of what runs.
-
         Raises:
             NondeterministicOpError: by what is returned: it may not be called.
         """

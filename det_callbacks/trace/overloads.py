@@ -175,7 +175,7 @@ class OpPlan:
         returns_one: the op has one return, which may itself be a list of tensors.
         hidden_writes: names among ``writes`` that the schema does not declare, or declares always; where there is an
             argument ``training``, they are written only when it is true.
-        is_overwrite: the written argument is not read.
+        is_overwrite: the written arguments are not read.
         is_plain: a tensor that it returns is digested as it is.
         opaque_outputs: indices of returned tensors that are not digested.
         draws_random: it reads and advances a random generator.
@@ -207,6 +207,18 @@ class OpPlan:
     declared_only: str = ""
     is_reducing: bool = False
     whole: "OpPlan | None" = None
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the arguments of a call by name, but for those that it overwrites without reading them."""
+        overwritten = {write.name for write in self.writes} if self.is_overwrite else ()
+        for name, value in (*zip(self.argument_names, args, strict=False), *kwargs.items()):
+            if name not in overwritten:
+                yield name, value
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:
+        """Return an argument of a call."""
+        index = self.argument_names.index(name)
+        return args[index] if index < len(args) else kwargs.get(name, default)
 
 
 @cache
@@ -368,10 +380,7 @@ def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def read_by_argument(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a call reads, by argument: not those that it only writes."""
-    written_only = {write.name for write in plan.writes} if plan.is_overwrite else set()
-    for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
-        if name in written_only:
-            continue
+    for name, value in plan.inputs(args, kwargs):
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, list | tuple):
@@ -384,8 +393,7 @@ def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:
     """Return the tensors that a call copies to the host without anybody having waited for it, and where from."""
-    index = plan.argument_names.index("non_blocking")
-    is_non_blocking = args[index] if index < len(args) else kwargs.get("non_blocking", False)
+    is_non_blocking = plan.argument("non_blocking", args, kwargs, False)
     written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
     on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
     if not on_host:
@@ -425,7 +433,4 @@ def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _is_training(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if "training" not in plan.argument_names:
-        return True
-    index = plan.argument_names.index("training")
-    return bool(args[index] if index < len(args) else kwargs.get("training"))
+    return "training" not in plan.argument_names or bool(plan.argument("training", args, kwargs, False))

@@ -3,6 +3,10 @@
 A step walks down from the root. At each call the child taken most recently is tried first, then its siblings
 (accumulation steps, several optimizers and data-dependent branches alternate), and only when none fits a new node is
 built. Sites, source lines and programs hang on the nodes, so that a step like an earlier one costs comparisons only.
+
+A learning rate or a shape may be another in each step. So each number among the arguments of a call, and each list of
+numbers, is left out of the program, and the step has one digest of all those of a call; dtypes, flags and words are
+part of the program. What a step's program is follows from the step alone, whatever this process has recorded before.
 """
 
 from collections import Counter
@@ -11,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from det_callbacks.runs.program import ArgumentTag, Program, Site, argument_bits
-from det_callbacks.trace.arguments import is_ambiguous, is_number
 from det_callbacks.trace.source import read_text
 
 MAX_NODES = 200_000
@@ -238,3 +241,21 @@ def with_occurrences(rows: Sequence[Site]) -> tuple[Site, ...]:
         sites.append(replace(row, occurrence=counts[key]) if counts[key] else row)
         counts[key] += 1
     return tuple(sites)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a value of the step: a number, or a list of numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_number, value))
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def is_ambiguous(value: Any, *, is_number: bool) -> bool:
+    """Return whether an argument may equal another that is not the same: 0.0 == -0.0, 1 == 1.0 == True."""
+    if isinstance(value, list | tuple):
+        return any(is_ambiguous(item, is_number=is_number) for item in value)
+    if isinstance(value, float) and value == 0.0:
+        return True
+    if not is_number or not isinstance(value, int | float | complex):
+        return False
+    return isinstance(value, complex) or (value == value and abs(value) < 2**63 and value == int(value))

@@ -45,7 +45,11 @@ class Reads:
                 recorder.undigested.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
-                self._read_whole(tensor, reads, names)
+                if holds_data(tensor):  # without a storage (mkldnn), so that nobody knows who wrote it
+                    names.append(None)
+                    self.row_edges.append(())
+                    reads.append(len(recorder.digests))
+                    recorder.append(tensor)
                 return
             if parts[0] is not tensor:
                 for part in parts:
@@ -75,7 +79,7 @@ class Reads:
         position = len(recorder.digests)
         name: InputName = recorder.names.of(tensor)
         if ledger.is_invalidated:
-            name = SpecialInput("left", recorder.names.of(tensor))
+            name = SpecialInput("graph_output", recorder.names.of(tensor))
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
@@ -137,11 +141,9 @@ class Reads:
         self._is_for_device = bool(self._recorder.ledger.in_flight) and goes_to_device(plan, args, kwargs)
         if plan.base == "aten.copy_":
             self._recorder.undigested.collectives.note_copy(*args[:2])
-        written = {write.name for write in plan.writes}
         try:
-            for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
-                if name not in written:
-                    self.gather(value, consts, reads, names)
+            for _, value in plan.inputs(args, kwargs):
+                self.gather(value, consts, reads, names)
         finally:
             self._is_for_device = False
 
@@ -187,13 +189,10 @@ class Reads:
         """
         if not plan.base.startswith(_ELEMENTWISE):
             return None
-        written = {write.name for write in plan.writes} if plan.is_overwrite else set()
         writers_of = self._recorder.ledger.writers_of
         lists: list[list[Tensor]] = []
         shared: list[int] = []
-        for name, value in (*zip(plan.argument_names, args, strict=False), *kwargs.items()):
-            if name in written:
-                continue
+        for _, value in plan.inputs(args, kwargs):
             if isinstance(value, Tensor):
                 shared.extend(writers_of(value))
             elif isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
@@ -222,17 +221,3 @@ class Reads:
         self.row_edges.clear()
         self.unwritten.clear()
         self._recorder.ledger.drop_from(mark)
-
-    def _read_whole(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
-        """Collect who made a tensor without storage (mkldnn); one that holds no data has no writer."""
-        if not holds_data(tensor):
-            return
-        recorder = self._recorder
-        writer = recorder.ledger.writer_of_whole(tensor)
-        if writer is None:
-            writer = len(recorder.digests)
-            names.append(None)
-            self.row_edges.append(())
-            recorder.append(tensor)
-            recorder.ledger.write_whole(tensor, writer)
-        reads.append(writer)

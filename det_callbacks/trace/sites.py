@@ -1,16 +1,16 @@
 """The sites of a call that no earlier step had: the cold path, where text is made."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from det_callbacks.runs.program import Role, Site
-from det_callbacks.trace.arguments import arguments_json, is_number, names_of_arguments
+from det_callbacks.runs.program import Role, Site, plain_value
 from det_callbacks.trace.overloads import OpPlan
-from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie
-from det_callbacks.trace.source import capture_source, is_of_torch
+from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, is_number
+from det_callbacks.trace.source import capture_source
 
 
 class SpecialInput(NamedTuple):
@@ -33,14 +33,7 @@ InputName = str | SpecialInput | None
 def input_site(
     name: InputName, edges: tuple[int, ...], node: CallNode, delivered: Callable[[SpecialInput], Site]
 ) -> Site:
-    """Return the site of something that a call reads and that no recorded op of this step wrote.
-
-    Args:
-        name: of the input.
-        edges: positions that it follows from.
-        node: the call that reads it.
-        delivered: returns the site, without edges, of what a collective has delivered.
-    """
+    """Return the site of something that a call reads and that no recorded op of this step wrote."""
     role: Role = "input"
     phase, module = "input", node.module
     if isinstance(name, SpecialInput):
@@ -69,23 +62,11 @@ def build_op(
     outputs: Sequence[Any],
     output_names: Sequence[str | None],
 ) -> None:
-    """Fill in the sites and the constant arguments of a new node of an op.
-
-    Args:
-        node: made with what was seen of the call; its source is known.
-        plan: of its overload.
-        args: of the call.
-        kwargs: of the call.
-        trie: of the node.
-        inputs: the sites of its inputs.
-        by_output: positions read by each output, where they are not the same for all.
-        outputs: tensors and numbers that the call wrote.
-        output_names: their names, where they have one.
-    """
+    """Fill in the sites and the constant arguments of a new node of an op."""
     scope = node.scope
     if scope.name is not None:
         output_names = [name or f"grad of {scope.name}" for name in output_names]
-    names = list(names_of_arguments(plan, args, kwargs))
+    names = list(_names_of_arguments(plan, args, kwargs))
     assert len(names) == len(node.consts), plan.name
     node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
     node.any_number = frozenset(
@@ -141,19 +122,15 @@ def source_of(scope: OpScope) -> tuple[str, ...]:
     return capture_source() if scope.source is None else scope.source
 
 
-def source_of_call(node: CallNode) -> tuple[str, ...]:
-    """Return the lines behind the call of an op.
+def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the arguments that are no tensors, in the order in which the recorder collects them."""
+    for name, value in plan.inputs(args, kwargs):
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            yield from (f"{name}[{index}]" for index, item in enumerate(value) if not isinstance(item, Tensor))
+        elif not isinstance(value, Tensor):
+            yield name
 
-    An op that a checkpoint repeats has none of the user's when the repeated module is torch's own: then those of its
-    first run, unless that module was called from several places.
-    """
-    source = source_of(node.scope)
-    if not node.scope.recomputed or not is_of_torch(source):
-        return source
-    first_runs: set[tuple[str, ...]] = set()
-    earlier = node.parent
-    while earlier is not None:
-        if earlier.func is node.func and earlier.phase == "forward" and earlier.module == node.module:
-            first_runs.add(earlier.source)
-        earlier = earlier.parent
-    return first_runs.pop() if len(first_runs) == 1 else source
+
+def arguments_json(arguments: Mapping[str, Any]) -> str:
+    """Return the JSON object of arguments by name."""
+    return json.dumps({name: plain_value(value) for name, value in arguments.items()}, separators=(",", ":"))

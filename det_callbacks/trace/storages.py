@@ -5,10 +5,8 @@ ledger is pinned by a weak reference until the step ends: its memory is released
 Pinning and looking up cost about 0.1 microsecond each (torch 2.13: ``UntypedStorage._weak_ref`` and ``_cdata``).
 """
 
-import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -24,46 +22,34 @@ Less than that are collectives: -2 - n for the n-th delivery of the step, until 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a storage that a strided tensor covers.
+    """The bytes of a storage from the first to the last that a strided tensor covers.
 
     Attributes:
         low: first byte.
         high: last byte + 1.
-        run: length of each stretch without holes.
-        steps: (distance, number) of the dimensions that repeat the stretch, by distance; () when there are no holes.
-        period: greatest common divisor of the distances: stretches begin at multiples of it from ``low`` on.
+        holes: shape and stride of a tensor that leaves some of these bytes out; () when there are no holes.
     """
 
     low: int
     high: int
-    run: int
-    steps: tuple[tuple[int, int], ...] = ()
-    period: int = 0
+    holes: tuple[tuple[int, ...], ...] = ()
 
     def overlaps(self, other: "Region") -> bool:
-        """Return whether they share a byte; true as well for some that interleave at different periods."""
-        if self.low >= other.high or other.low >= self.high:
-            return False
-        period = gcd(self.period, other.period)
-        if self.run >= period or other.run >= period:
-            return True
-        offset = (other.low - self.low) % period
-        return offset < self.run or period - offset < other.run
+        """Return whether they share a byte; true as well for some that interleave."""
+        return self.low < other.high and other.low < self.high
 
     def contains(self, other: "Region") -> bool:
         """Return whether every byte of the other is in this one; false as well for some nested ones with holes."""
-        if not self.steps:
-            return self.low <= other.low and other.high <= self.high
-        return self == other
+        return self == other if self.holes else self.low <= other.low and other.high <= self.high
 
     def without(self, other: "Region") -> list["Region"]:
         """Return what is left when the other is taken away; all of it where only one of them has no holes."""
         if other.contains(self):
             return []
-        if self.steps or other.steps or not self.overlaps(other):
+        if self.holes or other.holes or not self.overlaps(other):
             return [self]
         ends = [(self.low, min(self.high, other.low)), (max(self.low, other.high), self.high)]
-        return [Region(low, high, high - low) for low, high in ends if low < high]
+        return [Region(low, high) for low, high in ends if low < high]
 
 
 @dataclass(slots=True)
@@ -111,7 +97,7 @@ class PartialWrites:
         if self.is_uninitialised:
             return True
         reached = region.low
-        for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.steps):
+        for low, high in sorted((written.low, written.high) for written, _ in self.writes if not written.holes):
             if low <= reached:
                 reached = max(reached, high)
         return reached >= region.high
@@ -122,7 +108,7 @@ class PartialWrites:
             (written, at)
             for index, (written, at) in enumerate(self.writes)
             if at >= 0
-            and not written.steps
+            and not written.holes
             and written.overlaps(region)
             and not any(later.overlaps(written) for later, _ in self.writes[index + 1 :])
         ]
@@ -139,7 +125,6 @@ class StorageLedger:
     def __init__(self) -> None:
         self.writers: dict[int, int | PartialWrites] = {}
         self.pins: list[int] = []
-        self._without_storage: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.is_invalidated = False
         """Whether ``invalidate`` was called in this step."""
         self.in_flight: set[int] = set()
@@ -162,7 +147,7 @@ class StorageLedger:
         if known is None:
             self.pin(tensor)
         region = region_of(tensor)
-        if not region.steps and region.low == 0 and region.high >= storage.nbytes():
+        if not region.holes and region.low == 0 and region.high >= storage.nbytes():
             self.writers[address] = position
         else:
             self._partial(address, known, storage.nbytes()).add(region, position)
@@ -178,7 +163,7 @@ class StorageLedger:
         if known is None:
             return
         region = region_of(tensor)
-        if not region.steps and region.low == 0 and region.high >= storage.nbytes():
+        if not region.holes and region.low == 0 and region.high >= storage.nbytes():
             del self.writers[storage._cdata]
         elif region.high > region.low:
             self._partial(storage._cdata, known, storage.nbytes()).add(region, UNKNOWN)
@@ -214,18 +199,7 @@ class StorageLedger:
         address = tensor.untyped_storage()._cdata
         known = self.writers.get(address)
         if isinstance(known, int):
-            self.writers[address] = PartialWrites(
-                is_uninitialised=True, writes=[(Region(0, num_bytes, num_bytes), known)]
-            )
-
-    def write_whole(self, tensor: Tensor, position: int) -> None:
-        """Note that a site made a tensor that has no storage (mkldnn)."""
-        self._without_storage[id(tensor)] = (weakref.ref(tensor), position)
-
-    def writer_of_whole(self, tensor: Tensor) -> int | None:
-        """Return the site that made a tensor without storage, None when that was not seen."""
-        known = self._without_storage.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+            self.writers[address] = PartialWrites(is_uninitialised=True, writes=[(Region(0, num_bytes), known)])
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the recorded sites that wrote the bytes of a tensor that has a storage, ascending."""
@@ -241,23 +215,19 @@ class StorageLedger:
                 known.writes = [write for write in known.writes if write[1] < position]
             elif known >= position:
                 del self.writers[address]
-        for identity, (_, writer) in list(self._without_storage.items()):
-            if writer >= position:
-                del self._without_storage[identity]
 
     def close(self) -> None:
         """Drop everything known and let the addresses go."""
         self.is_invalidated = False
         self.in_flight.clear()
         self.writers.clear()
-        self._without_storage.clear()
         pins, self.pins = self.pins, []  # each is let go once, also where Ctrl-C ends this and it is called again
         for address in pins:
             _free_weak_ref(address)  # type: ignore[no-untyped-call]  # torch's own, unannotated
 
     def _partial(self, address: int, known: int | PartialWrites | None, num_bytes: int) -> PartialWrites:
         if not isinstance(known, PartialWrites):
-            writes = [] if known is None else [(Region(0, num_bytes, num_bytes), known)]
+            writes = [] if known is None else [(Region(0, num_bytes), known)]
             known = self.writers[address] = PartialWrites(is_uninitialised=False, writes=writes)
         return known
 
@@ -265,32 +235,24 @@ class StorageLedger:
 def region_of(tensor: Tensor) -> Region:
     """Return the bytes of its storage that a strided tensor covers."""
     if tensor.is_nested:
-        num_bytes = tensor.untyped_storage().nbytes()
-        return Region(0, num_bytes, num_bytes)
+        return Region(0, tensor.untyped_storage().nbytes())
     low = int(tensor.storage_offset()) * tensor.itemsize
-    extent, run, steps, period = _pattern(tensor.shape, tensor.stride(), tensor.itemsize)
-    return Region(low, low + extent, run, steps, period)
+    extent, holes = _extent(tensor.shape, tensor.stride())
+    return Region(low, low + extent * tensor.itemsize, holes)
 
 
 @lru_cache(maxsize=4096)
-def _pattern(
-    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int
-) -> tuple[int, int, tuple[tuple[int, int], ...], int]:
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return how many elements lie between the first and the last, these included, and what tells the holes."""
     if 0 in shape:
-        return 0, 0, (), 0
-    extent = run = itemsize
-    steps: list[tuple[int, int]] = []
-    for distance, length in sorted((step * itemsize, length) for step, length in zip(stride, shape, strict=True)):
-        if length == 1 or distance == 0:
-            continue
-        extent += (length - 1) * distance
-        if distance <= run and not steps:
-            run += (length - 1) * distance
-        elif steps and distance == steps[-1][0] * steps[-1][1]:
-            steps[-1] = (steps[-1][0], steps[-1][1] * length)
-        else:
-            steps.append((distance, length))
-    return extent, run, tuple(steps), gcd(*(distance for distance, _ in steps))
+        return 0, ()
+    dimensions = sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1 and step)
+    run = 1
+    for step, length in dimensions:
+        if step > run:
+            return 1 + sum((length - 1) * step for step, length in dimensions), tuple(dimensions)
+        run += (length - 1) * step
+    return run, ()
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -54,18 +54,7 @@ def hook_outputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Sequence[Any]]:
-    """Call the output hook; return what the op returns and what it wrote from here on.
-
-    Args:
-        recorder: whose hook it is.
-        plan: of the op.
-        phase: of the call.
-        scope: where it belongs.
-        out: what it returned.
-        outputs: what it wrote; None where nobody has asked yet.
-        args: of the call.
-        kwargs: of the call.
-    """
+    """Call the output hook; return what the op returns and what it wrote from here on."""
     hook = recorder.output_hook
     if hook is None or not hook.selects(phase, scope.module, plan.name):
         return out, outputs or ()

@@ -14,7 +14,7 @@ from det_callbacks.trace.components import has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, tensors_in, written_arguments
 from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import source_of_call
+from det_callbacks.trace.sites import source_of
 from det_callbacks.trace.tensor_hooks import hook_outputs
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class UndigestedOps:
     def before_replay(self) -> None:
         """Note that a CUDA graph is about to run, past every mode: what the step knew of memory counts no more.
 
-        What is read next is digested anew, as a row of role "left".
+        What is read next is digested anew, as a row of role "graph_output".
         """
         self._recorder.deferred.before_any_write()
         if not self._recorder.compiled.is_inside():  # a compiled region that replays one has rows for what it gives
@@ -178,7 +178,7 @@ class UndigestedOps:
         recorder.backward.register(node)
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:
-        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
+        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of(node.scope)
         self._recorder.backward.note_functions(node)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:

@@ -39,11 +39,6 @@ class UnseenWriteCheck:
 
         Nobody can read these bits afterwards. What the call itself has just read is not looked at again, nor, inside an
         optimizer's update, what the update has read or written.
-
-        Args:
-            tensors: that the call writes.
-            mark: sites that the step had before the call.
-            is_update: the call is one of an optimizer's own update.
         """
         trusted = self._update if is_update else mark
         return any(not self._is_written_since(tensor, trusted) and self._is_changed(tensor) for tensor in tensors)
@@ -63,15 +58,6 @@ class UnseenWriteCheck:
 
         Of sites whose digests are known later, that is noted of what they read on the host, whether they differ or not:
         ``look_back`` sees to the rest.
-
-        Args:
-            expected: the reference's digests; the finding is noted in it.
-            mark: sites that the step had before the call.
-            first: position of the call's first output.
-            plan: of the op.
-            args: of the call.
-            kwargs: of the call.
-            was_changed: what ``look_before`` found.
         """
         digests, late = self._recorder.digests, self._recorder.deferred.bits
         positions = range(first, len(digests))
@@ -92,11 +78,6 @@ class UnseenWriteCheck:
         """Do the same at the end of a step for the sites whose digests are known only then.
 
         What they read is looked at where it is alive still, and no recorded site has written it since.
-
-        Args:
-            expected: the reference's digests; the finding is noted in it.
-            program: of the step.
-            late: positions of these sites.
         """
         sites, digests = program.sites, self._recorder.digests
         differing = [at for at in sorted(late) if sites[at].role == "output" and expected.differs(at, digests[at])]

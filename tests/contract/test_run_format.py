@@ -47,7 +47,7 @@ LAYOUT_COLUMNS = {
     **dict.fromkeys(("shape", "stride"), "list<element: int64>"),
     "detail": "string",
 }
-ROLES = "output value argument input generator named samples sent delivered graph entering inside left"
+ROLES = "output value argument input generator named samples sent delivered graph region_input graph_output"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DeterminismSettings, enforce_determinism
 from det_callbacks.errors import NondeterministicOpError, NondeterministicOpWarning
-from det_callbacks.runs.evidence import NondeterministicOp
-from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 PLACES = [("forward", "op"), ("backward", "state"), ("test", "op")]
@@ -228,10 +225,6 @@ def test_it_is_refused_let_through_or_warned_of(
 # below the callback: the watch outside traced steps, and what both it and a trace use
 
 
-def unpool(values: Tensor) -> Tensor:
-    return torch.nn.functional.max_unpool2d(values.view(1, 2, 2), torch.tensor([[[0, 1], [2, 3]]]), 1)
-
-
 class Calling(nn.Module):
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -259,43 +252,6 @@ def watch(call: Callable[[Tensor], Tensor], *allow: str, num_calls: int = 1) -> 
     return alerts, output
 
 
-def test_an_op_of_a_function_in_python_is_one_as_well(heard: list[warnings.WarningMessage]) -> None:
-    op, line = (
-        "aten.max_unpool2d.default",
-        f"test_nondeterministic_ops.py:{unpool.__code__.co_firstlineno + 1} in unpool",
-    )
-    with enforce_determinism({}):
-        with pytest.raises(NondeterministicOpError) as refused:
-            watch(unpool)
-        assert (refused.value.op, refused.value.module) == (op, "body")
-        assert line in str(refused.value)
-        allowed = watch(unpool, f"forward/body:{op}", num_calls=3)
-    assert heard == []
-    with enforce_determinism({"deterministic_algorithms": "warn"}):
-        warned = watch(unpool, num_calls=3)
-    (message,) = of_ops(heard)
-    assert message.startswith(f"{op} in body at ")
-    assert line in message
-    with enforce_determinism({"deterministic_algorithms": "disabled"}):
-        plain = unpool(torch.arange(4.0))
-    for (alerts, output), is_allowed in ((allowed, True), (warned, False)):
-        (found,) = alerts.found
-        assert (found.op, found.is_allowed, found.num_calls) == (op, is_allowed, 3)
-        assert torch.equal(output, plain)
-
-
-def test_each_place_is_found_and_told_once(heard: list[warnings.WarningMessage]) -> None:
-    def twice(values: Tensor) -> Tensor:
-        put(values)
-        return put(values)
-
-    with enforce_determinism({"deterministic_algorithms": "warn"}):
-        alerts, _ = watch(twice, num_calls=2)
-    assert [found.source[1].rpartition(" ")[2] for found in alerts.found] == ["twice", "twice"]
-    assert [found.num_calls for found in alerts.found] == [2, 2]
-    assert len(heard) == 2
-
-
 @pytest.mark.parametrize("algorithms", ["error", "warn"])
 def test_other_errors_pass_as_they_are_and_the_flags_go_back(algorithms: str) -> None:
     def wrong(values: Tensor) -> Tensor:
@@ -306,43 +262,3 @@ def test_other_errors_pass_as_they_are_and_the_flags_go_back(algorithms: str) ->
             watch(wrong)
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
             watch(lambda values: values.view(2, 2) @ torch.ones(3, 3))
-
-
-def test_nothing_is_watched_before_opening_and_after_closing(heard: list[warnings.WarningMessage]) -> None:
-    alerts = NondeterministicOps()
-    watching = NondeterministicOpWatch(alerts, nn.Identity())
-    with enforce_determinism({"deterministic_algorithms": "warn"}):
-        put(torch.zeros(2))
-        watching.open()
-        watching.open()
-        watching.close()
-        watching.close()
-        put(torch.zeros(2))
-    assert alerts.found == ()
-    assert [item.category for item in heard] == [UserWarning, UserWarning]
-
-
-class Other(DispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def test_closing_below_another_mode_pops_no_stranger() -> None:
-    alerts = NondeterministicOps()
-    watching = NondeterministicOpWatch(alerts, nn.Identity())
-    other = Other()
-    watching.open()
-    other.__enter__()
-    watching.close()
-    assert other.is_on_top
-    with enforce_determinism({}), pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        put(torch.zeros(2))
-    assert alerts.found == ()
-    other.__exit__(None, None, None)
-    torch.utils._python_dispatch._get_current_dispatch_mode().__exit__(None, None, None)  # the one left below
-
-
-def test_a_place_in_words() -> None:
-    found = NondeterministicOp(op=PUT, phase="forward", module="", source=("a.py:1 in f",), message="", is_allowed=True)
-    assert found.place == f"{PUT} outside any module at a.py:1 in f (forward)"
-    assert replace(found, module="?", source=()).place == f"{PUT} in an unknown module (forward)"

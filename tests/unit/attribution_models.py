@@ -226,35 +226,6 @@ class Hooked(nn.Module):
         return y.sin()
 
 
-def _stepped_in_backward() -> tuple[nn.Module, Step]:
-    model = Hooked()
-    name_frames(model)
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
-    for parameter, optimizer in optimizers.items():
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step() and None)
-
-    def step() -> None:
-        model(_rows().requires_grad_()).sum().backward()
-        model.zero_grad()
-
-    return model, step
-
-
-def _retained_checkpoint() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(*(Inner("unused", nn.Linear(4, 4), reentrant=False) for _ in range(2)))
-    for name, module in model.named_children():
-        module.name = name
-    name_frames(model)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16), torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            loss = model(_rows().requires_grad_()).float().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    return model, step
-
-
 def _functional() -> tuple[nn.Module, Step]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     name_frames(model)
@@ -288,7 +259,5 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "gradient penalty": _penalised,
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
     "lbfgs": _lbfgs,
-    "optimizer steps in the backward pass": _stepped_in_backward,
-    "checkpoints, retained, whole, autocast": _retained_checkpoint,
     "torch.func": _functional,
 }

@@ -18,7 +18,6 @@ UNNAMED = {
     "views": 2,
     # a full backward hook runs at a node that no op made
     "hooks": 1,
-    "optimizer steps in the backward pass": 1,
 }
 """How many backward ops stay "?" although anomaly mode can tell their module."""
 

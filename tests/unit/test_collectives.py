@@ -162,29 +162,6 @@ def test_what_a_step_leaves_under_way_is_in_flight_in_the_next() -> None:
     assert rows(step_of(mode, later), "delivered") == []
 
 
-def test_an_output_that_is_overwritten_unread_has_no_site() -> None:
-    def body() -> None:
-        x = torch.ones(3)
-        dist.all_reduce(x)
-        x.zero_()
-        _ = x + 1
-
-    assert [role for role, *_ in summary(traced(body))] == ["sent"]
-
-
-def test_parts_of_what_arrived_are_sites_of_their_own() -> None:
-    def body() -> None:
-        x = torch.arange(6.0)
-        dist.all_reduce(x)
-        _ = x[:2] + x[3:5]
-        _ = x.sum()
-
-    trace = traced(body)
-    delivered = [int(trace.digests[place]) for place, _ in rows(trace, "delivered")]
-    x = torch.arange(6.0)
-    assert delivered == [digest_tensor(x[:2]), digest_tensor(x[3:5]), digest_tensor(x)]
-
-
 def test_gradients_that_a_collective_left_are_delivered() -> None:
     model = nn.Linear(2, 1)
 

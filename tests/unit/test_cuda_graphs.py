@@ -49,7 +49,7 @@ def test_what_a_replay_may_have_written_is_digested_anew() -> None:
         static.exp()
 
     trace = traced(body)
-    (left,) = with_role(trace, "left")
+    (left,) = with_role(trace, "graph_output")
     sites = trace.program.sites
     assert (left.op, left.name, left.inputs) == ("", None, ())
     assert int(trace.digests[sites.index(left)]) == digest_tensor(torch.full((3,), 2.0))
@@ -221,7 +221,7 @@ def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monke
         traces = [step_of(mode, body) for _ in range(3)]
     assert len({trace.program.id for trace in traces}) == 1
     assert "aten.exp.default" not in {site.op for site in traces[0].program.sites}
-    assert not with_role(traces[2], "left")
+    assert not with_role(traces[2], "graph_output")
     assert "captured" in traces[0].program.ops_skipped, "warming up"
     assert device.num_unheld, "the allocator is told nothing of what the region gave"
 

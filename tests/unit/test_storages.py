@@ -13,7 +13,7 @@ from tracing import position_of, reads_of, site_of, traced, with_role
 
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.trace.storages import UNKNOWN, PartialWrites, Region, StorageLedger, region_of
+from det_callbacks.trace.storages import UNKNOWN, PartialWrites, Region, region_of
 
 NUM_ELEMENTS = 24
 
@@ -47,10 +47,10 @@ def test_regions_are_the_bytes_of_views(first, second):
         assert one.overlaps(other)
     if one.contains(other):
         assert bytes_in(first) >= bytes_in(second)
-    if not one.steps:
+    if not one.holes:
         assert bytes_in(first) == frozenset(range(one.low, one.high))
         assert one.contains(other) == (bytes_in(first) >= bytes_in(second))
-        if not other.steps:
+        if not other.holes:
             assert one.overlaps(other) == bool(shared)
 
 
@@ -68,7 +68,7 @@ def test_partial_writes_against_a_map_of_bytes(written, read, unknown):
     assert there - {None, UNKNOWN} <= set(known.writers(region_of(read)))
     if known.covers(region_of(read)):
         assert not there & {None, UNKNOWN}
-    if not any(region_of(view).steps for view in [*written, read]):
+    if not any(region_of(view).holes for view in [*written, read]):
         assert there - {None, UNKNOWN} == set(known.writers(region_of(read)))
         assert known.covers(region_of(read)) == (not there & {None, UNKNOWN})
 
@@ -171,52 +171,26 @@ def site_of_kind(trace: StepTrace, position: int, role: str) -> set[int]:
     return {at for at in sites[position].inputs if sites[at].role == role}
 
 
-def test_an_unseen_write_to_a_part_keeps_the_rest():
-    ledger = StorageLedger()
-    tensor = torch.zeros(4, 4)
-    ledger.write(tensor, 1)
-    ledger.forget(tensor[2])
-    known = ledger.writers[tensor.untyped_storage()._cdata]
-    assert isinstance(known, PartialWrites)
-    assert known.covers(region_of(tensor[:2]))
-    assert not known.covers(region_of(tensor[1:3]))
-    ledger.write(tensor[2], 7)
-    assert known.covers(region_of(tensor))
-    assert ledger.writers_of(tensor) == [1, 7]
-    ledger.forget(tensor)
-    assert ledger.writers == {}
-    ledger.close()
-
-
 def test_empty_and_nested_tensors_have_regions():
-    assert region_of(torch.zeros(0, 3)[:, 1:]) == Region(4, 4, 0)
+    assert region_of(torch.zeros(0, 3)[:, 1:]) == Region(4, 4)
     with warnings.catch_warnings(action="ignore"):  # torch says once a process that they are a prototype
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert region_of(nested) == Region(0, 20, 20)
+    assert region_of(nested) == Region(0, 20)
 
 
 # one of each kind
 
 
-def test_a_chunk_written_in_place_leaves_its_neighbours_alone():
+def test_a_row_written_in_place_leaves_its_neighbours_alone():
     def body():
-        # queries, keys and values of 4 heads, as attention cuts them
-        heads = [part.transpose(1, 2) for part in torch.zeros(2, 5, 3, 4, 8).unbind(2)]
+        heads = [part.transpose(1, 2) for part in torch.zeros(2, 5, 3, 4, 8).transpose(0, 2).contiguous().unbind()]
         heads[0].neg_()
         heads[1].cos()
-        heads[0][1, 0, 3].sin()
-        query, key, value = torch.ones(4, 6).chunk(3, dim=-1)
-        query.mul_(2)
-        key.sum()
-        (query @ key.t()).sum()
-        value.exp()
+        heads[0][1, 0, 0].sin()
 
     trace = traced(body)
-    assert reads_of(trace, "cos.default") == ["zeros.default"]
+    assert reads_of(trace, "cos.default") == ["clone.default"]
     assert "neg_.default" in reads_of(trace, "sin.default")
-    assert reads_of(trace, "sum.default", 0) == ["ones.default"]
-    assert reads_of(trace, "mm.default") == ["ones.default", "mul_.Tensor"]
-    assert reads_of(trace, "exp.default") == ["ones.default"]
 
 
 def test_views_of_views_lead_to_the_writer():
@@ -299,19 +273,6 @@ def test_another_extent_or_storage_keeps_the_writers():
     assert trace.program.ops_skipped["relayout"] == 3
 
 
-def test_swapped_data_is_read_where_it_is():
-    parameter = torch.nn.Parameter(torch.ones(3))
-
-    def body():
-        parameter.sum()
-        parameter.data = torch.zeros(3)
-        parameter.sum()
-
-    trace = traced(body)
-    assert reads_of(trace, "sum.default", 0) == ["input"]
-    assert reads_of(trace, "sum.default", 1) == ["zeros.default"]
-
-
 def test_freed_memory_that_is_used_again_makes_no_edge():
     sums = []
 
@@ -331,25 +292,6 @@ def test_freed_memory_that_is_used_again_makes_no_edge():
     assert len({int(trace.digests[position]) for position in inputs}) == 20
     for number, position in enumerate(inputs):
         assert site_of(trace, "sum.default", number).inputs == (position,)
-
-
-def test_ops_that_write_parts():
-    def body():
-        base = torch.zeros(4, 4)
-        base.index_put_((torch.tensor([1]),), torch.ones(4))
-        base.scatter_(0, torch.zeros(1, 4, dtype=torch.int64), 2.0)
-        base.masked_fill_(base > 1, 3.0)
-        base.sum()
-        torch.cat([base, torch.ones(1, 4)]).sum()
-        torch.stack([base, base])
-
-    trace = traced(body)
-    assert "zeros.default" in reads_of(trace, "index_put_.default")
-    assert "index_put_.default" in reads_of(trace, "scatter_.value")
-    assert reads_of(trace, "masked_fill_.Scalar") == ["scatter_.value", "gt.Scalar"]
-    assert reads_of(trace, "sum.default", 0) == ["masked_fill_.Scalar"]
-    assert reads_of(trace, "cat.default") == ["masked_fill_.Scalar", "ones.default"]
-    assert reads_of(trace, "stack.default") == ["masked_fill_.Scalar"]
 
 
 def test_an_op_that_raises_leaves_no_trace():
