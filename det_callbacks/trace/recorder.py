@@ -41,7 +41,7 @@ from det_callbacks.trace.overloads import (
 from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, StepCounts, with_occurrences
 from det_callbacks.trace.reads import Reads
 from det_callbacks.trace.replaced import REPLACED
-from det_callbacks.trace.sites import InputName, build_op, source_of
+from det_callbacks.trace.sites import InputName, build_op, source_of_call
 from det_callbacks.trace.storages import StorageLedger
 from det_callbacks.trace.tensor_hooks import OutputHook, TensorKeeper, begin_kept_call, hook_outputs
 from det_callbacks.trace.undigested_ops import UndigestedOps
@@ -420,7 +420,7 @@ class Recorder:
     ) -> None:
         """Fill in a new node of the call of an op."""
         self.backward.note_functions(node)
-        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of(node.scope)
+        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
         # which memory becomes a gradient, autograd and DDP choose by what was before the step: a name is known after it
         name_of = self.names.of if node.phase == "backward" else self.names.of_written
         output_names = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from det_callbacks.runs.program import Role, Site, plain_value
 from det_callbacks.trace.overloads import OpPlan
 from det_callbacks.trace.program_trie import CallNode, OpScope, ProgramTrie, is_number
-from det_callbacks.trace.source import capture_source
+from det_callbacks.trace.source import capture_source, is_of_torch
 
 
 class SpecialInput(NamedTuple):
@@ -120,6 +120,24 @@ def owner_of(name: str) -> str:
 def source_of(scope: OpScope) -> tuple[str, ...]:
     """Return the user's lines behind the running op, or behind the forward op whose gradient it computes."""
     return capture_source() if scope.source is None else scope.source
+
+
+def source_of_call(node: CallNode) -> tuple[str, ...]:
+    """Return the lines behind the call of an op.
+
+    An op that a checkpoint repeats has none of the user's when the repeated module is torch's own: then those of its
+    first run, unless that module was called from several places.
+    """
+    source = source_of(node.scope)
+    if not node.scope.recomputed or not is_of_torch(source):
+        return source
+    first_runs: set[tuple[str, ...]] = set()
+    earlier = node.parent
+    while earlier is not None:
+        if earlier.func is node.func and earlier.phase == "forward" and earlier.module == node.module:
+            first_runs.add(earlier.source)
+        earlier = earlier.parent
+    return first_runs.pop() if len(first_runs) == 1 else source
 
 
 def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:

@@ -71,6 +71,11 @@ def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return text
 
 
+def is_of_torch(source: tuple[str, ...]) -> bool:
+    """Return whether a line of torch stands in for the user's."""
+    return len(source) == 1 and source[0].startswith("torch/")
+
+
 class Entry(Enum):
     """Through what the autograd engine came to the running op."""
 

@@ -14,7 +14,7 @@ from det_callbacks.trace.components import has_parts, parts_with_memory
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.overloads import OpKind, OpPlan, comes_apart, tensors_in, written_arguments
 from det_callbacks.trace.program_trie import CallNode, OpScope
-from det_callbacks.trace.sites import source_of
+from det_callbacks.trace.sites import source_of_call
 from det_callbacks.trace.tensor_hooks import hook_outputs
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class UndigestedOps:
         recorder.backward.register(node)
 
     def _build(self, plan: OpPlan, node: CallNode) -> None:
-        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of(node.scope)
+        node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
         self._recorder.backward.note_functions(node)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:

@@ -51,8 +51,8 @@ def test_a_verified_run_matches_and_is_not_disturbed(style: str, level: str, tmp
 
 def test_repeated_ops_and_their_backward_have_the_users_lines(tmp_path: Path) -> None:
     sites = record("checkpoint", tmp_path / "run", only_steps=[1]).view(0, 0, 1).program.sites
-    repeated = [site for site in sites if site.recomputed and site.op and site.module == ""]
-    assert repeated
+    repeated = [site for site in sites if site.recomputed and site.op]
+    assert len(repeated) > 3
     backward = [site for site in sites if site.phase == "backward" and site.op and site.module not in ("", "?")]
     for site in (*repeated, *backward):
         assert any(line.startswith("tests/e2e/styles.py:") for line in site.source), (site.op, site.module, site.source)
