@@ -4,7 +4,6 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 ``+determinism=replicas`` uses the job callback.
 """
 
-import atexit
 import inspect
 import os
 import re
@@ -27,10 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from det_callbacks.callback import FITS_FILE, DeterminismCallback, take_unfinished
+from det_callbacks.callback import DeterminismCallback
+from det_callbacks.callback.fits import FITS_FILE, Waiting, take_unfinished, wait
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
-from det_callbacks.report.console import end_process, print_error
+from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 
 CURRENT_FOLDER = "determinism"
@@ -91,7 +91,6 @@ class DeterminismJobCallback(Callback):
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        self._is_open = False
         # each job of a sweep sees the same variables; a strategy may start the processes that train, which inherit them
         self._fits_file = Path(tempfile.gettempdir(), f"det_callbacks-fits-{uuid.uuid4().hex}")
 
@@ -104,8 +103,7 @@ class DeterminismJobCallback(Callback):
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         with _ending_the_process_on_errors():
-            has_run = self._has_run()
-            self._is_open = False
+            unfinished = take_unfinished()
             self._undo.close()
             error = job_return._return_value  # the property raises it (Hydra 1.3.8)
             if isinstance(error, InstantiationException) and isinstance(error.__cause__, DetCallbacksError):
@@ -113,9 +111,7 @@ class DeterminismJobCallback(Callback):
             if job_return.status == JobStatus.FAILED:
                 if isinstance(error, DetCallbacksError):
                     _fail(job_return, error)
-            elif not has_run:
-                _fail(job_return, _nothing_ran(_mode(config)))
-            if (unfinished := take_unfinished()) is not None and job_return.status != JobStatus.FAILED:
+            elif unfinished is not None:
                 _fail(job_return, unfinished)
 
     def _open(self, config: DictConfig) -> None:
@@ -137,19 +133,13 @@ class DeterminismJobCallback(Callback):
         self._fits_file.touch(mode=0o600, exist_ok=False)
         self._undo.callback(self._fits_file.unlink, missing_ok=True)
         os.environ[FITS_FILE] = str(self._fits_file)
-        atexit.register(self._refuse_to_leave_unverified, config.determinism.mode)
-        self._undo.callback(atexit.unregister, self._refuse_to_leave_unverified)
-        self._is_open = True
+        # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
+        error = _nothing_ran(config.determinism.mode)
+        wait(self, Waiting(error=error, is_fatal=True, is_settled=self._has_run))
 
     def _has_run(self) -> bool:
-        """Return whether a fit ended in this job, or in a process that it started; True where nobody asks."""
-        return not self._is_open or (self._fits_file.exists() and self._fits_file.stat().st_size > 0)
-
-    def _refuse_to_leave_unverified(self, mode: str) -> None:
-        """Run at the end of the process when a job never ended: the task left by ``sys.exit``, perhaps with 0."""
-        if not self._has_run():
-            _print_error(_nothing_ran(mode))
-            end_process(NothingComparedError.exit_code)
+        """Return whether a fit ended in this job, or in a process that it started."""
+        return self._fits_file.exists() and self._fits_file.stat().st_size > 0
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

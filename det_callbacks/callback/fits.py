@@ -1,4 +1,4 @@
-"""The fits of this process: that they ended, and which verifications still wait for one.
+"""The fits of this process: that they ended, and what still waits for one.
 
 A reference may hold several fits of one process. After the first of them nobody knows whether the next one comes, so a
 verification waits; when the process, or the Hydra job, ends first, it ends as diverged.
@@ -17,16 +17,18 @@ from det_callbacks.report.console import end_process, print_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A verification whose reference has fits that have not run yet.
+    """What needs fits that have not run yet: a verification whose reference has them, or a Hydra job.
 
     Attributes:
         error: what is wrong if they never run.
         is_fatal: whether that is an error; else it is a warning.
+        is_settled: asked at the end; returns whether they ran after all, in another process.
         write: keeps the verdict that this leads to.
     """
 
     error: DetCallbacksError
     is_fatal: bool
+    is_settled: Callable[[], bool] = lambda: False
     write: Callable[[], object] = lambda: None
 
 
@@ -62,11 +64,11 @@ def go_on(owner: object) -> None:
 
 
 def take_unfinished() -> DetCallbacksError | None:
-    """Return the error of the first verification that still waits, and forget all of them; those that may only warn do.
+    """Return the error of the first one that still waits, and forget all of them; those that may only warn do.
 
     None when there is nothing to raise.
     """
-    waiting = [one for _, one in _waiting.values()]
+    waiting = [one for _, one in _waiting.values() if not one.is_settled()]
     _waiting.clear()
     for one in waiting:
         one.write()

@@ -50,13 +50,9 @@ class Recording(Session):
     A resumed fit goes on with the run that is there. Steps that it runs again are compared, not written a second time:
     they are in the run, and so is what was saved of them for replay. Its ``verdict`` is of a resumed fit that disagreed
     with the run; None of every other one.
-
-    Attributes:
-        detector: compares the steps of a resumed fit that the run has already; None where there are none.
     """
 
     run: RunWriter | None
-    detector: Verification | None
 
     def __init__(self, arguments: CallbackArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)

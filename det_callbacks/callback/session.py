@@ -9,8 +9,6 @@ import lightning.pytorch as pl
 
 from det_callbacks.audit import AuditReport
 from det_callbacks.callback.arguments import CallbackArguments
-from det_callbacks.compare.record import Tally
-from det_callbacks.detector import StepDetector
 from det_callbacks.report.fits import print_closing_line
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.metrics import Reading
@@ -107,7 +105,7 @@ class Session:
     Attributes:
         hooks: called in the steps instead of a trace; None of recordings and verifications.
         run: what is written; None of an audit, and before the first stage.
-        detector: knows the steps that the run, or its reference, holds already; None where there are none.
+        detector: compares the steps that the run, or its reference, holds already; None where there are none.
         may_stop: whether what differs ends the fit.
         is_over: its files were taken back, so that another fit has a session of its own.
         stages: those so far, FIT or the call; of calls outside of a fit only those that came to their end.
@@ -127,7 +125,7 @@ class Session:
     def __init__(self, arguments: CallbackArguments, peers: Peers = ALONE) -> None:
         self.arguments, self.peers = arguments, peers
         self.run: RunWriter | Verification | None = None
-        self.detector: StepDetector | None = None
+        self.detector: Verification | None = None
         self.may_stop = self.is_over = False
         self.stages: list[str] = []
         self.verdict: Verdict | None = None
@@ -160,11 +158,11 @@ class Session:
     @property
     def progress(self) -> Progress:
         """What was done so far, on this process."""
-        tally = Tally() if self.detector is None else self.detector.tally
+        detector = self.detector
         return Progress(
-            num_steps=self.num_steps + tally.num_steps,
-            num_sites=self.num_sites + tally.num_sites,
-            num_differing=tally.num_differing,
+            num_steps=self.num_steps + (0 if detector is None else detector.tally.num_steps),
+            num_sites=self.num_sites + (0 if detector is None else detector.tally.num_sites),
+            num_differing=0 if detector is None else detector.num_differing,
             num_bytes=self.replay.counts.num_bytes,
             chain=self.chain,
         )

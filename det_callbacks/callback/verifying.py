@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from det_callbacks.callback.fits import Waiting, go_on, wait
-from det_callbacks.callback.session import FIT, Progress, Session, Stage
+from det_callbacks.callback.session import FIT, Session, Stage
 from det_callbacks.compare.record import REPORT_FILE
 from det_callbacks.errors import DivergenceError, DivergenceWarning, NotComparableError, NothingComparedError
 from det_callbacks.report.console import count
@@ -109,11 +109,6 @@ class Verifying(Session):
         differs = self._running.add(trace, step=step, epoch=epoch)
         self.chain = self._running.chain(step)
         return differs and self.may_stop
-
-    @property
-    @override
-    def progress(self) -> Progress:
-        return replace(super().progress, num_differing=self._running.num_differing)
 
     @override
     def put_metrics(self, reading: Reading) -> bool:

@@ -6,9 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -20,7 +18,7 @@ from omegaconf import DictConfig
 
 import det_callbacks.hydra as job_callback
 from det_callbacks.callback import ReplicaAuditCallback
-from det_callbacks.callback import fits as fits_of_process
+from det_callbacks.callback.fits import FITS_FILE, Waiting, note_ended, wait
 from det_callbacks.errors import DetCallbacksError, DivergenceError, NotComparableError, SettingsError
 
 RunApp = Callable[..., int]
@@ -61,10 +59,6 @@ def run_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunApp]
 
     with warnings.catch_warnings():
         yield run
-
-
-def finish_a_fit() -> None:
-    fits_of_process.note_ended()
 
 
 def process_state() -> dict[str, Any]:
@@ -109,40 +103,21 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Errors:
     return lambda: capsys.readouterr().err
 
 
-@pytest.fixture
-def handlers(monkeypatch: pytest.MonkeyPatch) -> list[partial[None]]:
-    """What is registered to be called when the process ends."""
-    found: list[partial[None]] = []
-
-    def unregister(handler: Callable[..., None]) -> None:
-        found[:] = [one for one in found if one.func != handler]
-
-    register = SimpleNamespace(register=lambda *call: found.append(partial(*call)), unregister=unregister)
-    monkeypatch.setattr(job_callback, "atexit", register)
-    return found
-
-
-@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.slow)])
-def test_every_job_of_a_multirun_starts_where_the_first_did(
-    seed: int | None, run_app: RunApp, unchanged: dict[str, Any], handlers: list[Any]
-) -> None:
-    settings = "determinism.settings=null" if seed is None else f"determinism.settings.seed={seed}"
+@pytest.mark.usefixtures("unchanged")
+def test_every_job_of_a_multirun_starts_where_the_first_did(run_app: RunApp) -> None:
     starts: list[dict[str, Any]] = []
 
     def task(config: DictConfig) -> None:
         starts.append(process_state())
-        assert len(handlers) == 1
         make_a_mess()
-        finish_a_fit()
+        note_ended()
         if config.seed == 2:
             raise DivergenceError("the way back does not depend on success")
 
-    assert run_app(task, *MULTIRUN, *VERIFY, settings) == 1
+    assert run_app(task, *MULTIRUN, *VERIFY, "determinism.settings.seed=3") == 1
     assert starts == [starts[0]] * 2
-    assert starts[0]["algorithms"] == (2 if seed else 0)
-    seeded = torch.Generator().manual_seed(3).get_state().tolist()
-    assert (starts[0]["torch"] == seeded) is (seed is not None)
-    assert handlers == []
+    assert starts[0]["algorithms"] == 2
+    assert starts[0]["torch"] == torch.Generator().manual_seed(3).get_state().tolist()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +136,7 @@ def test_our_errors_are_a_message_and_their_own_status(
 
     def task(config: DictConfig) -> None:
         jobs.append(config.seed)
-        finish_a_fit()
+        note_ended()
         if config.seed == 1:
             raise error
 
@@ -185,7 +160,6 @@ def test_other_failures_are_left_to_hydra(run_app: RunApp, errors: Errors, uncha
     ("arguments", "words"),
     [
         ((*VERIFY, "determinism.settings.deterministic_algorithms=off"), "algorithms='off' is not allowed"),
-        ((*VERIFY, "+determinism.settings.sead=0"), "Unknown determinism setting sead"),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
         ((*MULTIRUN, "+determinism=verify"), "determinism.reference is not set"),
         ((f"+hydra.callbacks.determinism._target_={JOB}",), "determinism.mode is not"),
@@ -201,11 +175,7 @@ def test_what_cannot_be_applied_starts_no_job(
 
 
 def test_an_argument_that_hydra_passes_on_is_our_error(run_app: RunApp, errors: Errors) -> None:
-    def task(config: DictConfig) -> None:
-        hydra.utils.instantiate(config.callbacks)
-        pytest.fail("the callback was built")
-
-    assert run_app(task, *VERIFY, "determinism.phases=[fwd]") == 2
+    assert run_app(lambda config: hydra.utils.instantiate(config.callbacks), *VERIFY, "determinism.phases=[fwd]") == 2
     printed = errors()
     assert "fwd" in printed
     assert "Traceback" not in printed
@@ -242,37 +212,30 @@ def test_a_job_without_a_fit_is_not_verified(run_app: RunApp, errors: Errors) ->
     files = set()
 
     def task(config: DictConfig) -> None:
-        files.add(Path(os.environ[fits_of_process.FITS_FILE]))
+        files.add(Path(os.environ[FITS_FILE]))
         if config.seed == 1:
-            finish_a_fit()
+            note_ended()
         if config.seed == 3:
-            assert forked(finish_a_fit) == 0  # in a process of its own
+            assert forked(note_ended) == 0  # in a process of its own
 
     assert run_app(task, "--multirun", "seed=1,2,3", *VERIFY) == 2
     printed = errors()
     assert printed.count("no DeterminismCallback ran a fit in this job") == 1
     assert "determinism.mode=verify" in printed
     # the jobs have ended: what their processes are counted in is gone, and nobody asks for another
-    assert fits_of_process.FITS_FILE not in os.environ
+    assert FITS_FILE not in os.environ
     assert not any(path.exists() for path in files)
-    finish_a_fit()
+    note_ended()
 
 
 @pytest.mark.parametrize(("num_fits", "status"), [(0, 2), (1, 0)])
-def test_leaving_by_sys_exit_does_not_look_verified(
-    num_fits: int, status: int, run_app: RunApp, handlers: list[Any]
-) -> None:
+def test_leaving_by_sys_exit_does_not_look_verified(num_fits: int, status: int, run_app: RunApp) -> None:
     def task(config: DictConfig) -> None:
         for _ in range(num_fits):
-            finish_a_fit()
+            note_ended()
         sys.exit(0)
 
-    def process() -> None:
-        assert run_app(task, *VERIFY) == 0
-        (handler,) = handlers
-        handler()
-
-    assert forked(process) == status
+    assert forked(lambda: run_app(task, *VERIFY)) == status
 
 
 def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> None:
@@ -281,7 +244,7 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> Non
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
         if config.seed == 1:
-            finish_a_fit()
+            note_ended()
 
     assert run_app(task, "+determinism=replicas", "seed=2") == 2
     assert "determinism.mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in errors()
@@ -293,10 +256,10 @@ def test_an_audit_of_replicas_has_to_run(run_app: RunApp, errors: Errors) -> Non
 
 def test_a_job_that_ended_before_the_last_fit_of_its_reference_fails(run_app: RunApp, errors: Errors) -> None:
     def task(config: DictConfig) -> None:
-        finish_a_fit()
+        note_ended()
         if config.seed == 1:
             error = DivergenceError("one fit of two")
-            fits_of_process.wait(task, fits_of_process.Waiting(error=error, is_fatal=True))
+            wait(task, Waiting(error=error, is_fatal=True))
 
     assert run_app(task, *MULTIRUN, *VERIFY) == 1
     assert errors().count("DivergenceError: one fit of two") == 1
@@ -307,7 +270,7 @@ def test_folders_start_where_the_program_was_started(run_app: RunApp, tmp_path: 
 
     def task(config: DictConfig) -> None:
         built.append(hydra.utils.instantiate(config.callbacks.determinism))
-        finish_a_fit()
+        note_ended()
         folders.add(Path.cwd())
 
     def paths() -> list[tuple[str, str | None]]:

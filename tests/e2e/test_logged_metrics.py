@@ -26,7 +26,6 @@ from det_callbacks.errors import (
     DivergenceError,
     NothingComparedError,
     ReferenceFormatError,
-    ReferenceNotFoundError,
     SelectionError,
 )
 from det_callbacks.runs.metrics import read_metrics
@@ -57,19 +56,20 @@ class Logged(Classifier):
         self._look("test", batch)
 
 
-class Timed(Logged):
-    """Logs a wall clock."""
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch_time", time.perf_counter())
-
-
 class Also(Logged):
-    """Logs one metric more in its second epoch."""
+    """Logs one metric more in its second epoch, and a wall clock where a test asks for it."""
+
+    is_timed = False
 
     def on_train_epoch_end(self) -> None:
-        if self.current_epoch:
+        if self.is_timed:
+            self.log("epoch_time", time.perf_counter())
+        elif self.current_epoch:
             self.log("also", 1.0)
+
+
+class Timed(Also):
+    is_timed = True
 
 
 class Rounds(Logged):
@@ -175,7 +175,6 @@ def test_metrics_of_validations_and_epochs_are_recorded_and_verified(
     ("data", "model", "cause", "words"),
     [
         pytest.param({"other": 0}, Logged, "data_content", "first batch of loader 0: batch[0]", id="first batch"),
-        pytest.param({"other": 9}, Logged, "unknown", "what is known of the data", marks=SLOW, id="later batch"),
         pytest.param({"num_samples": 8}, Logged, "data_content", "samples of loader 0", marks=SLOW, id="fewer"),
         pytest.param({}, Rounds, "unknown", '"!metric/val/loss"', id="computed otherwise"),
     ],
@@ -232,11 +231,8 @@ def test_a_metric_is_left_out_by_a_pattern(tmp_path: Path) -> None:
     assert verdict_of(Session("verify", reference, model=Timed, modules=modules).fit()).verdict == "match"
     names = {name for reading in read_metrics(Run.open(reference), 0).by_key.values() for name in reading.metrics}
     assert ("val/loss" in names, "epoch_time" in names) == (True, False)
-    for wrong in ("metric/val", "!net.*"):
-        with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
-            Session("record", tmp_path / "wrong", modules=["*", wrong])
-    with pytest.raises(SelectionError, match="at least one pattern"):
-        Session("record", tmp_path / "wrong", modules=["!metric/loss"])
+    with pytest.raises(SelectionError, match=r'a metric is left out by "!metric/NAME"'):
+        Session("record", tmp_path / "wrong", modules=["*", "metric/val"])
 
 
 def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,12 +254,8 @@ def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.Capture
         Session("record", tmp_path / "none", model=Silent).test()
     assert not (tmp_path / "none" / "run.json").exists()
     Session("record", tmp_path / "run").test()
-    with pytest.raises(NothingComparedError, match="Nothing was compared"):
-        Session("verify", tmp_path / "run", steps="common", model=Silent).test()
     with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded in, or compared"):
         Session("verify", tmp_path / "run").test(limit_test_batches=0)
-    with pytest.raises(ReferenceNotFoundError):
-        Session("verify", tmp_path / "nowhere").test()
     Session("record", tmp_path / "fit", model=Silent).fit().test()
     assert "recorded nothing of trainer.test" in capsys.readouterr().out.splitlines()[-1]
 

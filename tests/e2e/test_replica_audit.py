@@ -26,7 +26,7 @@ from det_callbacks import (
     SelectionError,
     SettingsError,
 )
-from det_callbacks.callback import FITS_FILE
+from det_callbacks.callback.fits import FITS_FILE
 from det_callbacks.runs.store import Run
 
 pytestmark = pytest.mark.ddp
