@@ -54,10 +54,6 @@ from det_callbacks.host_digest import digest_bytes, digest_memory, digest_spans
 from det_callbacks.numbers import tensor_numbers as numbers_of_bytes
 from det_callbacks.verdict import TensorNumbers
 
-ALONE_BYTES = 1024 * 1024
-"""A tensor whose digest is asked for by itself is waited for in any case. Below this a copy to the host costs less than
-launching a batch of one with both stages and fetching its digest, some 70 us. Reckoned, not measured."""
-
 # Anything else may compute its attributes in Python.
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
 
@@ -79,7 +75,8 @@ def digest_tensor(tensor: torch.Tensor) -> int:
     """Return the 64-bit digest of a tensor's elements in row-major order.
 
     Equal tensors of one dtype and shape have equal digests on every device and with any strides. Contiguous tensors on
-    the host are read in place, about 1 microsecond for small ones and memory speed for large ones; others are copied.
+    the host are read in place, about 1 microsecond for small ones and memory speed for large ones; others are copied,
+    those of a device to the host.
 
     Raises:
         TypeError: if it is no tensor, or one without data (meta, fake, functional, batched, uninitialised).
@@ -186,25 +183,16 @@ def _digest(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order:
     if components is not None:
         return _combine(components)
     if not _is_on_host(tensor):
-        bits = _digest_there(tensor, late, memory_order=memory_order)
-        if bits is not None:
-            return bits
+        if late is not None:
+            there = _plain(tensor, memory_order)
+            first = int(there.storage_offset()) * there.element_size()
+            if (bits := late.add(there.untyped_storage(), first, there.nbytes)) is not None:
+                return bits
         # a copy that is not one of whole memory needs an op for the dtype
         is_plain = tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or torch._is_zerotensor(tensor)
         tensor = (tensor if is_plain else _as_integers(tensor)).cpu()
     plain = _plain(tensor, memory_order)
     return digest_memory(_data_address(plain) + plain.storage_offset() * plain.element_size(), plain.nbytes)
-
-
-def _digest_there(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits | None:
-    """Return the digest of a strided tensor of a device; None where it has to be copied to the host."""
-    if late is None and tensor.nbytes < ALONE_BYTES:
-        return None
-    queue = DeferredDigests() if late is None else late
-    plain = _plain(tensor, memory_order)
-    first = int(plain.storage_offset()) * plain.element_size()
-    bits = queue.add(plain.untyped_storage(), first, plain.nbytes)
-    return bits if bits is None or late is not None else value_of(bits, queue.finish())
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ def compare_modules(
     In every iteration: outputs, loss, gradients of parameters and of inputs, parameters after the optimizer's step,
     buffers; before the first one parameters and buffers. Where neither side is compiled, outputs of submodules as well,
     so that the first that differs is named; those decide nothing. Each side goes on from its own parameters, so later
-    iterations show how a difference grows. Names may differ by ``_orig_mod.`` and the like, also inside.
+    iterations show how a difference grows. Names may differ by ``_orig_mod.``, also inside.
 
     The modules are not trained: copies are (``copy.deepcopy``), so they may be one and the same module. Generators
     (Python, NumPy, torch on each device) and settings are as before when it returns or raises.

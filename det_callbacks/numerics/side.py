@@ -26,8 +26,6 @@ from det_callbacks.trace.components import has_parts
 
 _MAX_LINES = 3
 """Lines that are quoted of an error, which is the cause of ours: those of Dynamo have many."""
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the module that they wrap; torch 2.13."""
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -184,8 +182,8 @@ def copy_of(label: str, module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a qualified name without the attributes of known wrappers, wherever they stand in it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Return a qualified name without the attributes in which torch.compile keeps what it wraps."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def default_loss(leaves: list[Any], seed: int) -> Tensor | None:

@@ -28,11 +28,10 @@ LAYOUTS = ("contiguous", "transposed", "permuted", "strided", "expanded", "0-d")
 
 
 @contextmanager
-def as_on_a_device(method: DeviceDigest, *, alone_bytes: int = 0) -> Iterator[None]:
+def as_on_a_device(method: DeviceDigest) -> Iterator[None]:
     """Have the package take tensors of the host for those of a device with this method."""
     with (
         mock.patch.object(components, "_is_on_host", return_value=False),
-        mock.patch.object(components, "ALONE_BYTES", alone_bytes),
         mock.patch.object(deferred, "device_choice", return_value=Choice(method=method)),
     ):
         yield

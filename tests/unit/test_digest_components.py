@@ -41,46 +41,6 @@ def test_sparse_coo_is_indices_values_and_the_coalesced_flag() -> None:
     assert digest_tensor(tensor.requires_grad_()) == combined(indices, values, b"\0")
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str)
-def test_compressed_sparse_is_its_two_indices_and_values(layout: torch.layout) -> None:
-    dense = torch.randn(4, 6).relu()
-    blocks = (2, 3) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
-    tensor = dense.to_sparse(layout=layout, blocksize=blocks)
-    is_by_rows = layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = (
-        (tensor.crow_indices(), tensor.col_indices()) if is_by_rows else (tensor.ccol_indices(), tensor.row_indices())
-    )
-    assert_digest(tensor, combined(*indices, tensor.values()))
-
-
-@pytest.mark.parametrize("dtype", [torch.qint8, torch.qint32, torch.quint2x4], ids=str)
-def test_quantised_per_tensor_is_integers_and_scale_with_zero_point(dtype: torch.dtype) -> None:
-    def make(scale: float, zero_point: int, last: float) -> torch.Tensor:
-        tensor = torch._empty_affine_quantized([4, 8], scale=scale, zero_point=zero_point, dtype=dtype)
-        integers = torch.arange(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
-        integers[-1] = last
-        tensor.untyped_storage().copy_(integers.untyped_storage())
-        return tensor
-
-    tensor = make(0.5, 1, 7)
-    assert_digest(tensor, combined(tensor.int_repr(), struct.pack("<dq", 0.5, 1)))
-    others = [make(0.25, 1, 7), make(0.5, 2, 7), make(0.5, 1, 8)]
-    assert len({digest_tensor(other) for other in [tensor, *others]}) == 4
-
-
-def test_quantised_tensors_in_any_strides_and_per_channel() -> None:
-    tensor = torch.quantize_per_tensor(torch.randn(4, 8), 0.1, 3, torch.qint8)
-    for view in (tensor.t(), tensor[:, ::2], tensor[2]):
-        assert_digest(view, combined(view.int_repr(), struct.pack("<dq", 0.1, 3)))
-    scales, zero_points = torch.rand(4, dtype=torch.float64) + 0.5, torch.arange(4)
-    for axis in (0, 1):
-        channels = torch._empty_per_channel_affine_quantized(
-            [4, 4], scales=scales, zero_points=zero_points, axis=axis, dtype=torch.qint8
-        )
-        channels.untyped_storage().fill_(5)
-        assert_digest(channels, combined(channels.int_repr(), scales, zero_points, struct.pack("<q", axis)))
-
-
 def test_mkldnn_is_its_plain_form() -> None:
     dense = torch.randn(3, 5)
     assert_digest(dense.to_mkldnn(), digest_tensor(dense))

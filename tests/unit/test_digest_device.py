@@ -15,7 +15,7 @@ from late_kernels import late_kernels
 from test_digest_queue import LateDevice
 from test_digest_unobserved import CountingDispatch
 
-from det_callbacks.digest import digest_output, digest_tensor, digest_tensors
+from det_callbacks.digest import digest_tensor
 from det_callbacks.digest.device import (
     Choice,
     DeferredDigests,
@@ -143,16 +143,6 @@ def test_a_method_gives_the_bits_of_the_host_and_one_that_does_not_is_found() ->
     assert disagreement(device, device_cases.HOST) == said
 
 
-def test_a_tensor_by_itself_is_queued_when_it_is_large() -> None:
-    device, small, large = LateDevice(), torch.arange(25), torch.arange(26)
-    device.collect = lambda parts: [7 for part in parts for _ in part]
-    expected = digest_tensor(small)
-    with device_cases.as_on_a_device(device, alone_bytes=large.nbytes):
-        assert (digest_tensor(small), digest_output(small.view(5, 5).t()), device.launches) == (expected, expected, [])
-        assert (digest_tensor(large), len(device.launches)) == (7, 1)
-        assert (digest_tensors([small, small]), device.launches[-1]) == ([7, 7], (2, None))
-
-
 class Held(LateDevice):
     """Its launches begin, and go on when they are let."""
 
@@ -251,5 +241,5 @@ def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch: p
         return real(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    with device_cases.as_on_a_device(LateDevice(), alone_bytes=1000):
+    with device_cases.as_on_a_device(LateDevice()):
         assert [digest_tensor(part) for part in parts] == expected

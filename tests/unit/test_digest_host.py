@@ -3,7 +3,6 @@
 import ctypes
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import digest_reference
 import numpy as np
@@ -107,13 +106,6 @@ def test_what_goes_wrong_in_the_second_thread_reaches_the_caller(monkeypatch: py
     monkeypatch.setattr(host, "_leaf_hashes", fail_elsewhere)
     with pytest.raises(MemoryError, match="planted"):
         digest_bytes(bytes(16 * MIB))
-
-
-def test_threads_may_digest_at_the_same_time() -> None:
-    contents = [random_bytes(size, size) for size in (5, 1025, 70_000, 17 * MIB)]
-    expected = [digest_bytes(content) for content in contents]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: [*map(digest_bytes, contents)], range(8))) == [expected] * 8
 
 
 # Python 3.12 and later warn at every fork of a process that has threads, and torch has some.
