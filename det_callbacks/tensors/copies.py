@@ -10,6 +10,7 @@ memory, and have arrived when the step is settled.
 """
 
 import math
+import shutil
 from collections.abc import Sequence
 from ctypes import memmove
 from pathlib import Path
@@ -21,12 +22,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 
 
 from det_callbacks.digest import inner_tensors, require_storage, unobserved
 from det_callbacks.errors import ReplayError, SelectionError
-from det_callbacks.tensors.files import MIB, SavedTensor, require_free
+from det_callbacks.tensors.files import MIB, SavedTensor
 from det_callbacks.trace.components import holds_data, unwrapped
 from det_callbacks.trace.deferred_sites import DeferredSites
 
 TENSOR_BUDGET_MIB = 1024.0
 """What one step may save where nothing else is asked for."""
+_RESERVED_MIB = 64
+"""What is left free on the disk when a run begins: the digests of the run have to fit too."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -115,7 +118,13 @@ def check_budget(value: object) -> float:
 def require_room(path: Path, budget_mib: float) -> None:
     """Raise ``ReplayError`` where the disk that a run goes to has less free than one of its steps may save."""
     folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-    require_free(folder, budget_mib, "Nothing was recorded: with this tensor_budget_mib a step may save")
+    free_mib = shutil.disk_usage(folder).free / MIB
+    if free_mib < budget_mib + _RESERVED_MIB:
+        raise ReplayError(
+            f"Nothing was recorded: with this tensor_budget_mib a step may save {budget_mib:.3g} MiB, and the disk of "
+            f"{folder} has {free_mib:.3g} MiB free ({_RESERVED_MIB} MiB are left for the rest of the run). Free some "
+            "space, record elsewhere, or save fewer tensors."
+        )
 
 
 def copy_bits(tensor: Tensor, late: DeferredSites | None) -> SavedTensor:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceFormatError, ReplayError
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import digest_bytes, format_digest
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
@@ -29,9 +29,6 @@ from det_callbacks.runs.store import Run
 TENSORS_FORMAT_VERSION = 1
 
 MIB = 2**20
-_RESERVED_MIB = 64
-"""What is left free on the disk: the digests of the run still have to fit."""
-
 REPLAY = "replay"
 KEPT = "kept"
 
@@ -127,31 +124,17 @@ class StepWriter:
         fsynced, like the stream: a power cut may lose it, a kill not.
 
         Raises:
-            ReplayError: the disk is too full; nothing was written.
-            OSError: likewise.
+            OSError: the disk is full, for instance; nothing was written.
         """
         path = tensor_path(self._stream, self._kind, step)
         path.unlink(missing_ok=True)
         if not tensors and not values:
             return 0
-        if tensors:
-            num_bytes = sum(saved.bits.nbytes for saved in tensors.values())
-            require_free(self._stream.parent, num_bytes / MIB, f"Step {step} would save")
         return _write_tensors(path, replace(self._place, step=step), tensors, values)
 
     def delete(self) -> None:
         """Delete everything that was written beside the stream: its attempt is taken back."""
         shutil.rmtree(_folder(self._stream, self._kind), ignore_errors=True)
-
-
-def require_free(folder: Path, needed_mib: float, who: str) -> None:
-    """Raise ``ReplayError`` where a disk has not so much free, with what is left for the rest of the run."""
-    free_mib = shutil.disk_usage(folder).free / MIB
-    if free_mib < needed_mib + _RESERVED_MIB:
-        raise ReplayError(
-            f"{who} {needed_mib:.3g} MiB, and the disk of {folder} has {free_mib:.3g} MiB free ({_RESERVED_MIB} MiB "
-            "are left for the rest of the run). Free some space, record elsewhere, or save fewer tensors."
-        )
 
 
 class SavedStep:
