@@ -204,7 +204,7 @@ class StepDetector:
 
 
 def write_step(writer: RunWriter, view: StepView) -> None:
-    """Store a step that differs, with what tells the judge which of its sites are no origins for sure."""
+    """Store a step, with what tells the judge which of its sites are no origins for sure."""
     record = view.record
     writer.put_program(view.program)
     writer.put_layout(view.layout)

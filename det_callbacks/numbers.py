@@ -10,7 +10,7 @@ same. Integers count by their difference, complex numbers by the larger distance
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements that are looked at together; takes some 50 MiB of the host's memory at most."""
 
 _PARTS: Mapping[str, str] = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-_QUANTISED: Mapping[str, str] = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}
 _UNSIGNED = frozenset({"bool", "uint8", "uint16", "uint32", "uint64", "float8_e8m0fnu"})
 _SIGNED = frozenset({"int8", "int16", "int32", "int64"})
 _NATIVE = frozenset({"float16", "float32", "float64"})
@@ -67,11 +66,10 @@ def tensor_numbers(label: TensorNumbers, reference: _Array, current: _Array) -> 
             f"{reference.nbytes} and {current.nbytes} bytes are not two tensors of {num} elements; compare tensors of "
             "one dtype and shape"
         )
-    dtype = _QUANTISED.get(label.dtype, label.dtype)
-    tally = _Tally(dtype)
+    tally = _Tally(label.dtype)
     for start in range(0, num, CHUNK_ELEMENTS):
         rows = slice(start * width, (start + CHUNK_ELEMENTS) * width)
-        tally.add(start, *(_words(side[rows], dtype, width) for side in (reference, current)))
+        tally.add(start, *(_words(side[rows], label.dtype, width) for side in (reference, current)))
     found = replace(
         label,
         num_differing=tally.num_differing,
@@ -79,18 +77,14 @@ def tensor_numbers(label: TensorNumbers, reference: _Array, current: _Array) -> 
         num_nan=tally.num_nan,
         num_inf=tally.num_inf,
         max_ulps=tally.max_ulps,
-        max_absolute=tally.largest(0),
-        max_relative=tally.largest(1),
+        max_absolute=_finite(tally.max_absolute),
+        max_relative=_finite(tally.max_relative),
     )
     if tally.first is None or tally.worst is None:
         return found
-    return replace(
-        found,
-        first=_index(tally.first.place, label.shape),
-        first_values=tally.first.values,
-        worst=_index(tally.worst.place, label.shape),
-        worst_values=tally.worst.values,
-    )
+    (place, values), (_, worst, worst_values) = tally.first, tally.worst
+    first, worst_place = (tuple(map(int, np.unravel_index(at, label.shape))) for at in (place, worst))
+    return replace(found, first=first, first_values=values, worst=worst_place, worst_values=worst_values)
 
 
 def _words(content: _Array, dtype: str, width: int) -> _Array:
@@ -101,29 +95,27 @@ def _words(content: _Array, dtype: str, width: int) -> _Array:
     return words if size == width else words.reshape(-1, width // size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Element:
-    """One element that differs: how bad that is (NaN, infinity, distance), its flat place and its values as text."""
-
-    rank: tuple[int, int]
-    place: int
-    values: tuple[str, str]
-
-
 @dataclass(slots=True)
 class _Tally:
-    """Gathers the elements that differ, chunk by chunk."""
+    """Gathers the elements that differ, chunk by chunk.
+
+    Attributes:
+        max_absolute: -1 where no difference is finite; ``max_relative`` likewise.
+        first: flat place of the first one, and its values as text.
+        worst: how bad the worst one is (NaN, infinity, then distance), its flat place and values.
+    """
 
     dtype: str
     num_differing: int = 0
     num_nan: int = 0
     num_inf: int = 0
     max_ulps: int | None = None
-    first: _Element | None = None
-    worst: _Element | None = None
+    max_absolute: float = -1.0
+    max_relative: float = -1.0
+    first: tuple[int, tuple[str, str]] | None = None
+    worst: tuple[tuple[int, int], int, tuple[str, str]] | None = None
     _bins: _Array = field(default_factory=lambda: np.zeros(65, dtype=np.int64))
     _has_distance: bool = True
-    _largest: list[float] = field(default_factory=lambda: [-1.0, -1.0])
 
     def add(self, start: int, reference: _Array, current: _Array) -> None:
         differs = reference != current
@@ -131,68 +123,46 @@ class _Tally:
         if not len(places):
             return
         self.num_differing += len(places)
-        one, other = reference[places], current[places]
-        distance = _distances(one, other, self.dtype)
-        values = _values(one, self.dtype), _values(other, self.dtype)
-        is_nan, is_inf = (np.broadcast_to(found, places.shape) for found in self._compare(*values, distance))
-        self.num_nan += int(is_nan.sum())
-        self.num_inf += int(is_inf.sum())
-        is_counted = ~(is_nan | is_inf)
-        if distance is None:
-            self._has_distance = False
-            distance = np.zeros(len(places), dtype=np.uint64)
-        elif is_counted.any():
-            counted = distance[is_counted]
+        sides = reference[places], current[places]
+        ours, theirs = (_values(side, self.dtype) for side in sides)
+        known = _distances(*sides, self.dtype)
+        distance = np.zeros(len(places), dtype=np.uint64) if known is None else known
+        self._has_distance &= known is not None
+        badness = np.zeros(len(places), dtype=np.int64)  # 1 with an infinity, 2 with a NaN
+        if ours is not None and theirs is not None:
+            if ours.dtype.kind in "iub":  # in float64 two large integers could be equal; their distance is exact
+                self._measure(distance.astype(np.float64), np.abs(ours.astype(np.float64)))
+            else:
+                with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; distances beyond float64
+                    wide = np.complex128 if ours.dtype.kind == "c" else np.float64
+                    one, other = ours.astype(wide), theirs.astype(wide)
+                    badness[np.isinf(one) | np.isinf(other)] = 1
+                    badness[np.isnan(one) | np.isnan(other)] = 2
+                    is_finite = badness == 0
+                    self._measure(np.abs(one - other)[is_finite], np.abs(one)[is_finite])
+        self.num_nan += int((badness == 2).sum())
+        self.num_inf += int((badness == 1).sum())
+        counted = distance[badness == 0]
+        if known is not None and len(counted):
             # how many powers of two are at most as large: 0 for 0, 1 for 1, 2 for 2 and 3
             self._bins += np.bincount(np.searchsorted(_POWERS, counted, side="right"), minlength=65)
             self.max_ulps = max(self.max_ulps or 0, int(counted.max()))
-        badness = np.where(is_nan, 2, np.where(is_inf, 1, 0))
-        candidates = np.flatnonzero(badness == badness.max())
-        worst = int(candidates[0] if badness.max() else candidates[np.argmax(distance[candidates])])
-        for index in (0, worst):
-            element = _Element(
-                rank=(int(badness[index]), 0 if badness[index] else int(distance[index])),
-                place=start + int(places[index]),
-                values=(_text(values[0], one, index), _text(values[1], other, index)),
-            )
-            if index == 0:
-                self.first = self.first or element
-            if index == worst and (self.worst is None or element.rank > self.worst.rank):
-                self.worst = element
+        worst_badness = int(badness.max())
+        candidates = np.flatnonzero(badness == worst_badness)
+        worst = int(candidates[0] if worst_badness else candidates[np.argmax(distance[candidates])])
+        rank = worst_badness, 0 if worst_badness else int(distance[worst])
+        shown = [words if values is None else values for values, words in zip((ours, theirs), sides, strict=True)]
+        if self.first is None:
+            self.first = start + int(places[0]), (str(shown[0][0]), str(shown[1][0]))
+        if self.worst is None or rank > self.worst[0]:
+            self.worst = rank, start + int(places[worst]), (str(shown[0][worst]), str(shown[1][worst]))
 
-    def _compare(
-        self, ours: _Array | None, theirs: _Array | None, distance: _Array | None
-    ) -> tuple[_Array | bool, _Array | bool]:
-        """Note the largest absolute and relative differences; return which elements have a NaN, and an infinity."""
-        if ours is None or theirs is None:
-            return False, False
-        if ours.dtype.kind in "iub":  # in float64 two large integers could be equal; their distance is the difference
-            if distance is not None:
-                self._note(distance.astype(np.float64), np.abs(ours.astype(np.float64)), np.ones(len(ours), dtype=bool))
-            return False, False
-        wide = np.complex128 if ours.dtype.kind == "c" else np.float64
-        with np.errstate(invalid="ignore"):  # signalling NaNs
-            ours, theirs = ours.astype(wide), theirs.astype(wide)
-        is_nan = np.isnan(ours) | np.isnan(theirs)
-        is_inf = (np.isinf(ours) | np.isinf(theirs)) & ~is_nan
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._note(np.abs(ours - theirs), np.abs(ours), ~(is_nan | is_inf))
-        return is_nan, is_inf
-
-    def _note(self, absolute: _Array, sizes: _Array, is_finite: _Array) -> None:
-        if not is_finite.any():
-            return
-        self._largest[0] = max(self._largest[0], float(absolute[is_finite].max()))
-        is_relative = is_finite & (sizes > 0)
-        if is_relative.any():
-            with np.errstate(over="ignore"):
-                relative = float((absolute[is_relative] / sizes[is_relative]).max())
-            self._largest[1] = max(self._largest[1], relative)
-
-    def largest(self, kind: int) -> float | None:
-        """Return the largest absolute (0) or relative (1) difference; None where there is none in float64."""
-        found = self._largest[kind]
-        return found if found >= 0 and isfinite(found) else None
+    def _measure(self, absolute: _Array, sizes: _Array) -> None:
+        """Note the largest absolute and relative differences of elements that are finite."""
+        with np.errstate(over="ignore"):
+            relative = absolute[sizes > 0] / sizes[sizes > 0]
+        self.max_absolute = float(np.max(absolute, initial=self.max_absolute))
+        self.max_relative = float(np.max(relative, initial=self.max_relative))
 
     def histogram(self, num_elements: int) -> tuple[int, ...]:
         """Return the elements by distance, equal ones among those of 0 ULPs; () where there are no distances."""
@@ -202,6 +172,11 @@ class _Tally:
         bins[0] += num_elements - self.num_differing
         filled = np.flatnonzero(bins)
         return tuple(bins[: filled[-1] + 1].tolist()) if len(filled) else ()
+
+
+def _finite(largest: float) -> float | None:
+    """Return the largest difference, None where there is none in float64."""
+    return largest if 0 <= largest < inf else None
 
 
 def _distances(first: _Array, second: _Array, dtype: str) -> _Array | None:
@@ -267,12 +242,3 @@ def _numbers_of_8_bits(dtype: str) -> _Array:
         numbers[0x80] = np.nan
     narrow: _Array = numbers.astype(np.float32)
     return narrow
-
-
-def _text(values: _Array | None, words: _Array, index: int) -> str:
-    """Return a value as the shortest text that no other number of its dtype has."""
-    return str(words[index] if values is None else values[index])
-
-
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(index) for index in np.unravel_index(place, shape)) if shape else ()

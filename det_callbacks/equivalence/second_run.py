@@ -4,7 +4,7 @@ Every storage that a written argument lies in is copied, and each tensor argumen
 not; strides, offsets, overlap and alignment are kept, and two arguments that view the same bytes still do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-def
 from det_callbacks.digest import digest_output, digest_tensor, tensor_numbers
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import has_parts
+from det_callbacks.trace.overloads import tensors_in
 from det_callbacks.verdict import TensorNumbers
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,7 +33,7 @@ def copied_call(call: Call, written: Sequence[Tensor]) -> Call | None:
     None where one of them is a sparse, quantised or nested tensor: what of it is shared with the others is not known.
     """
     args, kwargs = call
-    tensors = {id(tensor): tensor for tensor in _tensors((*args, *kwargs.values()))}
+    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
     if any(is_special(tensor) for tensor in (*tensors.values(), *written)):
         return None
     addresses = {tensor.untyped_storage()._cdata for tensor in written}
@@ -99,14 +100,6 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
 def is_special(tensor: Tensor) -> bool:
     """Return whether a tensor is more than strided elements on a storage."""
     return has_parts(tensor) or tensor.is_quantized or tensor.is_nested
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _copied(tensors: list[Tensor]) -> tuple[UntypedStorage, int]:

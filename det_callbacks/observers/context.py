@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from det_callbacks.detector import write_step
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
     DivergenceError,
@@ -134,13 +135,8 @@ class ObserverContext:
 
     @property
     def mismatches(self) -> tuple[Divergence, ...]:
-        """What differs from the reference so far, the step under way included; the first 100."""
-        if self._state == "new":
-            self._require_open()
-        found = self._mismatches
-        if self._state == "open" and self._verification is not None and self._recorder.num_sites:
-            found += self._verification.so_far(self._recorder.trace_so_far(), step=self._step)
-        return found[:MAX_MISMATCHES]
+        """What differs from the reference in the steps that have ended; the first 100."""
+        return self._mismatches[:MAX_MISMATCHES]
 
     def enable_mode(self) -> None:
         """Record every op from here on, until ``disable_mode``; as ``enable_hash_mode``."""
@@ -215,11 +211,7 @@ class ObserverContext:
         self._num_sites += num_sites
         if self._writer is not None:
             self._replay.write(self._step)
-            self._writer.put_program(trace.program)
-            if not self._writer.has_layout(trace.layout_id):
-                self._writer.put_layout(trace.layout)
-            self._writer.put_values(self._step, trace.values)
-            self._writer.append(self._step, 0, trace.program.id, trace.layout_id, trace.digests)
+            write_step(self._writer, trace.view(rank=0, step=self._step, epoch=0, segment=0))
             return
         self._replay.counts.end_step()
         verification = self._verification

@@ -148,12 +148,6 @@ def test_shards_are_compared_and_collectives_run_once(process_group):
     assert mode.num_compared > 10
 
 
-def test_higher_order_ops_are_left_out():
-    with BitwiseEquivalenceMode() as mode:
-        torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(2),))
-    assert mode.skipped["opaque"] == 1
-
-
 def test_what_may_not_run_twice():
     for op, reason in (
         (aten.view.default, "view"),

@@ -125,8 +125,7 @@ def test_a_reference_that_is_none(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match="name"), ObserverContext(tmp_path, "broken"):
         observe("", 1)
-    with pytest.raises(ReferenceFormatError, match="incomplete"), ObserverContext(tmp_path, "run", tmp_path / "broken"):
-        pass
+    assert not (tmp_path / "broken" / "run.json").exists(), "nothing was recorded"
     reference = record(tmp_path, ("x", torch.ones(1)))
     stream = next(reference.rglob("*.arrows"))
     content = bytearray(stream.read_bytes())
@@ -140,7 +139,7 @@ def test_a_reference_that_is_none(tmp_path: Path) -> None:
 def test_nothing_observed_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(NothingComparedError, match="Nothing was observed"), ObserverContext(tmp_path, "run"):
         torch.ones(2)
-    assert not Run.open(tmp_path / "run").is_complete
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_reference_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -237,24 +236,6 @@ def test_what_was_written_between_regions_is_an_input_of_the_next(tmp_path: Path
     found = sites(observer.path)
     assert [site.op or site.role for site in found] == ["input", "aten.exp.default", "input", "aten.sin.default"]
     assert found[3].inputs == (2,)
-
-
-def test_regions_in_a_training_loop(tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ObserverContext(tmp_path, "run") as observer:
-        for _ in range(3):
-            enable_hash_mode()
-            optimizer.zero_grad()
-            model(torch.randn(2, 4)).sum().backward()
-            disable_hash_mode()
-            torch.randn(2) @ torch.randn(2)
-            with enable_hash_mode():
-                optimizer.step()
-            observer.next_step()
-    ops = [site for site in sites(tmp_path / "run", 2) if site.op]
-    assert {site.phase for site in ops} == {"forward", "backward", "optimizer"}
-    assert not any(site.op == "aten.dot.default" for site in ops)
 
 
 @pytest.mark.slow
