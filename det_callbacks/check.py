@@ -83,10 +83,14 @@ class CheckReport:
 class _Change:
     """What a process has different: in words, its variables, its settings and the entry of run.json that shows it."""
 
+    name: str = PLAIN
     text: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     entry: str = ""
+
+
+_NO_CHANGE = _Change()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,26 +123,19 @@ class Script:
         """Run the script, and record it into a folder; what it prints goes to ``output``, or is printed."""
         asked = {"mode": "record", "reference": str(run), "overwrite": overwrite}
         before = _manifest(run)
-        reason = self._start("record", asked, _Change(), output)
+        reason = self._start("record", asked, _NO_CHANGE, output)
         if not reason:
             reason = _NOTHING.format("recorded") if _manifest(run) == before else _unfinished(run)
         return CheckedRun(name=RECORDING, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
     def verify(
-        self,
-        reference: Path,
-        current: Path,
-        *,
-        name: str = PLAIN,
-        change: _Change | None = None,
-        output: Path | None = None,
+        self, reference: Path, current: Path, *, change: _Change = _NO_CHANGE, output: Path | None = None
     ) -> CheckedRun:
         """Run the script with a change, and verify it against a run, into a folder that is empty or not there."""
-        change = change or _Change()
         asked = {"mode": "verify", "reference": str(reference), "current": str(current)}
-        title = "verify" if not change.text else f"verify, {name}, {change.text}"
+        title = "verify" if not change.text else f"verify, {change.name}, {change.text}"
         reason = self._start(title, asked, change, output)
-        done = CheckedRun(name=name, change=change.text, outcome="failed", reason=reason, output=output)
+        done = CheckedRun(name=change.name, change=change.text, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -242,7 +239,7 @@ def _vary(script: Script, factor: str, home: Path, reference: Path) -> CheckedRu
         change = _CHANGES[factor](script, Run.open(reference))
     except (CheckError, ReferenceFormatError) as error:
         return CheckedRun(name=factor, outcome="failed", reason=f"it could not be varied: {error}")
-    return script.verify(reference, home / factor, name=factor, change=change, output=home / f"{factor}.txt")
+    return script.verify(reference, home / factor, change=change, output=home / f"{factor}.txt")
 
 
 def _workers(script: Script, run: Run) -> _Change:
@@ -254,7 +251,7 @@ def _workers(script: Script, run: Run) -> _Change:
         raise CheckError("the training has no torch DataLoader, whose workers could be others")
     number = next(number for number in (0, 2, *range(1, len(known) + 2)) if number not in known)
     text = f"{number} instead of {' and '.join(map(str, sorted(known)))}"
-    return _Change(text=text, variables={NUM_WORKERS: str(number)})
+    return _Change(name="workers", text=text, variables={NUM_WORKERS: str(number)})
 
 
 def _threads(script: Script, run: Run) -> _Change:
@@ -263,8 +260,13 @@ def _threads(script: Script, run: Run) -> _Change:
         raise CheckError("the reference does not say how many threads computed it")
     number = 2 if entry.value == 1 else 1
     text = f"{number} instead of {entry.value}"
-    variables = {"OMP_NUM_THREADS": str(number)}  # what NumPy's libraries ask
-    return _Change(text=text, variables=variables, settings={"num_threads": number}, entry=_THREADS_ENTRY)
+    return _Change(
+        name="threads",
+        text=text,
+        variables={"OMP_NUM_THREADS": str(number)},  # what NumPy's libraries ask
+        settings={"num_threads": number},
+        entry=_THREADS_ENTRY,
+    )
 
 
 def _hash_seed(script: Script, run: Run) -> _Change:
@@ -273,7 +275,7 @@ def _hash_seed(script: Script, run: Run) -> _Change:
     before = script.variables[_HASH_SEED]
     after = str((int(before) + 1) % 2**32)
     text = f"{_HASH_SEED} {after} instead of {before}"
-    return _Change(text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
+    return _Change(name="hash-seed", text=text, variables={_HASH_SEED: after}, entry=f"env.{_HASH_SEED}")
 
 
 _CHANGES: Mapping[str, Callable[[Script, Run], _Change]] = {

@@ -13,7 +13,7 @@ from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report.checkpoints import checkpoint_report
 from det_callbacks.report.console import Report, count, make_console, print_line, print_report
 from det_callbacks.report.doctor import doctor_report
-from det_callbacks.report.ops import find_op_usage, op_report, ops_to_dict
+from det_callbacks.report.ops import op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run
@@ -70,9 +70,8 @@ def export(options: argparse.Namespace) -> int:
 def ops(options: argparse.Namespace) -> int:
     """Show what torch says of its ops, or of those that a run uses."""
     run = None if options.used_by is None else Run.open(options.used_by)
-    facts = read_op_facts()
-    usage = None if run is None else find_op_usage(run, facts)
-    return _print(options, lambda: ops_to_dict(facts, usage), lambda: op_report(facts, usage))
+    content = ops_to_dict(read_op_facts(), run)
+    return _print(options, lambda: content, lambda: op_report(content, run))
 
 
 def doctor(options: argparse.Namespace) -> int:

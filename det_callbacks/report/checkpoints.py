@@ -15,7 +15,7 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
     """Return what a check found."""
     if report.other is not None and not report.equal:
         title = f"{report.path} and {report.other} differ in {count(len(report.entries), 'entry')}"
-        rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _between_two(one)) for one in report.entries]
+        rows = [(one.section, one.name.removeprefix(f"{one.section}: "), _how(one)) for one in report.entries]
         table = Table(columns=["section", "entry", "difference"], rows=rows)
         return [Section(title=title, style="bold red", table=table)]
     if report.other is not None:
@@ -45,7 +45,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
     is_other = not report.has_same_bytes and len(tensors) * 2 > report.sections.get("state_dict", num_compared)
     likely = ": the digests beside it are those of another checkpoint" if is_other and tensors else ""
     lines = [f"{report.path} is not what was saved{likely}."]
-    lines += [f"  {entry_text(entry)}" for entry in report.entries[:MAX_ENTRIES]]
+    lines += [f"  {entry.name} {_how(entry)}" for entry in report.entries[:MAX_ENTRIES]]
     if len(report.entries) > MAX_ENTRIES:
         lines.append(f"  and {len(report.entries) - MAX_ENTRIES:,} more")
     lines += [f"  resume: {name} is missing beside it" for name in report.missing_files]
@@ -61,34 +61,18 @@ def mismatch_text(report: "CheckpointReport") -> str:
     return "\n".join(lines)
 
 
-def entry_text(entry: "EntryDifference") -> str:
-    """Return one difference in a line."""
+def _how(entry: "EntryDifference") -> str:
+    """Return how an entry differs, to follow its name."""
     if entry.exchanged_with is not None:
-        return f"{entry.section}: {entry.path} and {entry.exchanged_with} are exchanged"
-    if entry.kind == "missing":
-        return f"{entry.name} is missing"
-    if entry.kind == "extra":
-        return f"{entry.name} was not saved, and is there"
-    if entry.kind == "structure":
-        return f"{entry.name} was saved as {entry.reference}, and is {entry.current}"
-    if entry.num_differing is not None:
-        return f"{entry.name} differs: {_elements(entry)}"
-    digests = "" if entry.reference is None else f" ({entry.reference} was saved, {entry.current} is there)"
-    return f"{entry.name} differs{digests}"
-
-
-def _between_two(entry: "EntryDifference") -> str:
+        return f"and {entry.exchanged_with} are exchanged"
     if entry.kind in ("missing", "extra"):
-        return f"only in the {'first' if entry.kind == 'missing' else 'second'}"
-    if entry.kind == "content" and entry.exchanged_with is not None:
-        return f"exchanged with {entry.exchanged_with}"
-    is_counted = entry.kind == "content" and entry.num_differing is not None
-    return _elements(entry) if is_counted else f"{entry.reference} and {entry.current}"
-
-
-def _elements(entry: "EntryDifference") -> str:
+        return "is missing" if entry.kind == "missing" else "is there, and was not before"
+    if entry.kind == "structure":
+        return f"was {entry.reference}, and is {entry.current}"
+    if entry.num_differing is None:
+        return "differs" + ("" if entry.reference is None else f" (it was {entry.reference}, and is {entry.current})")
     ulps = "" if entry.max_ulps is None else f", by up to {entry.max_ulps:,} ULPs"
-    return f"{entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
+    return f"differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
 def _saved(report: "CheckpointReport") -> str:

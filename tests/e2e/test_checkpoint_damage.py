@@ -79,7 +79,7 @@ CHANGES = [
     (lambda one: one["state_dict"]["last.weight"][0].add_(1), r"state_dict: last\.weight differs"),
     (exchange, r"state_dict: (norm\.weight and first\.bias|first\.bias and norm\.weight) are exchanged"),
     (lambda one: one["state_dict"].pop("last.bias"), r"state_dict: last\.bias is missing"),
-    (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more was not saved, and is there"),
+    (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is there, and was not before"),
     (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
     (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
     (lambda one: one.update(global_step=5), "global_step differs"),

@@ -137,53 +137,43 @@ def test_a_factor_is_the_one_thing_that_changes(
     """A hash seed of the caller stays."""
     if given is not None:
         monkeypatch.setenv("PYTHONHASHSEED", given)
-    hashing = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
-    report, processes = check(End(), End(verdict=MATCH), End(verdict=hashing), vary=("hash-seed", "hash-seed"))
-    assert [run.outcome for run in report.runs] == ["recorded", "match", "match"]
+    _, processes = check(End(), End(verdict=MATCH), End(verdict=HASHING), vary=("hash-seed", "hash-seed"))
     assert [variables["PYTHONHASHSEED"] for _, variables in processes.started] == seeds
     for one in processes.asked:
         one["arguments"].pop("current", None)
     assert processes.asked[2] == processes.asked[1]
-    report, _ = check(End(), End(verdict=MATCH), End(verdict=MATCH), vary=("hash-seed",), to="again")
-    assert report.runs[-1].reason == "it could not be varied: the script sets env.PYTHONHASHSEED by itself"
-
-
-@pytest.mark.parametrize(
-    ("verdict", "outcome", "code"),
-    [
-        (replace(MATCH, environment=(THREADS,)), "match", 0),
-        (DIVERGED, "diverged", 1),
-        (NOT_COMPARABLE, "not_comparable", 3),
-        (MATCH, "failed", 2),  # as many threads as before: nothing was varied
-    ],
-)
-def test_another_number_of_threads_is_a_setting(verdict: Verdict, outcome: str, code: int, check: Check) -> None:
-    report, processes = check(End(), End(verdict=MATCH), End(verdict=verdict), vary=("threads",))
+    _, processes = check(End(), End(verdict=MATCH), End(verdict=THREADING), vary=("threads",), to="threads")
     assert (processes.asked[-1]["settings"], processes.started[-1][1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
-    assert (report.runs[-1].outcome, report.exit_code) == (outcome, code)
+
+
+HASHING = replace(MATCH, environment=(differing("env.PYTHONHASHSEED", is_machine=False),))
+THREADING = replace(MATCH, environment=(THREADS,))
 
 
 @pytest.mark.parametrize(
-    ("ends", "code"),
+    ("vary", "ends", "outcomes", "code"),
     [
-        ([End(status=1), End(verdict=DIVERGED)], 1),
-        ([End(verdict=NOT_COMPARABLE), End(status=1)], 2),
-        ([End(verdict=replace(MATCH, environment=(THREADS,))), End(verdict=NOT_COMPARABLE)], 3),
+        (("threads", "hash-seed"), [THREADING, HASHING], ["match", "match"], 0),
+        (("threads", "hash-seed"), [None, DIVERGED], ["failed", "diverged"], 1),
+        (("threads", "hash-seed"), [NOT_COMPARABLE, None], ["not_comparable", "failed"], 2),
+        (("threads", "hash-seed"), [THREADING, NOT_COMPARABLE], ["match", "not_comparable"], 3),
+        (("threads",), [MATCH], ["failed"], 2),  # as many threads as before: nothing was varied
+        (("hash-seed",), [MATCH], ["failed"], 2),
+        (("workers",), [], ["failed"], 2),  # the training has no DataLoader
     ],
 )
-def test_what_is_known_best_decides_the_status(ends: list[End], code: int, check: Check) -> None:
-    report, _ = check(End(), End(verdict=MATCH), *ends, vary=("threads", "hash-seed"))
-    assert report.exit_code == code
+def test_what_is_known_best_decides_the_status(
+    vary: tuple[str, ...], ends: list[Verdict | None], outcomes: list[str], code: int, check: Check
+) -> None:
+    played = [End(status=int(verdict is None), verdict=verdict) for verdict in ends]
+    report, _ = check(End(), End(verdict=MATCH), *played, vary=vary)
+    assert ([run.outcome for run in report.runs[2:]], report.exit_code) == (outcomes, code)
+    assert all(bool(run.reason) is (run.outcome == "failed") for run in report.runs)
 
 
-def test_what_cannot_be_varied_is_said(check: Check) -> None:
-    words = ("python", "-E", "train.py")
-    report, _ = check(End(), End(verdict=MATCH), words=words, vary=("workers", "hash-seed"))
-    assert [run.reason for run in report.runs[2:]] == [
-        "it could not be varied: the training has no torch DataLoader, whose workers could be others",
-        "it could not be varied: Python was asked to ignore its environment variables (-E or -I)",
-    ]
-    assert report.exit_code == 2
+def test_a_python_that_ignores_its_variables_has_no_hash_seed(check: Check) -> None:
+    report, _ = check(End(), End(verdict=MATCH), words=("python", "-E", "train.py"), vary=("hash-seed",))
+    assert report.runs[-1].reason.endswith("Python was asked to ignore its environment variables (-E or -I)")
 
 
 def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
@@ -206,44 +196,29 @@ def test_the_folder_is_a_new_one_and_one_that_holds_something_is_refused(check: 
 # in words
 
 
-RECORDED = CheckedRun(name="recording", outcome="recorded")
-MATCHING = CheckedRun(name="plain", outcome="match", verdict=MATCH)
-BROKEN = replace(MATCHING, outcome="diverged", verdict=DIVERGED)
-
-
-def text_of(*runs: CheckedRun, not_run: tuple[str, ...] = ()) -> str:
-    report = CheckReport(folder=Path("home"), runs=(RECORDED, *runs), not_run=not_run)
-    return to_text(check_sections(report))
-
-
-def last(text: str) -> str:
-    return text.splitlines()[-1].removeprefix("det-callbacks check: ").removesuffix("; kept in home")
-
-
-def test_one_pair_is_the_verdict_that_diff_prints() -> None:
-    text = text_of(MATCHING)
-    assert text.strip().startswith("MATCH\nAll agree.\n")
-    assert last(text) == "match: the script repeats itself, bit for bit"
-    text = text_of(BROKEN, not_run=("workers", "threads"))
-    assert text.strip().startswith("DIVERGED\nNo.\n")
-    assert last(text) == "diverged: the script does not repeat itself; not run: workers, threads"
-    other = replace(BROKEN, outcome="not_comparable", verdict=NOT_COMPARABLE)
-    assert last(text_of(other)) == "not_comparable: the two runs differ, and so does what they ran on"
-
-
-def test_factors_are_a_table_and_those_that_break_bits_have_their_verdict() -> None:
-    workers = replace(MATCHING, name="workers", change="another number")
-    threads = replace(BROKEN, name="threads", change="one", verdict=NOT_COMPARABLE)
-    failed = replace(RECORDED, name="hash-seed", outcome="failed", reason="it ended")
-    text = text_of(MATCHING, workers, threads, failed)
-    assert "MATCH" not in text
-    assert "threads: one\n\nNOT COMPARABLE\n" in text
+def test_what_it_comes_to_is_said_with_the_verdicts_that_are_no_match() -> None:
+    recorded = CheckedRun(name="recording", outcome="recorded")
+    match = CheckedRun(name="plain", outcome="match", verdict=MATCH)
+    diverged = replace(match, outcome="diverged", verdict=DIVERGED)
+    workers = replace(match, name="workers", change="another number")
+    threads = replace(diverged, name="threads", change="one", verdict=NOT_COMPARABLE)
+    failed = replace(recorded, name="hash-seed", outcome="failed", reason="it ended")
+    for runs, not_run, word, line in (
+        ([match], (), "MATCH", "match: the script repeats itself, bit for bit"),
+        ([diverged], ("workers",), "DIVERGED", "diverged: the script does not repeat itself; not run: workers"),
+        (
+            [match, workers, threads, failed],
+            (),
+            "threads: one\n\nNOT COMPARABLE",
+            "diverged: the script repeats itself, bit for bit; bits depend on: threads; bits do not depend on: "
+            "workers; could not be varied or checked: hash-seed",
+        ),
+    ):
+        text = to_text(check_sections(CheckReport(folder=Path("home"), runs=(recorded, *runs), not_run=not_run)))
+        assert text.strip().startswith(word)
+        assert text.splitlines()[-1] == f"det-callbacks check: {line}; kept in home"
     assert re.search(r"^threads +one +diverged +step 3, forward: aten.addmm.default +forward$", text, re.MULTILINE)
     assert "hash-seed: it ended." in text
-    assert last(text) == (
-        "diverged: the script repeats itself, bit for bit; bits depend on: threads; bits do not depend on: workers; "
-        "could not be varied or checked: hash-seed"
-    )
 
 
 # real processes
