@@ -4,7 +4,7 @@ Everything that a verdict says is read from the two folders, so a verification t
 ``det-callbacks diff`` cannot disagree.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +63,6 @@ def compare_runs(
     *,
     steps: Literal["all", "common"] = "all",
     check_files: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
@@ -80,7 +79,6 @@ def compare_runs(
         check_files: True reads every step of both runs and checks it against its chain, at memory speed, so that a
             damaged file is an error wherever it is damaged; False only the last equal step and those after it, and
             says so in the explanation. None does the first with runs of less than 256 MiB together.
-        progress: called with the number of steps looked at so far, and that of all.
 
     Returns:
         The verdict; the ``exit_code`` of the command line is its own. Runs of another number of processes are
@@ -117,7 +115,7 @@ def compare_runs(
     walk = RankWalk(
         reference=ours, current=theirs, is_common=steps == "common", check_files=check_files, records=records
     )
-    ranks = _compare_ranks(walk, progress)
+    ranks = [walk.compare(rank) for rank in ours.ranks]
     if not check_files and any(one.is_by_chains for one in ranks):
         notes.append(CHAINS_NOTE)
     differing = {one.name: one for record in records.values() for one in record.environment}
@@ -395,21 +393,6 @@ class _Judge:
             evidence=evidence,
             unread=unread,
         )
-
-
-def _compare_ranks(walk: RankWalk, progress: Callable[[int, int], None] | None) -> list[RankFindings]:
-    """Return what all ranks tell, by rank."""
-    ranks = walk.reference.ranks
-    total = sum(map(walk.num_steps, ranks)) if progress is not None else 0
-    num_done = 0
-
-    def report(number: int) -> None:
-        nonlocal num_done
-        num_done += number
-        if progress is not None:
-            progress(num_done, total)
-
-    return [walk.compare(rank, report) for rank in ranks]
 
 
 def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:

@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from det_callbacks.errors import SelectionError
@@ -38,21 +38,17 @@ def diff(options: argparse.Namespace) -> int:
     """Compare two runs."""
     from det_callbacks.judge import compare_runs
 
-    with _progress_bar() as progress:
-        verdict = compare_runs(
-            options.reference,
-            options.current,
-            steps=options.steps,
-            check_files=options.check_files or None,
-            progress=progress,
-        )
+    asked = {"steps": options.steps, "check_files": options.check_files or None}
+    console = make_console(stderr=True)
+    with console.status("comparing steps") if console.is_terminal else nullcontext():
+        verdict = compare_runs(options.reference, options.current, **asked)
     _print(options, verdict.to_dict, lambda: verdict_report(verdict))
     if options.html is not None:
         from det_callbacks.report.html import write_report
 
         sys.stdout.flush()
         path = write_report(options.html, verdict, reference=options.reference, current=options.current)
-        print_line(make_console(stderr=True), f"det-callbacks: wrote {path}")
+        print_line(console, f"det-callbacks: wrote {path}")
     return verdict.exit_code
 
 
@@ -99,17 +95,3 @@ def _print(
     else:
         print_report(report())
     return status
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on a terminal, and yield a function of (done, all) that moves it."""
-    console = make_console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("comparing steps", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

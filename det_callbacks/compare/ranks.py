@@ -1,7 +1,7 @@
 """What each rank of two runs tells: how much was compared, where it first differs, and what became of each step."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,9 +16,6 @@ from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import Fit
 from det_callbacks.verdict import Divergence
-
-Report = Callable[[int], None]
-"""Called with a number of steps that were looked at."""
 
 Order = tuple[int, int, int, int]
 """Segment, step, position in the step, rank: the least comes first."""
@@ -136,14 +133,14 @@ class RankWalk:
     check_files: bool
     records: Mapping[int, RankRecord]
 
-    def compare(self, rank: int, report: Report) -> RankFindings:
+    def compare(self, rank: int) -> RankFindings:
         """Return what a rank tells.
 
         Raises:
             ReferenceFormatError: a file is damaged.
         """
         if rank in self.records:
-            return self._verified(self.records[rank], report)
+            return self._verified(self.records[rank])
         ours, theirs = self.reference.rank(rank), self.current.rank(rank)
         if self.check_files:
             for run in (ours, theirs):
@@ -155,7 +152,6 @@ class RankWalk:
             is_by_chains |= num_equal > 1
             if num_equal:
                 self._count_equal(tally, rank, segment, right, num_equal)
-                report(num_equal)
             in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())
             for step in sorted(in_ours & in_theirs):
                 views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
@@ -164,16 +160,13 @@ class RankWalk:
                 tally.num_differing += num_differing
                 if first is None and num_differing:
                     first = self._first(compare_steps(*views), is_first=step == int(left.steps[0]))
-                report(1)
             if not self.is_common:
                 whole += _whole("missing", rank, segment, in_ours - in_theirs)
                 whole += _whole("extra", rank, segment, in_theirs - in_ours)
-            if lacking := len(in_ours ^ in_theirs):
-                report(lacking)
         tally.num_differing += sum(one.count for one in whole)
         return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), is_by_chains=is_by_chains)
 
-    def _verified(self, record: RankRecord, report: Report) -> RankFindings:
+    def _verified(self, record: RankRecord) -> RankFindings:
         """Return what the record of a rank and the steps tell that its verification stored."""
         rank, tally = record.rank, Tally()
         tally.add(record.tally)
@@ -196,7 +189,6 @@ class RankWalk:
             missing = self._missing(record, segment)
             whole += _whole("missing", rank, segment, missing)
             tally.num_differing += len(missing)
-        report(self.num_steps(rank))
         return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole))
 
     def _missing(self, record: RankRecord, segment: int) -> set[int]:
@@ -225,12 +217,6 @@ class RankWalk:
             is_first=is_first,
             is_resumed=place in self.reference.resumed_steps | self.current.resumed_steps,
         )
-
-    def num_steps(self, rank: int) -> int:
-        """Return how many steps are reported for a rank."""
-        runs = self.reference.rank(rank), self.current.rank(rank)
-        segments = {segment for run in runs for segment in run.segments}
-        return sum(len(np.union1d(*(run.steps(segment) for run in runs))) for segment in segments)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""
@@ -329,19 +315,3 @@ def _unkept(step: int, known: FitRecord | None) -> Outcome:
     if known is None or step not in known.compared:
         return "unknown"
     return "unkept" if step in known.differing else "equal"
-
-
-def first_difference(
-    reference: Run, current: Run, rank: int, segment: int, compared: Mapping[int, FitRecord]
-) -> int | None:
-    """Return the first step of a fit that differs or that only one run has, from the chains; None where none does.
-
-    Reads no digests. Of a verification's folder it is the first step that it kept or says to differ.
-    """
-    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
-    if current.keeps != "all":
-        known = compared.get(segment)
-        named = [] if known is None else known.differing
-        return min([*named, *theirs.steps[:1].tolist()], default=None)
-    num_equal = num_equal_steps(ours, theirs)
-    return min([*ours.steps[num_equal:][:1].tolist(), *theirs.steps[num_equal:][:1].tolist()], default=None)

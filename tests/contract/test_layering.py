@@ -45,7 +45,6 @@ INNER_IMPORTS: Mapping[str, str] = {
     "cli.commands: doctor": "likewise",
     "cli.commands: judge": "takes longer to load than a run to show",
     "cli.commands: report.html": "loads jinja2, which takes long and only a page needs",
-    "cli.commands: rich.progress": "takes long, and only a terminal needs it",
     "launch: callback.launched": "loads Lightning; a look at a variable does not",
     "launch: errors": "likewise loaded where settings are asked for",
     "launch: settings": "likewise",
