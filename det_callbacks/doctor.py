@@ -138,7 +138,7 @@ def _differences(run: Run) -> tuple[EnvironmentFinding, ...]:
         EnvironmentFinding(difference=one, to_do=_line_for_entry(one.name, one.reference))
         for one in compare_environments(run.environment, here)
         # what a Trainer or a configuration chose is nothing that can be seen without it
-        if one.name in here.entries and not one.name.startswith(("settings.", "code."))
+        if one.name in here and not one.name.startswith(("settings.", "code."))
     ]
     return tuple(sorted(found, key=lambda finding: (not finding.difference.changes_bits, finding.difference.name)))
 
@@ -156,7 +156,7 @@ def _line_for_entry(name: str, value: Any) -> str:
 
 
 def _facts() -> dict[str, Any]:
-    entries = capture_environment().entries
+    entries = capture_environment()
     facts = {name: entries[name].value for name in (*_FACTS, "torch.num_threads")}
     count = torch.cuda.device_count()
     facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"

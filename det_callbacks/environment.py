@@ -1,13 +1,11 @@
 """What can change the bits of a run: the environment of this process, its code, and the command that started it.
 
-An entry is a *choice* (somebody decided it: settings, variables that ask for determinism, the code, what the caller
-passes), which never excuses a divergence, or a *machine* fact (it came with the place: versions, hardware, threads,
-flags and variables that choose kernels), which does when it can change bits and the bits did change. So an entry counts
-as able to change bits only when it acts by itself, and not through another entry: the number of CPUs acts through
-``torch.num_threads``, a commit through what it changes, a command through what it chooses, and a value of the
-configuration through the hyperparameter or the option that it became. An entry that acts through another would excuse,
-or be blamed for, divergences that it has nothing to do with. ``torch.num_threads`` comes with the machine, unless it
-was set through our settings.
+An entry is a *choice* (settings, variables that ask for determinism, the code, what the caller passes) or a *machine*
+fact (versions, hardware, threads, flags and variables that choose kernels). It counts as able to change bits only when
+it acts by itself, and not through another entry, or it would be blamed for divergences that it has nothing to do with:
+the number of CPUs acts through ``torch.num_threads``, a commit by what it changes, a command by what it chooses, and a
+value of the configuration through the hyperparameter or the option that it became. The number of threads comes with the
+machine, unless it was set through our settings.
 """
 
 import enum
@@ -86,18 +84,17 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
         ValueError: a choice has the name of an entry that is captured here.
 
     Example:
-        >>> environment = capture_environment(choices={"hparams": {"lr": 0.1}})
-        >>> environment.entries["hparams.lr"].value
+        >>> capture_environment(choices={"hparams": {"lr": 0.1}})["hparams.lr"].value
         0.1
     """
-    entries: dict[str, EnvironmentEntry] = {}
     enforced = {f"torch.{name}" for name in enforced_names()}
-    for name, value, changes_bits in _machine_facts():
-        entries[name] = EnvironmentEntry(value=value, is_machine=name not in enforced, changes_bits=changes_bits)
-    for name, value in _own_choices():
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=not _is_idle(name))
-    for name, value in code_state().items():
-        entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
+    facts = [(name, value, name not in enforced, changes_bits) for name, value, changes_bits in _machine_facts()]
+    facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
+    facts += [(name, value, False, False) for name, value in code_state().items()]
+    entries = {
+        name: EnvironmentEntry(value=value, is_machine=is_machine, changes_bits=changes_bits)
+        for name, value, is_machine, changes_bits in facts
+    }
     flat = dict(_flatten("", choices))
     became = {_last_part(name, value) for name, value in flat.items() if not name.startswith(CONFIGURATION)}
     became |= {_last_part(name, entry.value) for name, entry in entries.items()}
@@ -106,12 +103,7 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
             raise ValueError(f"The choice {name!r} has the name of an entry that is captured anyway; rename it.")
         acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
         entries[name] = EnvironmentEntry(value=value, is_machine=False, changes_bits=acts)
-    return Environment(entries=MappingProxyType(entries))
-
-
-def is_secret(name: str) -> bool:
-    """Return whether people keep under this name what must not be copied into a file that is passed around."""
-    return _SECRET.search(name) is not None
+    return dict(sorted(entries.items()))
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:
@@ -217,12 +209,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return what can be written as JSON and read by anyone: no objects, no places, no secrets.
-
-    Args:
-        name: the last part of the name under which the value is kept, which tells a secret.
-        value: anything.
-    """
+    """Return a value as anyone may read it: no objects, no places, no secrets (told by the last part of its name)."""
     if isinstance(value, enum.Enum):
         return _plain(name, value.value)
     if value is None or isinstance(value, bool):
@@ -233,12 +220,10 @@ def _plain(name: str, value: Any) -> Any:
         return float(value) if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, np.generic):
         return _plain(name, value.item())
-    if isinstance(value, str | bytes) and is_secret(name):
+    if isinstance(value, str | bytes) and _SECRET.search(name):
         return WITHHELD
-    if isinstance(value, str):
-        return _PLACE.sub("<place>", str(value))
-    if isinstance(value, os.PathLike):
-        return _PLACE.sub("<place>", str(Path(value)))
+    if isinstance(value, str | os.PathLike):
+        return _PLACE.sub("<place>", str(os.fspath(value)))
     if isinstance(value, torch.dtype):
         return _dtype_name(value)
     if isinstance(value, torch.device):
@@ -330,9 +315,7 @@ _NAME = re.compile(r"([\w.\-/@]+)\s*[=:]")
 def script_words(start: str | Path | None = None) -> list[str]:
     """Return the script that runs, as it would be written after ``python``; [] in an interactive interpreter.
 
-    Args:
-        start: where the program was started; None is the working directory. A script that is not below it is shown by
-            its name alone.
+    A script that is not below ``start``, the working directory where it is None, is shown by its name alone.
     """
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
@@ -375,5 +358,5 @@ def _is_ours(override: str) -> bool:
 
 def _shown(override: str) -> str:
     name, equals, _ = override.partition("=")
-    secret = any(is_secret(re.split(r"[./@]", found)[-1]) for found in _NAME.findall(override))
+    secret = any(_SECRET.search(re.split(r"[./@]", found)[-1]) for found in _NAME.findall(override))
     return f"{name}{equals}{WITHHELD}" if secret else override

@@ -5,7 +5,7 @@ Each exception carries its data as positional arguments equal to ``args`` (so it
 and the recipes exit with: 1 diverged or failed, 2 could not do it, 3 not comparable.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from det_callbacks.audit import AuditReport, OpMismatch
@@ -18,27 +18,27 @@ class DetCallbacksError(Exception):
     """Root of everything det_callbacks raises on purpose.
 
     Its first argument is the text shown to the user, which says three things: what is wrong, what was still right, and
-    what to do next. Further arguments are its data.
+    what to do next. Further arguments are its data, the attributes that ``_data`` names.
     """
 
     exit_code = 2
+    _data: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, message: str = "", *data: Any) -> None:
+        super().__init__(message, *data)
+        for name, value in zip(self._data, data, strict=False):
+            setattr(self, name, value)
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+        return str(self.args[0])
 
 
 class DivergenceError(DetCallbacksError):
-    """The current run is not the reference, bit for bit.
-
-    Args:
-        verdict: the verdict that led here.
-    """
+    """The current run is not the reference, bit for bit; ``verdict`` led here."""
 
     exit_code = 1
-
-    def __init__(self, message: str, verdict: "Verdict | None" = None) -> None:
-        super().__init__(message, verdict)
-        self.verdict = verdict
+    _data = ("verdict",)
+    verdict: "Verdict | None" = None
 
 
 class NotComparableError(DivergenceError):
@@ -48,107 +48,70 @@ class NotComparableError(DivergenceError):
 
 
 class RankError(DetCallbacksError):
-    """Another process of the run failed, or is not there any more.
+    """Process ``rank`` failed with an exit code, or is not there any more; -1 when it cannot be told which."""
 
-    Args:
-        rank: which; -1 when that cannot be told.
-        exit_code: of its error.
-    """
-
-    def __init__(self, message: str, rank: int = -1, exit_code: int = 2) -> None:
-        super().__init__(message, rank, exit_code)
-        self.rank = rank
-        self.exit_code = exit_code
+    _data = ("rank", "exit_code")
+    rank: int = -1
 
 
 class NotResumableError(DetCallbacksError):
-    """A resumed run cannot be the same run as the one that saved the checkpoint.
+    """A resumed run cannot be the same run as the one that saved the checkpoint: ``problems``, one sentence each."""
 
-    Args:
-        problems: why, one sentence each.
-    """
-
-    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
-        super().__init__(message, problems)
-        self.problems = problems
+    _data = ("problems",)
+    problems: tuple[str, ...] = ()
 
 
 class EquivalenceError(DetCallbacksError):
-    """An op gave other bits when it was run again on the same inputs.
-
-    Args:
-        mismatch: the op, its module, source, number of differing elements and ULPs.
-    """
+    """An op, described by ``mismatch``, gave other bits when it was run again on the same inputs."""
 
     exit_code = 1
-
-    def __init__(self, message: str, mismatch: "OpMismatch | None" = None) -> None:
-        super().__init__(message, mismatch)
-        self.mismatch = mismatch
+    _data = ("mismatch",)
+    mismatch: "OpMismatch | None" = None
 
 
 class AuditError(DetCallbacksError):
-    """An audit found something that gives other bits when it is run again.
-
-    Args:
-        report: what was found.
-    """
+    """An audit found something that gives other bits when it is run again; ``report`` says what."""
 
     exit_code = 1
-
-    def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
-        super().__init__(message, report)
-        self.report = report
+    _data = ("report",)
+    report: "AuditReport | None" = None
 
 
 class NumericsError(DetCallbacksError, AssertionError):
-    """Two modules differ by more than is tolerated.
-
-    Args:
-        report: all that was compared.
-    """
+    """Two modules differ by more than is tolerated; ``report`` holds all that was compared."""
 
     exit_code = 1
-
-    def __init__(self, message: str, report: "NumericsReport | None" = None) -> None:
-        super().__init__(message, report)
-        self.report = report
+    _data = ("report",)
+    report: "NumericsReport | None" = None
 
 
 class ModuleRunError(DetCallbacksError):
-    """One of two modules that are compared raised; its own error is the cause (``__cause__``).
+    """One of two modules that are compared raised: ``side`` "base" or "control", in ``iteration``.
 
-    Args:
-        side: "base" or "control".
-        iteration: in which.
+    Its own error is the cause (``__cause__``).
     """
 
-    def __init__(self, message: str, side: str = "", iteration: int = 0) -> None:
-        super().__init__(message, side, iteration)
-        self.side = side
-        self.iteration = iteration
+    _data = ("side", "iteration")
+    side: str = ""
+    iteration: int = 0
 
 
 class ReplicaError(DetCallbacksError):
     """Ranks that have to hold the same parameters, buffers or optimizer state do not.
 
-    Args:
-        report: what differs, on which ranks, and since when.
+    ``report`` says what differs, on which ranks, and since when.
     """
 
     exit_code = 1
-
-    def __init__(self, message: str, report: "ReplicaReport | None" = None) -> None:
-        super().__init__(message, report)
-        self.report = report
+    _data = ("report",)
+    report: "ReplicaReport | None" = None
 
 
 class _PathError(DetCallbacksError):
     """An error of a file or a folder, whose path is its data."""
 
-    def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message, path)
-        self.path = path
+    _data: ClassVar[tuple[str, ...]] = ("path",)
+    path: str = ""
 
 
 class ReferenceNotFoundError(_PathError, FileNotFoundError):
@@ -167,28 +130,19 @@ class ExportError(_PathError):
     """A data set cannot be written where it was asked for, or there is nothing to write."""
 
 
-class ReportError(_PathError):
-    """An HTML report cannot be written where it was asked for."""
-
-
 class CheckError(DetCallbacksError):
     """A script cannot be checked: it is not there, or what is asked for is not what a check can do."""
 
 
-class CheckpointMismatchError(DetCallbacksError):
+class CheckpointMismatchError(_PathError):
     """A checkpoint is not what the digests beside it say.
 
-    Args:
-        path: the checkpoint.
-        entries: what differs, each as "section: name"; empty where only the file's bytes do.
+    ``entries`` differ, each as "section: name"; there are none where only the file's bytes do.
     """
 
     exit_code = 1
-
-    def __init__(self, message: str, path: str = "", entries: tuple[str, ...] = ()) -> None:
-        super().__init__(message, path, entries)
-        self.path = path
-        self.entries = entries
+    _data = ("path", "entries")
+    entries: tuple[str, ...] = ()
 
 
 class CheckpointFormatError(_PathError, ValueError):
@@ -206,15 +160,12 @@ class SettingsError(DetCallbacksError):
 class NondeterministicOpError(SettingsError, RuntimeError):
     """An op without a deterministic implementation was called, and the allow-list does not let it through.
 
-    Args:
-        op: ``namespace.op.overload``.
-        module: qualified name of the module that called it.
+    ``op`` is its ``namespace.op.overload``, and ``module`` the qualified name of the module that called it.
     """
 
-    def __init__(self, message: str, op: str = "", module: str = "") -> None:
-        super().__init__(message, op, module)
-        self.op = op
-        self.module = module
+    _data = ("op", "module")
+    op: str = ""
+    module: str = ""
 
 
 class SelectionError(DetCallbacksError, ValueError):
@@ -231,10 +182,6 @@ class TraceError(DetCallbacksError):
 
 class ReplayError(DetCallbacksError):
     """Tensors cannot be saved (the budget, the disk), or saved bits cannot be put back into a live tensor."""
-
-
-class OpFactsError(DetCallbacksError):
-    """What the installed torch says of its ops cannot be read: its docstring is missing or has another form."""
 
 
 class DetCallbacksWarning(UserWarning):

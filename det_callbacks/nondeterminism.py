@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from det_callbacks.errors import OpFactsError
+from det_callbacks.errors import DetCallbacksError
 
 Behaviour = Literal["alternate algorithm", "error", "random"]
 """What an op does: under ``use_deterministic_algorithms(True)`` it takes another algorithm or raises RuntimeError;
@@ -89,7 +89,7 @@ def read_op_facts() -> tuple[OpFact, ...]:
     """Return what the installed torch says of its ops, by behaviour, name and condition; takes some 0.2 s.
 
     Raises:
-        OpFactsError: torch's docstring does not hold the two lists, or is not there (``python -OO``).
+        DetCallbacksError: torch's docstring does not hold the two lists, or is not there (``python -OO``).
 
     Example:
         >>> [fact.behaviour for fact in read_op_facts() if fact.name == "torch.histc"]
@@ -122,12 +122,12 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
         registered: names of the aten ops that there are, without namespace and overload.
 
     Raises:
-        OpFactsError: one of the lists is missing or empty.
+        DetCallbacksError: one of the lists is missing or empty.
     """
     facts = [_fact(behaviour, lines, registered) for behaviour, lines in _bullets(docstring)]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
-        raise OpFactsError(
+        raise DetCallbacksError(
             f"The docstring of torch.use_deterministic_algorithms has no list of ops for: "
             f"{', '.join(sorted(missing))}. Its form is that of torch 2.13; python -OO removes it."
         )

@@ -12,7 +12,7 @@ from det_callbacks.compare.record import REPORT_FILE, TOGETHER, VERDICT_FILE, St
 from det_callbacks.detector import JUDGING, StepDetector, write_step
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.judge import compare_runs, other_world_size, require_reference
-from det_callbacks.runs.environment import Environment, compare_environments
+from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import NondeterministicOp, Row
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
@@ -111,8 +111,8 @@ class Verification(StepDetector):
         self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
         self.differs_anywhere = False
         self._peers = peers
-        self._environment = compare_environments(reference.environment, Environment.from_dict(manifest["environment"]))
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
+        self._environment = compare_environments(reference.environment, self._writer.manifest.environment)
         self._metrics = self._metrics_of(0)
         self._num_stored = 0
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -29,7 +30,7 @@ def manifest_of(
     return {
         "selection": arguments.selection.to_dict(),
         "settings": {**settings_in_force(), "allow": allow},
-        "environment": capture_environment(choices=chosen).to_dict(),
+        "environment": msgspec.to_builtins(capture_environment(choices=chosen)),
         "replay": list(arguments.replay),
         "keep_tensors": list(arguments.keep_tensors),
     }

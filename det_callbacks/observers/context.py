@@ -6,6 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from det_callbacks.detector import write_step
 from det_callbacks.environment import capture_environment
 from det_callbacks.errors import (
@@ -170,7 +172,7 @@ class ObserverContext:
         manifest = {
             "selection": Selection().to_dict(),
             "settings": settings_in_force(),
-            "environment": capture_environment().to_dict(),
+            "environment": msgspec.to_builtins(capture_environment()),
             "recorded_by": _RECORDED_BY,
         }
         if self.reference is None:

@@ -1,20 +1,13 @@
-"""The environment that a run was recorded in, and how two differ.
-
-An entry is a *choice* (somebody decided it), which never excuses a divergence, or a *machine* fact (it came with the
-place), which does when it can change bits and the bits did change; ``det_callbacks.environment`` says which is which.
-"""
+"""The environment that a run was recorded in, and how two differ."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
+from typing import Any, TypeAlias
 
 from det_callbacks.verdict import EnvironmentDifference
 
 NOT_RECORDED = "<not recorded>"
-
 AS_COMMITTED = "<as committed>"
 
 DIGEST = "digest."
@@ -36,7 +29,8 @@ class EnvironmentEntry:
 
     Attributes:
         value: JSON-able.
-        is_machine: True for a machine fact, False for a choice.
+        is_machine: True for what came with the place, which excuses a divergence where it can change bits; False for a
+            choice, which never does.
         changes_bits: whether another value can by itself change the bits of a computation.
     """
 
@@ -45,24 +39,10 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Everything known to decide the bits of a run, by dotted name.
+Environment: TypeAlias = Mapping[str, EnvironmentEntry]
+"""Everything known to decide the bits of a run, by dotted name.
 
-    It holds no host or user names, no absolute paths, no addresses and no secrets.
-    """
-
-    entries: Mapping[str, EnvironmentEntry]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, sorted by name, so that equal environments are equal bytes."""
-        content: dict[str, Any] = msgspec.to_builtins({name: self.entries[name] for name in sorted(self.entries)})
-        return content
-
-    @classmethod
-    def from_dict(cls, content: Any) -> "Environment":
-        """Return what ``to_dict`` gave; ValueError, which names the entry, where it is not that."""
-        return cls(entries=msgspec.convert(content, dict[str, EnvironmentEntry]))
+It holds no host or user names, no absolute paths, no addresses and no secrets."""
 
 
 def compare_environments(reference: Environment, current: Environment) -> tuple[EnvironmentDifference, ...]:
@@ -97,11 +77,10 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     return tuple(differences)
 
 
-def _without_lone_configuration(environment: Environment, other: Environment) -> Mapping[str, EnvironmentEntry]:
+def _without_lone_configuration(entries: Environment, other: Environment) -> Environment:
     """Return the entries; the keys of a configuration as one where the other program has none to compare with."""
-    entries = environment.entries
     keys = [name for name in entries if name.startswith(CONFIGURATION)]
-    if not keys or any(name.startswith(CONFIGURATION) for name in other.entries):
+    if not keys or any(name.startswith(CONFIGURATION) for name in other):
         return entries
     whole = EnvironmentEntry(value=f"{len(keys)} keys", is_machine=False, changes_bits=False)
     return {**{name: entries[name] for name in entries.keys() - keys}, CONFIGURATION.rstrip("."): whole}
@@ -109,8 +88,5 @@ def _without_lone_configuration(environment: Environment, other: Environment) ->
 
 def digested_on(environment: Environment) -> dict[str, str]:
     """Return the devices that an environment computes digests for, besides the host, with how it does that."""
-    return {
-        name.removeprefix(DIGEST): str(entry.value)
-        for name, entry in environment.entries.items()
-        if name.startswith(DIGEST)
-    }
+    names = [name for name in environment if name.startswith(DIGEST)]
+    return {name.removeprefix(DIGEST): str(environment[name].value) for name in names}

@@ -57,7 +57,7 @@ class Manifest:
     """
 
     selection: Selection
-    environment: Mapping[str, EnvironmentEntry]
+    environment: dict[str, EnvironmentEntry]
     settings: Mapping[str, Any] = field(default_factory=dict)
     replay: tuple[str, ...] = ()
     keep_tensors: tuple[str, ...] = ()

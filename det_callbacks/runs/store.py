@@ -198,7 +198,7 @@ class Run:
     @property
     def environment(self) -> Environment:
         """Where and how it ran."""
-        return Environment(entries=self.manifest.environment)
+        return self.manifest.environment
 
     @property
     def keeps(self) -> str:

@@ -47,7 +47,7 @@ class RunWriter:
         self.segment = segment
         """Fit of the run whose steps are appended now, from 0."""
         self._peers = peers
-        self._manifest = manifest
+        self.manifest = manifest
         self._attempt = attempt
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
@@ -106,12 +106,12 @@ class RunWriter:
     @property
     def run_id(self) -> str:
         """Random identity of the run."""
-        return self._manifest.run_id
+        return self.manifest.run_id
 
     @property
     def stream(self) -> Path:
         """The file that steps are appended to now."""
-        return stream_path(self.path, self._peers.rank, self._attempt, self._manifest.attempts[-1].segments - 1)
+        return stream_path(self.path, self._peers.rank, self._attempt, self.manifest.attempts[-1].segments - 1)
 
     # what is written
 
@@ -193,10 +193,10 @@ class RunWriter:
 
     def note_resumed(self, step: int) -> None:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
-        fits = (*self._manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
+        fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
         self._change_attempt(resumed_from=fits)
         if self.is_leader:
-            write_manifest(self.path, self._manifest)
+            write_manifest(self.path, self.manifest)
 
     # fits and attempts
 
@@ -212,7 +212,7 @@ class RunWriter:
         self.segment += 1
         self._last_step = -1
         self._chain = 0
-        self._change_attempt(segments=self._manifest.attempts[-1].segments + 1)
+        self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_new_stream()
         self._write_manifest()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
@@ -249,8 +249,8 @@ class RunWriter:
             if self.is_leader:
                 remove_run(self.path)
             return
-        *earlier, last = self._manifest.attempts
-        self._manifest = replace(self._manifest, attempts=tuple(earlier))
+        *earlier, last = self.manifest.attempts
+        self.manifest = replace(self.manifest, attempts=tuple(earlier))
         # run.json first: what a kill leaves of the files after that is of no attempt, and the next one writes over it
         self._write_manifest()
         for number in range(last.segments):
@@ -259,13 +259,13 @@ class RunWriter:
                 path.unlink(missing_ok=True)
 
     def _change_attempt(self, **changes: Any) -> None:
-        *earlier, last = self._manifest.attempts
-        self._manifest = replace(self._manifest, attempts=(*earlier, replace(last, **changes)))
+        *earlier, last = self.manifest.attempts
+        self.manifest = replace(self.manifest, attempts=(*earlier, replace(last, **changes)))
 
     def _write_manifest(self) -> None:
         def write() -> None:
             if self.is_leader:
-                write_manifest(self.path, self._manifest)
+                write_manifest(self.path, self.manifest)
 
         self._peers.run_on_all(write, task=f"writing run.json in {self.path}")
 

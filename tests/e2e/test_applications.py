@@ -73,7 +73,7 @@ def test_lightning_cli_builds_it_from_yaml_and_from_arguments(tmp_path: Path) ->
     recorded = Run.open(tmp_path / "refs" / "run")
     assert recorded.selection.modules == ("net", "*")
     # set by the callback: Trainer(deterministic=False) had switched them off
-    assert recorded.environment.entries["settings.deterministic_algorithms"].value == "error"
+    assert recorded.environment["settings.deterministic_algorithms"].value == "error"
     ours = ("--trainer.callbacks+=det_callbacks.DeterminismCallback", "--trainer.callbacks.reference=refs/run")
     settings = '--trainer.callbacks.settings={"seed": 3, "float32_matmul_precision": "highest"}'
     status, printed = run(app, "fit", "--seed_everything=3", *ours, settings, "--trainer.callbacks.current=now")

@@ -2,6 +2,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from stored_runs import SELECTION
@@ -18,7 +19,11 @@ Capture = pytest.CaptureFixture[str]
 
 def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None) -> Path:
     """A run whose manifest is that of this process, changed."""
-    manifest = {"selection": SELECTION, "settings": settings_in_force(), "environment": capture_environment().to_dict()}
+    manifest = {
+        "selection": SELECTION,
+        "settings": settings_in_force(),
+        "environment": msgspec.to_builtins(capture_environment()),
+    }
     change(manifest)
     writer = RunWriter.create(path, manifest=manifest)
     writer.close(complete=True)

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from stored_runs import SELECTION, digests_of, small_layout, small_program
@@ -21,7 +22,7 @@ LONGEST = 0.5
 """Seconds that a writer has at most: some dozens of programs and hundreds of steps."""
 STEPS_OF_A_FIT = 60
 STEPS_OF_A_PROGRAM = 7
-MANIFEST = {"selection": SELECTION, "settings": {}, "environment": capture_environment().to_dict()}
+MANIFEST = {"selection": SELECTION, "settings": {}, "environment": msgspec.to_builtins(capture_environment())}
 
 
 def content_of(segment: int, step: int) -> tuple[Program, Layout, np.ndarray]:

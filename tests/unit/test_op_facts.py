@@ -10,7 +10,7 @@ from tiers import rest_slow
 from tracing import traced
 
 from det_callbacks.compare.arguments import ArgumentReader
-from det_callbacks.errors import OpFactsError
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.nondeterminism import OpFact, may_apply, parse_docstring, read_op_facts
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
@@ -103,7 +103,7 @@ def test_names_conditions_and_devices_are_taken_apart() -> None:
     ],
 )
 def test_a_docstring_without_the_lists_is_an_error(docstring: str, missing: str) -> None:
-    with pytest.raises(OpFactsError, match=rf"has no list of ops for: {missing}\. ") as caught:
+    with pytest.raises(DetCallbacksError, match=rf"has no list of ops for: {missing}\. ") as caught:
         parse_docstring(docstring, ())
     assert caught.value.exit_code == 2
 

@@ -67,7 +67,7 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda: StandInDevices)
     assert not [site.name for site in mode.trace.program.sites if "cuda" in str(site.name)]
     assert not [name for name in GeneratorStates.capture().states if "cuda" in name]
     RewindPoint(with_python=False).put_back()
-    assert capture_environment().entries["gpu.names"].value == []
+    assert capture_environment()["gpu.names"].value == []
     assert cuda.queued == []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from det_callbacks.errors import ReportError
+from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report import verdict as words
 from det_callbacks.report.console import Table, count
 from det_callbacks.report.html.model import MAX_ORIGINS, HeatMap, build_heat
@@ -29,7 +29,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         The path.
 
     Raises:
-        ReportError: the file cannot be written.
+        DetCallbacksError: the file cannot be written.
         ReferenceNotFoundError: there is no run at one of the paths.
         ReferenceFormatError: a file of a run is damaged.
     """
@@ -60,7 +60,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     try:
         replace_atomically(path, content.encode(errors="backslashreplace"))
     except OSError as error:
-        raise ReportError(
+        raise DetCallbacksError(
             f"The report cannot be written to {path} ({error.strerror or error}). The verdict stands all the same; "
             "name a file in a folder that is there and can be written to.",
             str(path),
