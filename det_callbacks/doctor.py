@@ -12,7 +12,6 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
-from det_callbacks.settings.enforce import too_late
 from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
@@ -110,7 +109,7 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
     elif setting.is_cuda_only and not torch.cuda.is_available():
         state = "no effect here"
     else:
-        late = too_late(setting, wanted)
+        late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"
         to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
     return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do, effect=setting.effect)

@@ -1,11 +1,11 @@
-"""The one grammar in which ops are chosen: ``[phase/][module:]op``."""
+"""The one grammar in which ops are chosen, ``[phase/][module:]op``, and lists of names and of such patterns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 
-from det_callbacks.errors import SelectionError, SettingsError
+from det_callbacks.errors import DetCallbacksError, SelectionError, SettingsError
 
 PHASES = ("forward", "backward", "gradient", "optimizer", "other")
 
@@ -30,11 +30,7 @@ class OpPattern:
 
     @classmethod
     def parse(cls, text: str) -> "OpPattern":
-        """Return the pattern a text stands for.
-
-        Raises:
-            SettingsError: it is not of that form, or its phase matches none there is.
-        """
+        """Return the pattern a text stands for; raise ``SettingsError`` where it is none, or its phase is none."""
         phase, has_phase, rest = text.rpartition("/")
         module, has_module, op = rest.rpartition(":")
         pattern = cls(phase=phase if has_phase else "*", module=module if has_module else "*", op=op)
@@ -51,17 +47,21 @@ class OpPattern:
 
     @staticmethod
     def exactly(phase: str, module: str, op: str) -> str:
-        """Return the pattern that means the ops of one place and no others.
-
-        Example:
-            >>> OpPattern.exactly("forward", "net.0", "aten.addmm.default")
-            'forward/net.0:aten.addmm.default'
-        """
+        """Return the pattern that means the ops of one place and no others."""
         return f"{escape(phase)}/{escape(module)}:{escape(op)}"
 
     def matches(self, phase: str, module: str, op: str) -> bool:
         """Return whether an op at this place is meant."""
         return fnmatchcase(op, self.op) and fnmatchcase(module, self.module) and fnmatchcase(phase, self.phase)
+
+
+def as_names(argument: str, value: object, error: type[DetCallbacksError] = SelectionError) -> tuple[str, ...]:
+    """Return a list of strings as a tuple; raise an error for anything else, a lone string included."""
+    if isinstance(value, str):
+        raise error(f"{argument} must be a list of strings; got the string {value!r}: write [{value!r}].")
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise error(f"{argument} must be a list of strings; got {value!r}.")
+    return tuple(value)
 
 
 def as_patterns(argument: str, value: object) -> tuple[str, ...]:
@@ -70,12 +70,7 @@ def as_patterns(argument: str, value: object) -> tuple[str, ...]:
     Raises:
         SelectionError: it is no list of strings, or one of them is no pattern; the argument is named.
     """
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if not is_list or not all(isinstance(item, str) for item in value):  # type: ignore[attr-defined]  # a list
-        raise SelectionError(
-            f'{argument} must be a list of patterns, such as ["forward/net.head:aten.addmm.default"]; got {value!r}.'
-        )
-    patterns = tuple(dict.fromkeys(value))  # type: ignore[call-overload]  # a list of strings
+    patterns = tuple(dict.fromkeys(as_names(argument, value)))
     for pattern in patterns:
         try:
             OpPattern.parse(pattern)

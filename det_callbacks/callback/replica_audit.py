@@ -15,9 +15,9 @@ from det_callbacks.callback.arguments import ON_DIVERGENCE, OnDivergence, requir
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import say_beside
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
+from det_callbacks.patterns import as_names
 from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaReport, ReplicatedState, replicated_state
 from det_callbacks.report.replicas import no_replicas_line, replicas_line, replicas_text
-from det_callbacks.runs.selection import as_names
 
 
 class Replicas:

@@ -20,7 +20,7 @@ from det_callbacks.digest import tensor_numbers
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.numerics.side import Inputs, OptimizerFactory, Side, Values, copy_of, is_compiled
-from det_callbacks.runs.selection import as_names
+from det_callbacks.patterns import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.verdict import TensorNumbers
 

@@ -9,13 +9,12 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from det_callbacks.errors import SelectionError
+from det_callbacks.patterns import as_names
 
 Level = Literal["op", "module", "state"]
 Compiled = Literal["run", "eager"]
 Phase = Literal["forward", "backward", "optimizer"]
 
-LEVELS: tuple[str, ...] = get_args(Level)
-COMPILED: tuple[str, ...] = get_args(Compiled)
 PHASES: tuple[str, ...] = get_args(Phase)
 
 _LEFT_OUT = "!metric/"
@@ -48,10 +47,9 @@ class Selection:
     compiled: str = "run"
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise SelectionError(f"level must be one of {', '.join(LEVELS)}; got {self.level!r}.")
-        if self.compiled not in COMPILED:
-            raise SelectionError(f"compiled must be one of {', '.join(COMPILED)}; got {self.compiled!r}.")
+        for name, allowed in (("level", get_args(Level)), ("compiled", get_args(Compiled))):
+            if getattr(self, name) not in allowed:
+                raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         object.__setattr__(self, "modules", as_names("modules", self.modules))
         object.__setattr__(self, "phases", as_names("phases", self.phases))
         if not self._module_patterns:
@@ -120,15 +118,6 @@ class Selection:
         """Return the JSON form kept in run.json."""
         content: dict[str, Any] = json.loads(msgspec.json.encode(self))
         return content
-
-
-def as_names(argument: str, value: object) -> tuple[str, ...]:
-    """Return a list of strings as a tuple; raise ``SelectionError`` for anything else, a lone string included."""
-    if isinstance(value, str):
-        raise SelectionError(f"{argument} must be a list of strings; got the string {value!r}: write [{value!r}].")
-    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise SelectionError(f"{argument} must be a list of strings; got {value!r}.")
-    return tuple(value)
 
 
 def _as_steps(value: object) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ Their defaults stand in ``DeterminismSettings``.
 
 import importlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Setting:
         if self.getter is not None:
             return self.getter()
         if self.attribute:
-            return getattr(*owner_of(self.attribute))
+            return getattr(*_owner_of(self.attribute))
         variables = start_environment() if self.when == "start" else os.environ
         text = variables.get(self.variable)
         if text is None:
@@ -83,9 +82,28 @@ class Setting:
         if self.setter is not None:
             self.setter(value)
         elif self.attribute:
-            setattr(*owner_of(self.attribute), value)
+            setattr(*_owner_of(self.attribute), value)
         elif self.variable and self.when != "start":
             os.environ[self.variable] = self.as_text(value)
+
+    def way_back(self) -> Callable[[], object]:
+        """Return what puts back what is in force now."""
+        if self.variable:
+            return variable_back(self.variable)
+        return attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
+
+    def too_late(self, wanted: Any) -> str | None:
+        """Return why a value can no longer be set in this process; None when it can, or is in force."""
+        in_force = self.read()
+        if wanted == in_force:
+            return None
+        if self.when == "start":
+            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then"
+        if self.when == "before_cuda" and torch.cuda.is_initialized():
+            return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
+        if self.when == "before_nccl" and _has_nccl_communicator():
+            return f"an NCCL process group exists, and NCCL has read {self.variable}={in_force} already"
+        return None
 
     def as_text(self, value: Any) -> str:
         """Return a value as the text of the variable."""
@@ -98,7 +116,19 @@ class Setting:
         return f"det_callbacks.enforce_determinism({{{self.name!r}: {value!r}}})"
 
 
-def owner_of(path: str) -> tuple[Any, str]:
+def attribute_back(path: str) -> Callable[[], object]:
+    """Return what puts an attribute below torch back."""
+    owner, name = _owner_of(path)
+    return partial(setattr, owner, name, getattr(owner, name))
+
+
+def variable_back(name: str) -> Callable[[], object]:
+    """Return what puts an environment variable back."""
+    value = os.environ.get(name)
+    return partial(os.environ.pop, name, None) if value is None else partial(os.environ.__setitem__, name, value)
+
+
+def _owner_of(path: str) -> tuple[Any, str]:
     """Return the object that has the attribute of a path below torch, and the attribute's name."""
     owner, _, name = path.rpartition(".")
     if owner == _INDUCTOR:  # imported only here, since that takes a second
@@ -121,12 +151,6 @@ def start_environment() -> Mapping[str, str]:
     return {name: value for name, _, value in entries}
 
 
-def restart_command(variables: Mapping[str, str]) -> str:
-    """Return the command line that starts this program again with variables set."""
-    words = [f"{name}={value}" for name, value in variables.items()]
-    return " ".join([*(shlex.quote(word) for word in words), shlex.join(sys.orig_argv)])
-
-
 def algorithms_in_force() -> str:
     """Return "error", "warn" or "disabled"."""
     if not torch.are_deterministic_algorithms_enabled():
@@ -139,6 +163,13 @@ def _precision_in_force() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer when the newer fp32_precision attributes say something else
         return "mixed"
+
+
+def _has_nccl_communicator() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend()).lower()
+    )
 
 
 def _set_precision(value: str) -> None:

@@ -3,6 +3,8 @@
 import gc
 import os
 import random
+import shlex
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,19 +19,22 @@ from torch.nn.parameter import is_lazy
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.rng import RewindPoint
-from det_callbacks.settings.catalogue import SETTINGS, Setting, owner_of, restart_command, start_environment
+from det_callbacks.settings.catalogue import SETTINGS, attribute_back, start_environment, variable_back
 from det_callbacks.settings.model import DeterminismSettings
 
 # What lightning.fabric.utilities.seed.seed_everything(workers=True) leaves behind (read at Lightning 2.6.6): the
 # Trainer seeds its other processes from the first and gives DataLoader workers their seeds when the second is "1".
-SEED_VARIABLE = "PL_GLOBAL_SEED"
-WORKERS_VARIABLE = "PL_SEED_WORKERS"
+_SEED_VARIABLE = "PL_GLOBAL_SEED"
+_WORKERS_VARIABLE = "PL_SEED_WORKERS"
 
 # set_float32_matmul_precision writes these as well, and knows no "none", which is where they start (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
 _enforced: list[DeterminismSettings] = []
 """What is in force through us, the latest last: it was chosen, and did not come with the machine."""
+
+_seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters": {}}
+"""The parameters that existed when the seed was set, by identity; a process has one set of generators."""
 
 
 class EnforcedDeterminism:
@@ -105,17 +110,13 @@ def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> 
     What has no effect on this machine is not demanded. The result's ``restore`` leaves the generators alone, which the
     training has moved.
 
-    Args:
-        settings: what to set.
-        model: must not have been there before the seed was set.
-
     Raises:
-        SettingsError: a setting comes too late, and how to make it earlier. Nothing is changed then.
+        SettingsError: a setting comes too late, or the model was there before the seed was set. Nothing is changed.
     """
     if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
         settings = replace(settings, mkl_cbwr=None)
     if settings.seed is not None:
-        require_seed(settings.seed, model)
+        _require_seed(settings.seed, model)
         settings = replace(settings, seed=None)
     return _enforce(settings, with_generators=False)
 
@@ -148,54 +149,37 @@ def _apply(settings: DeterminismSettings) -> None:
                 "is computed."
             ) from error
     if settings.seed is not None:
-        _seed_all(settings.seed)
-
-
-# the way back
+        # what Lightning's seed_everything(seed, workers=True) does
+        _seeded_after["parameters"] = _find_parameters()
+        os.environ.update(_seed_variables(settings.seed))
+        random.seed(settings.seed)
+        np.random.seed(settings.seed)
+        torch.manual_seed(settings.seed)
 
 
 def _ways_back(settings: DeterminismSettings, *, with_generators: bool) -> list[Callable[[], object]]:
     """Return what puts back everything that settings or a training can change in a running process."""
     undo: list[Callable[[], object]] = []
     if with_generators:
-        undo += [_variable_back(SEED_VARIABLE), _variable_back(WORKERS_VARIABLE)]
+        undo += [variable_back(_SEED_VARIABLE), variable_back(_WORKERS_VARIABLE)]
     if settings.seed is not None:
-        undo.append(partial(setattr, _earlier, "known", _earlier.known))
+        undo.append(partial(_seeded_after.update, dict(_seeded_after)))
     # in their order: the algorithms overwrite what Inductor's attribute was
-    undo += [_way_back(setting) for setting in SETTINGS.values() if setting.is_restorable]
-    undo += [_attribute_back(path) for path in _WRITTEN_TOO]
+    undo += [setting.way_back() for setting in SETTINGS.values() if setting.is_restorable]
+    undo += [attribute_back(path) for path in _WRITTEN_TOO]
     undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
     if with_generators:
         undo.append(partial(RewindPoint().put_back, restarts_new=True))
     return undo
 
 
-def _way_back(setting: Setting) -> Callable[[], object]:
-    if setting.variable:
-        return _variable_back(setting.variable)
-    return _attribute_back(setting.attribute) if setting.attribute else partial(setting.apply, setting.read())
-
-
-def _attribute_back(path: str) -> Callable[[], object]:
-    owner, name = owner_of(path)
-    return partial(setattr, owner, name, getattr(owner, name))
-
-
-def _variable_back(name: str) -> Callable[[], object]:
-    value = os.environ.get(name)
-    return partial(os.environ.pop, name, None) if value is None else partial(os.environ.__setitem__, name, value)
-
-
-# what comes too late
-
-
 def _refuse_late(settings: DeterminismSettings) -> None:
     """Raise ``SettingsError`` that names every setting that can no longer be made in this process."""
     late: list[str] = []
-    variables: dict[str, str] = {}
+    variables: list[str] = []
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
-        reason = None if wanted is None else too_late(setting, wanted)
+        reason = None if wanted is None else setting.too_late(wanted)
         if reason is None:
             continue
         if setting.when == "start" and start_environment().get(setting.variable) == setting.as_text(wanted):
@@ -205,85 +189,36 @@ def _refuse_late(settings: DeterminismSettings) -> None:
                 "or for None."
             )
         late.append(f"{name}={wanted!r} comes too late: {reason}")
-        variables[setting.variable] = setting.as_text(wanted)
+        variables.append(f"{setting.variable}={setting.as_text(wanted)}")
     if late:
         raise SettingsError(
-            f"{'; '.join(late)}. Nothing was changed. Start the program with "
-            f"{' and '.join(f'{name}={value}' for name, value in variables.items())} set:\n"
-            f"    {restart_command(variables)}"
+            f"{'; '.join(late)}. Nothing was changed. Start the program with {' and '.join(variables)} set:\n"
+            f"    {' '.join(map(shlex.quote, variables))} {shlex.join(sys.orig_argv)}"
         )
-
-
-def too_late(setting: Setting, wanted: Any) -> str | None:
-    """Return why a setting can no longer be made in this process; None when it can, or is in force."""
-    in_force = setting.read()
-    if wanted == in_force:
-        return None
-    if setting.when == "start":
-        return f"{setting.variable} is read when the process starts, and {in_force!r} was in force then"
-    if setting.when == "before_cuda" and has_cuda_context():
-        return f"a CUDA context exists, and cuBLAS may have read {setting.variable}={in_force} already"
-    if setting.when == "before_nccl" and has_nccl_communicator():
-        return f"an NCCL process group exists, and NCCL has read {setting.variable}={in_force} already"
-    return None
-
-
-def has_cuda_context() -> bool:
-    """Return whether this process has used a GPU."""
-    return bool(torch.cuda.is_initialized())
-
-
-def has_nccl_communicator() -> bool:
-    """Return whether the default process group is one of NCCL."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available() and distributed.is_initialized() and "nccl" in str(distributed.get_backend()).lower()
-    )
 
 
 # seeds
 
 
-class _EarlierParameters:
-    """The parameters that existed when the seed was set, by identity and without keeping them alive.
-
-    A process has one set of generators, so there is one of these; ``known`` is replaced as a whole at each seeding.
-    """
-
-    def __init__(self) -> None:
-        self.known: Mapping[int, weakref.ref[nn.Parameter]] = {}
-
-    def note(self) -> None:
-        """Look for them among everything the garbage collector follows; some 30 milliseconds."""
-        kinds: dict[type, bool] = {}
-        found = []
-        for candidate in gc.get_objects():
-            kind = type(candidate)
-            if kind not in kinds:
-                kinds[kind] = nn.Parameter in kind.__mro__
-            if kinds[kind] and not is_lazy(candidate):
-                found.append(candidate)
-        self.known = {id(parameter): weakref.ref(parameter) for parameter in found}
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter was among them."""
-        reference = self.known.get(id(parameter))
-        return reference is not None and reference() is parameter
+def _find_parameters() -> Mapping[int, weakref.ref[nn.Parameter]]:
+    """Return all parameters among what the garbage collector follows, not kept alive; some 30 milliseconds."""
+    kinds: dict[type, bool] = {}
+    found = {}
+    for candidate in gc.get_objects():
+        kind = type(candidate)
+        if kind not in kinds:
+            kinds[kind] = nn.Parameter in kind.__mro__
+        if kinds[kind] and not is_lazy(candidate):
+            found[id(candidate)] = weakref.ref(candidate)
+    return found
 
 
-_earlier = _EarlierParameters()
+def _existed_before_seeding(parameter: nn.Parameter) -> bool:
+    reference = _seeded_after["parameters"].get(id(parameter))
+    return reference is not None and reference() is parameter
 
 
-def _seed_all(seed: int) -> None:
-    """Do what Lightning's ``seed_everything(seed, workers=True)`` does, without importing Lightning."""
-    _earlier.note()
-    os.environ.update(_seed_variables(seed))
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def require_seed(seed: int, model: nn.Module) -> None:
+def _require_seed(seed: int, model: nn.Module) -> None:
     """Raise ``SettingsError`` unless a seed was set here, for workers too, and before a model had parameters."""
     how = (
         "Seed before the model is built: seed_everything of LightningCLI, lightning.seed_everything(seed, "
@@ -297,7 +232,7 @@ def require_seed(seed: int, model: nn.Module) -> None:
                 f"seed={seed} comes too late: the model is there, and the seed should be {wanted} and is {found}. {how}"
             )
     names = [name for name, _ in model.named_parameters()]
-    if early := [name for name, parameter in model.named_parameters() if _earlier.has(parameter)]:
+    if early := [name for name, parameter in model.named_parameters() if _existed_before_seeding(parameter)]:
         raise SettingsError(
             f"The seed came too late: {len(early)} of the model's {len(names)} parameters ({', '.join(early[:3])}"
             f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. {how}"
@@ -306,4 +241,4 @@ def require_seed(seed: int, model: nn.Module) -> None:
 
 def _seed_variables(seed: int) -> dict[str, str]:
     """Return the environment variables that hand a seed on to Lightning's workers and processes."""
-    return {SEED_VARIABLE: str(seed), WORKERS_VARIABLE: "1"}
+    return {_SEED_VARIABLE: str(seed), _WORKERS_VARIABLE: "1"}

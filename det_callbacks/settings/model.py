@@ -1,11 +1,11 @@
 """The settings as a value: what is asked for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from det_callbacks.errors import SettingsError
-from det_callbacks.patterns import OpPattern
+from det_callbacks.patterns import OpPattern, as_names
 from det_callbacks.settings.catalogue import SDPA_BACKENDS, SETTINGS, Setting
 
 
@@ -65,11 +65,11 @@ class DeterminismSettings:
                 f"nccl_min_nchannels={least} is more than nccl_max_nchannels={most}; give it at most that, or leave "
                 "one of them None."
             )
-        object.__setattr__(self, "allow", _as_names("allow", self.allow))
+        object.__setattr__(self, "allow", as_names("allow", self.allow, SettingsError))
         for pattern in self.allow:
             OpPattern.parse(pattern)
         if self.sdpa_backends is not None:
-            backends = _as_names("sdpa_backends", self.sdpa_backends)
+            backends = as_names("sdpa_backends", self.sdpa_backends, SettingsError)
             if not backends or not set(backends) <= set(SDPA_BACKENDS):
                 raise SettingsError(
                     f"sdpa_backends={self.sdpa_backends!r} is not allowed; list some of "
@@ -119,9 +119,3 @@ def _check(setting: Setting, value: Any) -> None:
         told = f"one of {', '.join(map(repr, allowed))}"
     if not is_allowed:
         raise SettingsError(f"{setting.name}={value!r} is not allowed; use {told}, or None to leave it as it is.")
-
-
-def _as_names(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise SettingsError(f"{name}={value!r} is not allowed; use a list of texts.")
-    return tuple(value)

@@ -162,11 +162,11 @@ def test_what_is_no_seed_or_no_precision_is_said() -> None:
 WRONG = {
     "seed": {-1: "0 to 4294967295", 4294967296: "0 to 4294967295", True: "an integer", "7": "an integer"},
     "deterministic_algorithms": {"off": "'disabled'", False: "'disabled'"},
-    "allow": {"aten.put_.default": "a list of texts", 1: "a list of texts", (1,): "a list of texts"},
+    "allow": {"aten.put_.default": "a list of strings", 1: "a list of strings", (1,): "a list of strings"},
     "cublas_workspace_config": {"4096": "':4096:8', ':16:8'"},
     "cudnn_benchmark": {1: "True, False", "true": "True, False"},
     "float32_matmul_precision": {"low": "'highest', 'high', 'medium'"},
-    "sdpa_backends": {"math": "a list of texts", (): "'math', 'flash'", ("math", "fast"): "'math', 'flash'"},
+    "sdpa_backends": {"math": "a list of strings", (): "'math', 'flash'", ("math", "fast"): "'math', 'flash'"},
     "nccl_algo": {"": "such as 'Ring'", " ": "such as 'Ring'", 1: "such as 'Ring'"},
     "nccl_min_nchannels": {0: "from 1"},
     "num_threads": {0: "from 1", 2.0: "an integer"},
@@ -181,7 +181,7 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
     before = process_state()
     for name, values in WRONG.items():
         for value, allowed in values.items():
-            with pytest.raises(SettingsError, match=re.escape(f"{name}={value!r}")) as refused:
+            with pytest.raises(SettingsError, match=f"^{name}.*{re.escape(repr(value))}") as refused:
                 enforce_determinism({name: value})
             assert allowed in str(refused.value)
             assert refused.value.exit_code == 2
@@ -207,7 +207,7 @@ def test_a_value_has_one_form() -> None:
 
 def test_cublas_after_a_cuda_context_is_refused_and_nothing_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_state()
-    monkeypatch.setattr(enforce, "has_cuda_context", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
     assert process_state() == before
