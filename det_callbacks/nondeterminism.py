@@ -9,7 +9,7 @@ there, by the table ``ALIASES``.
 import ast
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -98,33 +98,30 @@ def read_op_facts() -> tuple[OpFact, ...]:
     import torch
 
     # looked at in torch 2.13; no public function lists the ops: dir(torch.ops.aten) has only those used so far
-    registered = _aten_overloads(torch._C._dispatch_get_all_op_names())
-
-    def draws(name: str, overload: str) -> bool:
-        return torch.Tag.nondeterministic_seeded in getattr(getattr(torch.ops.aten, name), overload).tags
-
+    names = [
+        full.removeprefix("aten::").partition(".")
+        for full in torch._C._dispatch_get_all_op_names()
+        if full[:6] == "aten::"
+    ]
+    seeded = torch.Tag.nondeterministic_seeded
+    drawing = {
+        name
+        for name, _, overload in names
+        if seeded in getattr(getattr(torch.ops.aten, name), overload or "default").tags
+    }
     facts = [
-        *parse_docstring(torch.use_deterministic_algorithms.__doc__ or "", registered),
-        *(
-            OpFact(name=f"aten.{name}", ops=(f"aten.{name}",), behaviour="random", device="any")
-            for name, overloads in registered.items()
-            if any(draws(name, overload) for overload in overloads)
-        ),
+        *parse_docstring(torch.use_deterministic_algorithms.__doc__ or "", {name for name, *_ in names}),
+        *(OpFact(name=f"aten.{it}", ops=(f"aten.{it}",), behaviour="random", device="any") for it in drawing),
     ]
     return tuple(sorted(facts, key=lambda fact: (BEHAVIOURS.index(fact.behaviour), fact.name, fact.condition)))
 
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
-    """Return the entries of the two lists of ``torch.use_deterministic_algorithms``, in their order.
+    """Return the entries of the two lists in the docstring of ``torch.use_deterministic_algorithms``, in their order.
 
-    Args:
-        docstring: of that function.
-        registered: names of the aten ops that there are, without namespace and overload.
-
-    Raises:
-        DetCallbacksError: one of the lists is missing or empty.
+    ``registered`` are the names of the aten ops that there are. An empty or missing list is a ``DetCallbacksError``.
     """
-    facts = [_fact(behaviour, lines, registered) for behaviour, lines in _bullets(docstring)]
+    facts = [_fact(behaviour, bullet, registered) for behaviour, bullet in _bullets(inspect.cleandoc(docstring))]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
         raise DetCallbacksError(
@@ -137,14 +134,8 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
 def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
     """Return whether a fact can be about a call; false only where name, phase or arguments exclude it.
 
-    Device, dtype and "requires grad" are not looked at: a recording does not hold them.
-
-    Args:
-        fact: what torch says.
-        op: ``namespace.op.overload`` of the call.
-        phase: in which the op ran.
-        arguments: the call's arguments by name; one that is not there has its default.
-        unknown: names of arguments whose values are not known.
+    Device, dtype and "requires grad" are not looked at: a recording does not hold them. An argument that is not there
+    has its default; of the ``unknown`` ones the values are not known.
     """
     base = op.rpartition(".")[0]
     if base not in fact.ops:
@@ -175,40 +166,26 @@ def _has_values_of(condition: str, arguments: Mapping[str, Any], unknown: Sequen
     return True
 
 
-def _bullets(docstring: str) -> Iterator[tuple[Behaviour, list[str]]]:
-    # A list stands indented below a paragraph that ends in "``mode=True``:"; a bullet may go on and hold a list itself.
-    behaviour: Behaviour | None = None
-    paragraph, bullet = "", list[str]()
-    for line in [*inspect.cleandoc(docstring).splitlines(), "end"]:
-        text = line.strip()
-        is_bullet = line.startswith(" ") and text.startswith("* ")
-        if (is_bullet or not line.startswith(" ")) and text:
-            if bullet and behaviour:
-                yield behaviour, bullet
-            bullet = []
-        if not text:
-            paragraph = ""
-        elif is_bullet:
-            bullet = [text[2:]]
-        elif line.startswith(" "):
-            bullet += [text] if bullet else []
-        else:
-            paragraph = f"{paragraph} {text}"
-            is_heading = paragraph.endswith("``mode=True``:")
-            behaviour = next((_SECTIONS[words] for words in _SECTIONS if is_heading and words in paragraph), None)
+def _bullets(docstring: str) -> Iterator[tuple[Behaviour, str]]:
+    # a list stands indented below a paragraph that ends in "``mode=True``:", and a bullet may hold a list itself
+    for paragraph, block in re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{docstring}\n", re.MULTILINE):
+        for words, behaviour in _SECTIONS.items():
+            if " ".join(paragraph.split()).endswith("``mode=True``:") and words in " ".join(paragraph.split()):
+                yield from ((behaviour, bullet) for bullet in re.split(r"^\s*\* ", block, flags=re.MULTILINE)[1:])
 
 
-def _fact(behaviour: Behaviour, lines: list[str], registered: Collection[str]) -> OpFact:
-    text = " ".join(line for line in lines if not line.startswith("- "))
+def _fact(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> OpFact:
+    choices = re.compile(r"^\s*- (.*)$", re.MULTILINE)
+    text = " ".join(choices.sub("", bullet).split())
     found = _BULLET.fullmatch(text)
     name, condition = found.groups() if found else (text, "")
-    choices = ", ".join(line[2:] for line in lines if line.startswith("- "))
-    condition = _without_markup(f"{condition} {choices}")
+    condition = _without_markup(f"{condition} {', '.join(choices.findall(bullet))}")
+    has_cuda, has_cpu = "CUDA" in condition, "CPU" in condition
     return OpFact(
         name=_without_markup(name),
         ops=tuple(f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered),
         behaviour=behaviour,
-        device=_device(condition),
+        device="any" if has_cuda == has_cpu else "cuda" if has_cuda else "cpu",
         condition=condition,
     )
 
@@ -219,13 +196,6 @@ def _without_markup(text: str) -> str:
 
 def _is_of_backward(condition: str) -> bool:
     return "differentiate" in condition or "requires grad" in condition
-
-
-def _device(condition: str) -> Device:
-    has_cuda, has_cpu = "CUDA" in condition, "CPU" in condition
-    if has_cuda == has_cpu:
-        return "any"
-    return "cuda" if has_cuda else "cpu"
 
 
 def _aten_names(name: str, condition: str) -> set[str]:
@@ -241,13 +211,3 @@ def _aten_names(name: str, condition: str) -> set[str]:
     if _is_of_backward(condition):
         return {f"{base}_backward", f"_{base}_backward"}
     return {base, f"{base}_"}
-
-
-def _aten_overloads(full_names: Iterable[str]) -> dict[str, list[str]]:
-    overloads: dict[str, list[str]] = {}
-    for full_name in sorted(full_names):
-        namespace, _, rest = full_name.partition("::")
-        name, _, overload = rest.partition(".")
-        if namespace == "aten":
-            overloads.setdefault(name, []).append(overload or "default")
-    return overloads

@@ -39,12 +39,12 @@ class Setting:
         effect: what it changes, and what that costs.
         allowed: the values; a range for integers, ``str`` for any text; empty where ``DeterminismSettings`` looks.
         when: until when it can be set.
-        attribute: path of the attribute of torch behind it, if any.
-        variable: the environment variable behind it, if any.
+        attribute: path of the attribute of torch behind it.
+        variable: the environment variable behind it.
         getter: returns what is in force, where that is more than reading attribute or variable.
         setter: puts a value in force; likewise.
         is_cuda_only: whether it has no effect without CUDA.
-        is_recorded_elsewhere: whether the environment records it under another name, as a machine fact or a variable.
+        is_recorded_elsewhere: whether the environment records it under another name.
     """
 
     name: str
@@ -138,11 +138,7 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 @cache
 def start_environment() -> Mapping[str, str]:
-    """Return the environment variables as they were when this process started.
-
-    On Linux they are read from /proc/self/environ, which later changes do not reach. Elsewhere they are those of the
-    first call: what was set before it cannot be told from what was there at start.
-    """
+    """Return the environment variables with which this process started; without /proc those of the first call."""
     try:
         content = Path("/proc/self/environ").read_bytes()
     except OSError:
@@ -214,9 +210,6 @@ def _variable(name: str, variable: str, effect: str, allowed: Any, **options: An
     return Setting(name=name, variable=variable, effect=effect, allowed=allowed, **options)
 
 
-_CUDA: Mapping[str, Any] = {"is_cuda_only": True}
-_NCCL: Mapping[str, Any] = {"when": "before_nccl", "is_cuda_only": True}
-
 _ALL = (
     Setting(
         name="seed",  # set by enforce_determinism, which keeps what the seed came too late for
@@ -249,24 +242,20 @@ _ALL = (
         is_cuda_only=True,
         is_recorded_elsewhere=False,
     ),
-    _flag(
-        "cudnn_benchmark",
-        "torch.backends.cudnn.benchmark",
-        "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; without, "
-        "convolutions can be slower",
-        **_CUDA,
-    ),
-    _flag(
-        "cudnn_deterministic",
-        "torch.backends.cudnn.deterministic",
-        "cuDNN uses deterministic algorithms only, and none that adds up in no fixed order; can be slower",
-        **_CUDA,
-    ),
-    _flag(
-        "cudnn_allow_tf32",
-        "torch.backends.cudnn.allow_tf32",
-        "convolutions in TF32: about ten bits less, up to several times faster",
-        **_CUDA,
+    *(
+        _flag(f"cudnn_{name}", f"torch.backends.cudnn.{name}", effect, is_cuda_only=True)
+        for name, effect in (
+            (
+                "benchmark",
+                "whether cuDNN times its algorithms and keeps the fastest, which may be another one next time; "
+                "without, convolutions can be slower",
+            ),
+            (
+                "deterministic",
+                "cuDNN uses deterministic algorithms only, and none that adds up in no fixed order; can be slower",
+            ),
+            ("allow_tf32", "convolutions in TF32: about ten bits less, up to several times faster"),
+        )
     ),
     Setting(
         name="float32_matmul_precision",
@@ -301,17 +290,18 @@ _ALL = (
             ("max_autotune", "Inductor times kernels and keeps the fastest, which may be another one next time"),
         )
     ),
-    _variable(
-        "nccl_algo",
-        "NCCL_ALGO",
-        "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
-        str,
-        **_NCCL,
-    ),
-    _variable("nccl_proto", "NCCL_PROTO", "such as `Simple`; likewise", str, **_NCCL),
-    _variable("nccl_min_nchannels", "NCCL_MIN_NCHANNELS", "the least number of channels; likewise", _POSITIVE, **_NCCL),
-    _variable(
-        "nccl_max_nchannels", "NCCL_MAX_NCHANNELS", "the largest number of channels; likewise", _POSITIVE, **_NCCL
+    *(
+        _variable(name, name.upper(), effect, allowed, when="before_nccl", is_cuda_only=True)
+        for name, effect, allowed in (
+            (
+                "nccl_algo",
+                "such as `Ring`: the order of sums in collectives, at the cost of bandwidth. Before NCCL's first use",
+                str,
+            ),
+            ("nccl_proto", "such as `Simple`; likewise", str),
+            ("nccl_min_nchannels", "the least number of channels; likewise", _POSITIVE),
+            ("nccl_max_nchannels", "the largest number of channels; likewise", _POSITIVE),
+        )
     ),
     Setting(
         name="num_threads",
@@ -355,19 +345,18 @@ _ALL = (
         getter=_hash_seed,
         when="start",
     ),
-    _variable(
-        "flash_attention_deterministic",
-        "FLASH_ATTENTION_DETERMINISTIC",
-        "the backward pass of the flash-attn package adds up in a fixed order; slower, more memory",
-        _BOOLS,
-        **_CUDA,
-    ),
-    _variable(
-        "nvte_allow_nondeterministic_algo",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "Transformer Engine's faster kernels, which differ from run to run",
-        _BOOLS,
-        **_CUDA,
+    *(
+        _variable(name, name.upper(), effect, _BOOLS, is_cuda_only=True)
+        for name, effect in (
+            (
+                "flash_attention_deterministic",
+                "the backward pass of the flash-attn package adds up in a fixed order; slower, more memory",
+            ),
+            (
+                "nvte_allow_nondeterministic_algo",
+                "Transformer Engine's faster kernels, which differ from run to run",
+            ),
+        )
     ),
 )
 
@@ -379,7 +368,7 @@ def settings_in_force() -> dict[str, Any]:
     """Return what is in force now, keyed like the fields of :class:`DeterminismSettings` but ``allow``.
 
     ``seed`` is the seed of torch's CPU generator, and None when that is none that Python, NumPy and Lightning could
-    share: an unseeded generator starts from 64 random bits. ``float32_matmul_precision`` is "mixed" when torch's older
-    and newer precision interfaces were both used and contradict each other. A variable that is not set is None.
+    share. ``float32_matmul_precision`` is "mixed" when torch's older and newer precision interfaces contradict each
+    other. A variable that is not set is None.
     """
     return {name: setting.read() for name, setting in SETTINGS.items()}
