@@ -144,7 +144,7 @@ def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
     for segment, step in [(fit, int(step)) for fit in steps.segments for step in steps.steps(fit)]:
         record = run.view(rank, segment, step).record
         numbers = (
-            *(steps.attempt_of(segment, step), segment, step),
+            *(steps.file_of(segment, step).attempt, segment, step),
             *(record.epoch, record.chain, record.program_id, record.layout_id),
         )
         columns = [

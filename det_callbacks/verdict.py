@@ -42,8 +42,6 @@ class TensorNumbers:
     Attributes:
         tensor: what it is to the op: "output 0", or the name of an argument ("self", "tensors[3]").
         name: parameter, buffer or optimizer state that it is; None for an ordinary activation.
-        shape: sizes in elements.
-        dtype: "float32" and so on.
         num_differing: elements whose bits differ.
         ulps: elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to the
             largest; () for dtypes without a distance. Of a complex number the larger distance of its parts.
@@ -53,12 +51,9 @@ class TensorNumbers:
         max_absolute: the largest absolute difference of finite elements; None where there are none that differ, or
             where it is beyond float64.
         max_relative: the largest of them by the reference's element, where that is not zero; None likewise.
-        first: index of the first element that differs, row-major; None where none does.
-        first_values: its value in the reference and now, as text, exact for its dtype.
-        worst: index of the element with NaN, else with an infinity, else with the largest distance.
-        worst_values: likewise.
+        first: index of the first element that differs, row-major, and its values in the reference and now, as text.
+        worst: likewise of the element with NaN, else with an infinity, else with the largest distance.
         problem: why there are no numbers; "" where there are.
-        num_elements: of the tensor.
     """
 
     tensor: str
@@ -188,12 +183,9 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentDifference:
-    """One entry in which two environments differ.
+    """One entry, such as "torch.num_threads", in which two environments differ, with its JSON-able values.
 
     Attributes:
-        name: dotted name, "torch.num_threads".
-        reference: value in the reference, JSON-able.
-        current: value in the current run, JSON-able.
         changes_bits: whether such a difference can change the bits of a computation.
         is_machine: True for a machine fact (versions, hardware, threads, flags that choose kernels), False for a
             choice (seed, precision, hyperparameter), which never excuses a divergence.
@@ -258,11 +250,7 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, content: Any) -> "Verdict":
-        """Return the verdict that :meth:`to_dict` gave, of schema 1.
-
-        Raises:
-            ValueError: the structure is another one; the message names the field. Whoever read the file names it.
-        """
+        """Return the verdict that :meth:`to_dict` gave; ValueError, which names the field, where it is none."""
         if not isinstance(content, Mapping) or content.get("schema") != VERDICT_SCHEMA:
             raise ValueError(f"it is no verdict of schema {VERDICT_SCHEMA}")
         environment = msgspec.convert(content.get("environment"), _Environment)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -104,21 +104,16 @@ def evidence_path(stream: Path) -> Path:
 
 
 class EvidenceWriter:
-    """Writes the rows of one fit of one process, in the order in which they come.
-
-    Args:
-        path: of the file; it is made, or replaced.
-        run_id: of the run that it belongs to.
-    """
+    """Writes the rows of one fit of one process into a new file, in the order in which they come."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
         self.path = path
         self._rows: list[Row] = []
         self._num_steps = 0
-        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        self._file = path.open("wb", buffering=0)
         schema = EVIDENCE_SCHEMA.with_metadata({"format_version": str(FORMAT_VERSION), "run_id": run_id})
         options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._stream: pa.RecordBatchStreamWriter | None = pa.ipc.new_stream(self._file, schema, options=options)
+        self._stream = pa.ipc.new_stream(self._file, schema, options=options)
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add the rows of a step."""
@@ -130,55 +125,44 @@ class EvidenceWriter:
     def flush(self) -> None:
         """Write what is there."""
         rows, self._rows, self._num_steps = self._rows, [], 0
-        if rows and self._stream is not None:
+        if rows:
             columns = [list(column) for column in zip(*rows, strict=True)]
             batch = pa.record_batch(columns, schema=EVIDENCE_SCHEMA)
             self._stream.write_batch(batch, custom_metadata={_DIGEST: _digest_batch(batch)})
 
     def close(self) -> None:
-        """Write the rest and close the file; may be called more than once."""
-        self.flush()
-        stream, self._stream = self._stream, None
-        file, self._file = self._file, None
-        if stream is not None and file is not None:
-            stream.close()
-            file.close()
+        """Write the rest and close the file."""
+        with self._file, self._stream:
+            self.flush()
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
-    """Return the JSON text of arguments by digest, as kept beside a stream; what cannot be read is left out."""
-
-    def are_values(batch: pa.RecordBatch) -> pa.Array:
-        return pa.array([point == VALUES for point in batch.column("point").to_pylist()], type=pa.bool_())
-
+    """Return the JSON text of arguments by digest, as stored beside a stream; what cannot be read is left out."""
     try:
-        return {row.value: row.text for row in read_evidence(evidence_path(stream), run_id=run_id, keep=are_values)}
+        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES))
+        return {row.value: row.text for row in rows}
     except ReferenceFormatError:
         return {}
 
 
 def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:
     """Return the sites of a step that read what something unseen had changed; all where that cannot be read."""
-
-    def are_of_step(batch: pa.RecordBatch) -> pa.Array:
-        return pa.array(batch.column("step").to_numpy() == step)
-
     try:
-        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=are_of_step)
+        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))
         return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE)
     except ReferenceFormatError:
         return frozenset(range(num_sites))
 
 
+def _is(batch: pa.RecordBatch, column: str, value: object) -> pa.Array:
+    return pa.array(batch.column(column).to_numpy(zero_copy_only=False) == value)
+
+
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
     """Yield the rows of a file in order, up to the last whole record batch; none where there is no file.
 
-    Costs 0.3 microseconds a row, and one for each that is yielded.
-
-    Args:
-        path: of the file.
-        run_id: of the run that it must belong to.
-        keep: of a record batch, returns which rows are yielded (a boolean array); None yields all.
+    Costs 0.3 microseconds a row, and one for each that is yielded: those for which ``keep`` returns True, in a boolean
+    array for a record batch.
 
     Raises:
         ReferenceFormatError: it is damaged, or of another run or version.

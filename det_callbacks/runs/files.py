@@ -87,11 +87,7 @@ def replace_atomically(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
-    """Return the content of a JSON file.
-
-    Raises:
-        ReferenceFormatError: it is missing, or not of that type; the field is named.
-    """
+    """Return the content of a JSON file; ReferenceFormatError, which names the field, where it is not of that type."""
     try:
         content = path.read_bytes()
         return msgspec.json.decode(content, type=kind)
@@ -107,8 +103,7 @@ def write_program(folder: Path, program: Program) -> None:
     if path.exists():
         return
     columns = {field.name: [getattr(site, field.name) for site in program.sites] for field in fields(Site)}
-    sources = [[_without_surrogates(line) for line in lines] for lines in columns["source"]]
-    columns["source"] = sources
+    columns["source"] = sources = [[_without_surrogates(line) for line in site.source] for site in program.sites]
     counts = {
         "ops_seen": program.ops_seen,
         "ops_digested": program.ops_digested,
@@ -129,11 +124,7 @@ def write_layout(folder: Path, layout: Layout) -> None:
 
 
 def read_program(folder: Path, identity: int) -> Program:
-    """Return a program.
-
-    Raises:
-        ReferenceFormatError: the file is missing, damaged or of another format version.
-    """
+    """Return a program; ReferenceFormatError where its file is missing, damaged or of another format version."""
 
     def make(table: pa.Table) -> Program:
         metadata = table.schema.metadata
@@ -147,11 +138,7 @@ def read_program(folder: Path, identity: int) -> Program:
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout.
-
-    Raises:
-        ReferenceFormatError: the file is missing, damaged or of another format version.
-    """
+    """Return a layout; ReferenceFormatError as of a program."""
 
     def make(table: pa.Table) -> Layout:
         entries = [None if row["dtype"] is None else row for row in table.to_pylist()]
@@ -170,11 +157,7 @@ def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
 
 
 def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return the text of the source lines of all programs; none of lines whose text changed from attempt to attempt.
-
-    Raises:
-        ReferenceFormatError: a file is damaged.
-    """
+    """Return the text of the source lines of all programs; none of lines whose text changed from attempt to attempt."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for path in sorted((folder / SOURCES).glob("*.json")):
         text = read_json(path, dict[str, tuple[str, ...]])
@@ -217,7 +200,7 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, list[Any]], m
 def _read_table(path: Path, schema: pa.Schema, identity: int, make: Callable[[pa.Table], Table]) -> Table:
     """Return what is made of a table, whose id has to be the file's name."""
     try:
-        # read_table would load pyarrow.dataset, which takes longer than the table
+        # pq.read_table would load pyarrow.dataset, which takes longer than the table
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
         table.validate(full=True)
         version = (table.schema.metadata or {}).get(b"format_version")

@@ -80,11 +80,6 @@ class Manifest:
         content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(self, str_keys=True), allow_nan=False))
         return content
 
-    @property
-    def digest(self) -> str:
-        """Digest of the content, which run.json holds."""
-        return _digest(self.to_dict())
-
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write run.json with a digest of its content."""

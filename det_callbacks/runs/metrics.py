@@ -102,7 +102,7 @@ class Readings:
 
 
 class _Line(msgspec.Struct):
-    """A line of a file: a reading as it was written, and the digest of that and the run's id."""
+    """A reading as it was written, and the digest of that and the run's id."""
 
     digest: str
     reading: msgspec.Raw
@@ -122,13 +122,7 @@ def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
 
 
 def read_metrics(run: Run, segment: int) -> Readings:
-    """Return the readings of a fit: of what several attempts have, the latest one's.
-
-    A test after a fit that was gone on with is not a test of that fit any more.
-
-    Raises:
-        ReferenceFormatError: a file is damaged.
-    """
+    """Return the readings of a fit: of what several attempts have, the latest one's; of tests after it, the last's."""
     found = Readings()
     for stream in run.streams(0, segment):
         for key in [key for key, reading in found.by_key.items() if reading.is_after_fit]:

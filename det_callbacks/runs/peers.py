@@ -84,7 +84,18 @@ def require_shared(path: Path, peers: Peers) -> None:
         return [marker.name, socket.gethostname()]
 
     name, host = peers.broadcast(lead, task=f"looking into {path}")
-    peers.run_on_all(lambda: _require_marker(path / name, peers.rank, host), task=f"looking into {path}")
+
+    def look() -> None:
+        if not (path / name).exists():
+            raise RankError(
+                f"Rank {peers.rank} on {socket.gethostname()} does not see the folder {path}, which rank 0 made on "
+                f"{host}, and all processes of a run write into one folder. Nothing was trained. Name a folder on a "
+                "file system that the nodes share, by the same path on each; without one, record the processes of one "
+                "node.",
+                peers.rank,
+            )
+
+    peers.run_on_all(look, task=f"looking into {path}")
     if peers.rank == 0:
         marker.unlink(missing_ok=True)
 
@@ -92,13 +103,3 @@ def require_shared(path: Path, peers: Peers) -> None:
 def count_processes(world_size: int) -> str:
     """Return "1 process", "4 processes"."""
     return "1 process" if world_size == 1 else f"{world_size} processes"
-
-
-def _require_marker(marker: Path, rank: int, host: str) -> None:
-    if not marker.exists():
-        raise RankError(
-            f"Rank {rank} on {socket.gethostname()} does not see the folder {marker.parent}, which rank 0 made on "
-            f"{host}, and all processes of a run write into one folder. Nothing was trained. Name a folder on a file "
-            "system that the nodes share, by the same path on each; without one, record the processes of one node.",
-            rank,
-        )

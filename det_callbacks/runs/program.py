@@ -137,10 +137,9 @@ class TensorLayout:
 class Program:
     """The ordered sites of one step.
 
-    ``ops_seen``, ``ops_digested`` and ``ops_skipped`` count the ops of one step of this program; they are for the
-    coverage and are, like source lines, not part of the identity. ``text`` is what stood in those lines when they were
-    traced: "train.py:41" -> the lines 40 to 42. A run keeps each once for all programs (``Run.source_text``), so that a
-    program that was read from one has none.
+    ``ops_seen``, ``ops_digested`` and ``ops_skipped`` count the ops of one step, for the coverage; like source lines
+    they are not part of the identity. ``text`` is what stood in those lines when they were traced: "train.py:41" -> the
+    lines 40 to 42. A program that was read has none: a run has it once for all programs (``Run.source_text``).
     """
 
     sites: tuple[Site, ...]
@@ -243,10 +242,7 @@ class StepRecord:
 
 
 def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-    """Return the chain at a step: two runs agree up to it exactly when their chains at it agree.
-
-    It is the digest of previous chain, step, epoch, program id, layout id and digests, 8 bytes each, little-endian.
-    """
+    """Return the chain at a step: the digest of all these numbers in order, 8 bytes each, little-endian."""
     head = struct.pack("<5Q", previous, step, epoch, program_id, layout_id)
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
@@ -255,9 +251,9 @@ def chain_digest(previous: int, *, step: int, epoch: int, program_id: int, layou
 class StepView:
     """One step opened for comparison: its record with program and layout resolved.
 
-    ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see; only a
-    verification can know it, and keeps it with the steps that differ. No such site is called an origin.
-    ``read_values`` returns the JSON text of arguments by their digest, as far as the run keeps it.
+    ``unseen_writes`` holds positions whose inputs were found changed by a writer that the trace did not see, as only a
+    verification can know; no such site is called an origin. ``read_values`` returns the JSON text of arguments by their
+    digest, as far as the run has it.
     """
 
     rank: int
@@ -273,11 +269,7 @@ class StepView:
 _TORCH_WORDS = frozenset({"dtype", "layout", "memory_format"})
 """Types of torch whose values are arguments of ops; told by name, so that a run is read without torch."""
 
-
 ArgumentTag = Literal["float", "int", "bool", "digest"]
-
-_AS_WORD = struct.Struct("<Q")
-_AS_DOUBLE = struct.Struct("<d")
 
 
 def plain_value(value: Any) -> Any:
@@ -306,16 +298,20 @@ def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
         bits, tag = scalar_bits(values[0])
         if tag != "digest":
             return bits, tag, None
-    text = json.dumps([plain_value(value) for value in values], separators=(",", ":"))
+    text = _text_of(values)
     return digest_bytes(text.encode()), "digest", text
 
 
 def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
     """Return the 64 bits of a Python value, and how to read them."""
     if isinstance(value, float):
-        return _AS_WORD.unpack(_AS_DOUBLE.pack(value))[0], "float"
+        return struct.unpack("<Q", struct.pack("<d", value))[0], "float"
     if isinstance(value, bool):
         return int(value), "bool"
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return value & 0xFFFF_FFFF_FFFF_FFFF, "int"
-    return digest_bytes(json.dumps([plain_value(value)], separators=(",", ":")).encode()), "digest"
+    return digest_bytes(_text_of([value]).encode()), "digest"
+
+
+def _text_of(values: Sequence[Any]) -> str:
+    return json.dumps([plain_value(value) for value in values], separators=(",", ":"))

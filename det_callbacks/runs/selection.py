@@ -35,8 +35,7 @@ class Selection:
         only_steps: the steps that are recorded, by number, ascending; None is all that ``every_n_steps`` selects.
         compiled: "run" runs what torch.compile compiled, "eager" the code that it was compiled from.
 
-    Raises:
-        SelectionError: a value is not one of the allowed ones.
+    A value that is not allowed is a SelectionError.
     """
 
     level: str = "op"
@@ -121,7 +120,7 @@ class Selection:
 
 
 def _as_steps(value: object) -> tuple[int, ...]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
-    if not is_list or not all(type(step) is int and step >= 0 for step in value):  # type: ignore[attr-defined]  # a list
+    steps = value if isinstance(value, Sequence) else ()
+    if not steps or not all(type(step) is int and step >= 0 for step in steps):
         raise SelectionError(f"only_steps must be numbers of steps, from 0, such as [812], or None; got {value!r}.")
-    return tuple(sorted(set(value)))  # type: ignore[call-overload]  # a list
+    return tuple(sorted(set(steps)))

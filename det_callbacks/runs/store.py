@@ -47,10 +47,7 @@ _EMPTY = make_fit()
 
 
 class RankRun:
-    """The steps of one process, later attempts over earlier ones; steps are read from disk when asked for.
-
-    A step that is not there is a KeyError.
-    """
+    """The steps of one process, later attempts over earlier ones, read when asked for; KeyError where there is none."""
 
     def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
@@ -63,9 +60,8 @@ class RankRun:
             if len(fit):
                 file.continue_from(self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0)
             earlier = self.fit(file.segment)
-            if len(earlier):
-                joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
-                fit = joined[np.argsort(joined["steps"])].view(np.recarray)
+            joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
+            fit = joined[np.argsort(joined["steps"])].view(np.recarray)
             self._fits[file.segment] = fit
             self._steps[file.segment] = fit.steps.copy()
 
@@ -102,13 +98,13 @@ class RankRun:
         index = int(np.searchsorted(fit.steps, step))
         return int(fit.chains[index - 1]) if index else 0
 
-    def stream_of(self, segment: int, step: int) -> Path:
-        """Return the path of the file that a step is in: that of the attempt that counts."""
-        return self._files[self._place(segment, step)[0]].path
+    def file_of(self, segment: int, step: int) -> StreamFile:
+        """Return the file that a step is in: that of the attempt that counts."""
+        return self._files[self._place(segment, step)[0]]
 
-    def attempt_of(self, segment: int, step: int) -> int:
-        """Return the attempt that a step counts from."""
-        return self._files[self._place(segment, step)[0]].attempt
+    def stream_of(self, segment: int, step: int) -> Path:
+        """Return the path of that file."""
+        return self.file_of(segment, step).path
 
     def read(self, segment: int, step: int) -> StepRecord:
         """Return a step; ReferenceFormatError where its bytes are not those that were written."""
@@ -165,10 +161,8 @@ class Run:
 
         Args:
             path: its folder.
-            ranks: whose steps are wanted; None is all that are in the folder. Others are not looked at, and do not
-                count in ``is_complete``.
-            check_steps: False leaves that out: digests that are not what was written are then noticed when the step is
-                read, and not before; 5 microseconds a step. The chains are what the files say either way.
+            ranks: whose steps are wanted; None is all. Others are not looked at, and do not count in ``is_complete``.
+            check_steps: False leaves that check to the reading of a step; 5 microseconds a step.
 
         Raises:
             ReferenceNotFoundError: there is none.
@@ -249,13 +243,9 @@ class Run:
         return self._layout(self.path, identity)
 
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
-        """Return the text that a line had when it was recorded, with one line before and one after it, by number.
+        """Return the recorded text of a line, "train.py:41 in forward", and of its neighbours.
 
-        Args:
-            line: of ``Site.source`` or ``Divergence.source``: "train.py:41 in forward".
-
-        Returns:
-            ((40, "..."), (41, "..."), (42, "...")); () where the run has no text of it.
+        That is ((40, "..."), (41, "..."), (42, "...")); () where the run has no text of it.
         """
         place = line.partition(" in ")[0]
         number = place.rpartition(":")[2]

@@ -82,28 +82,23 @@ def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
 
 
 class StreamFile:
-    """The steps in one file, by position; what stands before their digests is kept in memory, 64 bytes a step.
+    """The steps in one file, by position; what stands before their digests is held in memory, 64 bytes a step.
 
-    Opening it reads what stands before the digests of each step: 5 microseconds a step. Digests are read, and checked
-    against the chains, when asked for: by ``read``, and for all steps by ``check_steps``. The file is opened for each
-    read and never mapped: mapped pages count as memory of the process, and a mapped file that someone cuts off kills
-    it.
+    Opening it reads that: 5 microseconds a step. Digests are read, and checked against the chains, when asked for. The
+    file is opened for each read and never mapped: mapped pages count as memory of the process, and a mapped file that
+    someone cuts off kills it.
 
     Args:
         path: of the file.
-        run_id: of the run that it must belong to.
-        rank: likewise.
-        attempt: likewise.
-        segment: which fit it must hold.
+        run_id: of the run that it must belong to; rank, attempt and segment (which fit) likewise.
 
     Attributes:
-        segment: which fit it holds.
         rows: one a step.
         num_bytes: size of the file when it was opened.
         unfinished: None, or why the file does not end as it should.
 
     Raises:
-        ReferenceFormatError: it is missing, empty, of another run or version, or damaged outside the digests.
+        ReferenceFormatError: it is missing, empty, of another run or version, or damaged, also at its steps' reading.
     """
 
     def __init__(self, path: Path, *, run_id: str, rank: int, attempt: int, segment: int) -> None:
@@ -119,31 +114,19 @@ class StreamFile:
             self.unfinished = self._read_end(file)
 
     def continue_from(self, chain: int) -> None:
-        """Say what the chain was before the first step of this file.
-
-        Raises:
-            ReferenceFormatError: the first step does not continue that chain.
-        """
+        """Check that the first step of this file continues a chain."""
         self._chain_start = chain
         if len(self.rows):
             self.read(0)
 
     def check_steps(self) -> None:
-        """Read every step and check it against the chains, at memory speed and some 15 microseconds a step.
-
-        Raises:
-            ReferenceFormatError: the bytes of a step are not those that were written.
-        """
+        """Read every step and check it against the chains, at memory speed and some 15 microseconds a step."""
         with self._opened() as file:
             for position in range(len(self.rows)):
                 self._read(file, position)
 
     def read(self, position: int) -> StepRecord:
-        """Return the step at a position, checked against the chains.
-
-        Raises:
-            ReferenceFormatError: its bytes are not those that were written.
-        """
+        """Return the step at a position, checked against the chains."""
         with self._opened() as file:
             return self._read(file, position)
 
@@ -255,12 +238,5 @@ class StreamFile:
 
 
 def _metadata(*, run_id: str, rank: int, attempt: int, segment: int) -> dict[str, str]:
-    content = {
-        "format_version": FORMAT_VERSION,
-        "digest_version": DIGEST_VERSION,
-        "run_id": run_id,
-        "rank": rank,
-        "attempt": attempt,
-        "segment": segment,
-    }
-    return {key: str(value) for key, value in content.items()}
+    place = {"run_id": run_id, "rank": str(rank), "attempt": str(attempt), "segment": str(segment)}
+    return {"format_version": str(FORMAT_VERSION), "digest_version": str(DIGEST_VERSION), **place}

@@ -1,8 +1,9 @@
 """Writing a run: what its folder looks like stands in ``runs/store.py``."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,7 +58,7 @@ class RunWriter:
         self._file: BinaryIO | None = None
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
-        self._open_new_stream()
+        self._open_stream(is_new=True)
         self._write_manifest()
 
     @classmethod
@@ -77,8 +78,8 @@ class RunWriter:
             manifest: further entries of run.json, JSON-able: selection, environment, and the others of ``Manifest``.
             peers: the processes that write it.
             purpose: "record", or "verify" for a run with the steps that differ, which replaces an earlier such one.
-            overwrite: replace a run that is there. It stays until this one is closed as complete: until then this one
-                is written in a folder inside, which ``path`` names.
+            overwrite: replace a run that is there when this one is closed as complete; until then this one is written
+                in a folder inside, which the attribute ``path`` names.
 
         Raises:
             RunExistsError: there is a run, or something else under our names, or a file.
@@ -116,7 +117,7 @@ class RunWriter:
     # what is written
 
     def put_program(self, program: Program) -> None:
-        """Keep a program and the text of its source lines; nothing is done when it is there."""
+        """Write a program and the text of its source lines, unless they are there."""
         if program.id not in self._programs:
             text = {place: lines for place, lines in program.text.items() if place not in self._places}
             if text:
@@ -126,7 +127,7 @@ class RunWriter:
             self._programs[program.id] = len(program)
 
     def put_layout(self, layout: Layout) -> None:
-        """Keep a layout; nothing is done when it is there."""
+        """Write a layout, unless it is there."""
         if layout.id not in self._layouts:
             write_layout(self.path, layout)
             self._layouts[layout.id] = len(layout)
@@ -136,17 +137,10 @@ class RunWriter:
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step and return its chain.
-
-        Args:
-            step: larger than the one before it in this fit.
-            epoch: counted from 0.
-            program_id: of a program that was put.
-            layout_id: of a layout that was put.
-            digests: uint64, one a site of the program.
+        """Write a step whose program and layout are written, and return its chain; steps ascend in a fit.
 
         Raises:
-            ValueError: an argument is not as described.
+            ValueError: an argument is not as described; digests are uint64, one a site.
         """
         if not self._programs.get(program_id) == self._layouts.get(layout_id) == len(digests):
             raise ValueError(f"step {step}: put its program and layout first; {len(digests)} digests were given")
@@ -165,13 +159,13 @@ class RunWriter:
         return chain
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Keep what explains a step, beside the steps of this fit; see ``runs/evidence.py``."""
+        """Write what explains a step, beside the steps of this fit."""
         if self._evidence is None:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.run_id)
         self._evidence.append(rows)
 
     def put_values(self, step: int, values: Mapping[int, str]) -> None:
-        """Keep the JSON text of arguments by digest, as evidence; what this fit has already is left out."""
+        """Write the JSON text of arguments by digest, as evidence, unless this fit has it already."""
         if len(values) > len(self._values):
             new = {bits: text for bits, text in values.items() if bits not in self._values}
             self._values.update(new)
@@ -187,7 +181,7 @@ class RunWriter:
         append_reading(metrics_path(self.stream), reading, run_id=self.run_id)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Keep the list of ops without a deterministic implementation that this process has called so far."""
+        """Write the list of ops without a deterministic implementation that this process has called so far."""
         path = self.path / rank_folder(self._peers.rank) / NONDETERMINISTIC_FILE
         replace_atomically(path, msgspec.json.encode(list(ops)))
 
@@ -195,15 +189,14 @@ class RunWriter:
         """Say in run.json that the fit under way goes on from a checkpoint, and that this is the first step of it."""
         fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
         self._change_attempt(resumed_from=fits)
-        if self.is_leader:
-            write_manifest(self.path, self.manifest)
+        self._lead(lambda: write_manifest(self.path, self.manifest))
 
     # fits and attempts
 
     def reopen(self) -> None:
         """Be ready for the steps of the first fit, where the stream was closed because only a test came before it."""
         if self._file is None:
-            self._peers.run_on_all(self._open_stream, task=f"opening its stream in {self.path}")
+            self._open_stream()
 
     def start_segment(self) -> None:
         """Go on with the steps of another fit of this process."""
@@ -213,7 +206,7 @@ class RunWriter:
         self._last_step = -1
         self._chain = 0
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
-        self._open_new_stream()
+        self._open_stream(is_new=True)
         self._write_manifest()
         # Last, so that after a kill in between the run is incomplete, and not a whole one with a fit less.
         self._end(finished, complete=True)
@@ -246,8 +239,7 @@ class RunWriter:
         """
         self.close(complete=False)
         if not self._attempt:
-            if self.is_leader:
-                remove_run(self.path)
+            self._lead(lambda: remove_run(self.path))
             return
         *earlier, last = self.manifest.attempts
         self.manifest = replace(self.manifest, attempts=tuple(earlier))
@@ -262,29 +254,29 @@ class RunWriter:
         *earlier, last = self.manifest.attempts
         self.manifest = replace(self.manifest, attempts=(*earlier, replace(last, **changes)))
 
-    def _write_manifest(self) -> None:
-        def write() -> None:
-            if self.is_leader:
-                write_manifest(self.path, self.manifest)
+    def _lead(self, action: Callable[[], object]) -> None:
+        if self.is_leader:
+            action()
 
+    def _write_manifest(self) -> None:
+        write = partial(self._lead, lambda: write_manifest(self.path, self.manifest))
         self._peers.run_on_all(write, task=f"writing run.json in {self.path}")
 
-    def _open_new_stream(self) -> None:
+    def _open_stream(self, *, is_new: bool = False) -> None:
+        path, rank = self.stream, self._peers.rank
+        header = encode_header(run_id=self.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
+
         def open_it() -> None:
-            for folder in (PROGRAMS, LAYOUTS, self.stream.parent.name):
+            for folder in (PROGRAMS, LAYOUTS, path.parent.name):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            metrics_path(self.stream).unlink(missing_ok=True)  # of an attempt killed before run.json told of it
-            self._open_stream()
+            # files that are there are of an attempt killed before run.json told of it
+            if is_new:
+                metrics_path(path).unlink(missing_ok=True)
+            replace_atomically(path, header)
+            self.bytes_written += len(header)
+            self._file = path.open("ab", buffering=0)
 
         self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
-
-    def _open_stream(self) -> None:
-        path = self.stream
-        header = encode_header(run_id=self.run_id, rank=self._peers.rank, attempt=self._attempt, segment=self.segment)
-        # The file appears with its header; one that is there is of an attempt killed before run.json told of it.
-        replace_atomically(path, header)
-        self.bytes_written += len(header)
-        self._file = path.open("ab", buffering=0)
 
     def _write(self, content: Any) -> None:
         if self._file is None:
