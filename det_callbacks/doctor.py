@@ -42,10 +42,7 @@ class SettingFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFinding:
-    """How an entry of the environment, here the current one, differs from a reference's, and what would make it equal.
-
-    ``to_do`` is "" where nothing is known to.
-    """
+    """How an entry of the environment differs from a reference's, and what would make it equal, "" if unknown."""
 
     difference: EnvironmentDifference
     to_do: str
@@ -53,13 +50,9 @@ class EnvironmentFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found.
+    """What the doctor found: facts on this place, every setting, and how it differs from a reference.
 
-    Attributes:
-        facts: a few lines on this place, by name.
-        settings: every setting.
-        against: the reference compared with, None when none was.
-        differences: how this place differs from it, those that can change bits first.
+    The differences that can change bits come first.
     """
 
     facts: Mapping[str, Any]
@@ -79,11 +72,9 @@ class Diagnosis:
 
 
 def diagnose(settings: DeterminismSettings | None = None, *, against: Run | None = None) -> Diagnosis:
-    """Look at this process; nothing is changed.
+    """Look at this process, and compare it with a recorded run; nothing is changed.
 
-    Args:
-        settings: what is asked for; None are the defaults, or with ``against`` what was in force there.
-        against: a recorded run.
+    ``settings`` are what is asked for; None are the defaults, or with ``against`` what was in force there.
     """
     if settings is None:
         settings = DeterminismSettings() if against is None else _settings_of(against)
@@ -147,7 +138,7 @@ def _line_for_entry(name: str, value: Any) -> str:
     start, _, rest = name.partition(".")
     if start == "env":
         return f"unset {rest}" if value is None else f"export {rest}={value}"
-    if name in ("torch.num_threads", "torch.num_interop_threads"):
+    if name == "torch.num_threads":
         return SETTINGS[rest].how(value)
     if rest == "version" and start in ("torch", "numpy", "lightning", "triton", "det_callbacks"):
         return f"pip install {start}=={str(value).partition('+')[0]}"

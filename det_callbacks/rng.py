@@ -34,11 +34,9 @@ Held = Generator | np.random.Generator | np.random.BitGenerator | np.random.Rand
 
 HELD_TYPES = (Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
-PYTHON = "python"
-NUMPY = "numpy"
 TORCH_CPU = "torch.cpu"
 
-PROCESS: Mapping[str, Any] = {PYTHON: random, NUMPY: np.random, TORCH_CPU: torch.default_generator}
+PROCESS: Mapping[str, Any] = {"python": random, "numpy": np.random, TORCH_CPU: torch.default_generator}
 """The process's own generators but for those of devices; the modules have the methods of their generators."""
 
 # What a device's generator starts from when nobody seeded it (c10::detail default_rng_seed_val, torch 2.13).
@@ -93,10 +91,7 @@ def home_devices() -> Homes:
 
 
 def is_capturing() -> bool:
-    """Return whether the current stream is captured into a graph: then no state of a generator can be read or set.
-
-    Creates no context (``torch.cuda.is_current_stream_capturing``, torch 2.13).
-    """
+    """Return whether the current stream is captured into a graph: then no state of a generator can be read or set."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True
     # looked at in torch 2.13: as for CUDA, but only in the module of its graphs
@@ -116,13 +111,10 @@ def name_of(kind: str, index: int, homes: Homes) -> str:
 
 
 def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator]]:
-    """Yield (name, generator) of the devices that the process has used.
+    """Yield (name, generator) of the devices that the process has used; some microseconds a device.
 
     Of CUDA's: those with a context of this process, and its home. Of XPU's, which do not tell, all that it sees.
-    Not all can be read at all times: ``is_readable``. Costs some microseconds a device.
-
-    Args:
-        homes: of the process; None takes the current devices.
+    Not all can be read at all times: ``is_readable``.
     """
     homes = home_devices() if homes is None else homes
     for kind in KINDS:
@@ -160,9 +152,8 @@ def is_default(generator: Generator) -> bool:
 def digest_generator(generator: Any) -> int:
     """Return the digest of a generator's state, of one of ``PROCESS`` or one that is held; no device synchronisation.
 
-    Costs 2 microseconds for torch's and for NumPy's MT19937, which tells where its state lies
-    (``BitGenerator.ctypes``), and some 15 for Python's. The second number of a pair of normal ones that NumPy's legacy
-    interface may hold back is not part of it.
+    Costs 2 microseconds for torch's and for NumPy's MT19937, and some 15 for Python's. The second number of a pair of
+    normal ones that NumPy's legacy interface may hold back is not part of it.
     """
     if isinstance(generator, Generator):
         state = generator.get_state()
@@ -258,9 +249,6 @@ class GeneratorStates:
 
         The current device gets the state of the one that was current, whichever index each has, and the others that of
         their index.
-
-        Args:
-            held: path -> generator, as for ``capture``.
         """
         generators = {**PROCESS, **(held or {})}
         missing = []
@@ -274,11 +262,7 @@ class GeneratorStates:
         return missing
 
     def _restore_device(self, kind: str, index: str, state: str) -> bool:
-        """Set the state of a device's default generator; where the process has not used devices yet, once it does.
-
-        Returns:
-            Whether there is such a device, and it can be done now: not while a graph is captured.
-        """
+        """Set the state of a device's default generator, now or once the process uses it; return whether it could."""
         if kind not in KINDS:
             return False
         if generators := default_generators(kind):
@@ -294,20 +278,12 @@ class GeneratorStates:
         devices.set_rng_state(_tensor(state), int(index) if index else kind)
         return True
 
-    def differing(self, other: "GeneratorStates") -> list[str]:
-        """Return the names of the generators whose states differ, or that only one side has."""
-        names = sorted({*self.states, *other.states})
-        return [name for name in names if self.states.get(name) != other.states.get(name)]
-
 
 class RewindPoint:
-    """The states of the process's generators now, of all devices of the kinds that it uses, and of further ones.
+    """The states of the process's generators now, of all devices of the kinds that it uses, and of those ``passed``.
 
-    Those of devices without a context are among them: what comes may be the first on its device.
-
-    Args:
-        passed: torch's generators that are no default ones.
-        with_python: take those of Python and NumPy as well.
+    Those of devices without a context are among them: what comes may be the first on its device. Those of Python and
+    NumPy are taken ``with_python``.
     """
 
     def __init__(self, passed: Iterable[Generator] = (), *, with_python: bool = True) -> None:
@@ -320,10 +296,9 @@ class RewindPoint:
     def put_back(self, *, restarts_new: bool = False) -> None:
         """Put the states back.
 
-        Args:
-            restarts_new: kinds of devices that the process had not used start again, from the seed of
-                ``torch.manual_seed`` then, or from torch's default where that was never called. A seed given to CUDA
-                alone before its first use is not known.
+        With ``restarts_new`` kinds of devices that the process had not used start again, from the seed of
+        ``torch.manual_seed`` then, or from torch's default where that was never called. A seed given to CUDA alone
+        before its first use is not known.
         """
         for generator, state in self._states:
             _write(generator, state)

@@ -115,12 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
     except msgspec.ValidationError as error:
         raise damaged(path, str(error)) from error
     if manifest.to_dict() != content:
-        unknown = ", ".join(sorted(content.keys() - manifest.to_dict().keys())) or "more of its entries"
-        raise ReferenceFormatError(
-            f"{path} tells of {unknown}, which this version of det_callbacks does not know, so it could not compare "
-            "all that was recorded. Use the version that recorded it, or record the run again.",
-            str(path),
-        )
+        raise damaged(path, "it has entries that this version of det_callbacks does not know")
     return manifest
 
 

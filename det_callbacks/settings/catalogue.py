@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-Timing = Literal["any", "before_cuda", "before_nccl", "once", "start"]
-"""Until when a setting can be made: at any time, before a CUDA context or an NCCL communicator exists, once before
-the first use, or only when the process starts."""
+Timing = Literal["any", "before_cuda", "before_nccl", "start"]
+"""Until when a setting can be made: at any time, before a CUDA context or an NCCL communicator exists, or only when the
+process starts."""
 
 MAX_SEED = 2**32 - 1  # the bound of NumPy's legacy generator, and so of Lightning's seed_everything
 _POSITIVE = range(1, 2**31)
@@ -57,11 +57,6 @@ class Setting:
     setter: Callable[[Any], object] | None = None
     is_cuda_only: bool = False
     is_recorded_elsewhere: bool = False
-
-    @property
-    def is_restorable(self) -> bool:
-        """Whether a running process can put it back."""
-        return self.when in ("any", "before_cuda", "before_nccl")
 
     def read(self) -> Any:
         """Return what is in force, asked of torch or the process."""
@@ -309,16 +304,6 @@ _ALL = (
         getter=torch.get_num_threads,
         setter=torch.set_num_threads,
         allowed=_POSITIVE,
-        is_recorded_elsewhere=True,
-    ),
-    Setting(
-        name="num_interop_threads",
-        effect="threads that run ops side by side, which changes no sum; once in a process, before the first use; "
-        "cannot be put back",
-        getter=torch.get_num_interop_threads,
-        setter=torch.set_num_interop_threads,
-        allowed=_POSITIVE,
-        when="once",
         is_recorded_elsewhere=True,
     ),
     _variable(

@@ -63,8 +63,7 @@ class EnforcedDeterminism:
     def restore(self) -> None:
         """Put back generators, flags, threads and environment variables as they were; a second call does nothing.
 
-        The generators go back too when no seed was set: what was drawn meanwhile is drawn again. The number of interop
-        threads stays, which no running process can put back.
+        The generators go back too when no seed was set: what was drawn meanwhile is drawn again.
         """
         undo, self._undo = self._undo, []
         for step in undo:
@@ -133,21 +132,9 @@ def _enforce(settings: DeterminismSettings, *, with_generators: bool = True) -> 
 
 
 def _apply(settings: DeterminismSettings) -> None:
-    # what can be set once comes first: it can fail, and then nothing else was done
-    for setting in sorted(SETTINGS.values(), key=lambda setting: setting.when != "once"):
-        wanted = getattr(settings, setting.name)
-        if wanted is None or (setting.when == "once" and wanted == setting.read()):
-            continue
-        try:
+    for setting in SETTINGS.values():
+        if (wanted := getattr(settings, setting.name)) is not None:
             setting.apply(wanted)
-        except RuntimeError as error:
-            if setting.when != "once":
-                raise
-            raise SettingsError(
-                f"{setting.name}={wanted!r} comes too late: the pool of {setting.read()} threads has been used, or was "
-                f"set before ({str(error).splitlines()[0]}). Nothing was changed. Enforce the settings before anything "
-                "is computed."
-            ) from error
     if settings.seed is not None:
         # what Lightning's seed_everything(seed, workers=True) does
         _seeded_after["parameters"] = _find_parameters()
@@ -165,7 +152,7 @@ def _ways_back(settings: DeterminismSettings, *, with_generators: bool) -> list[
     if settings.seed is not None:
         undo.append(partial(_seeded_after.update, dict(_seeded_after)))
     # in their order: the algorithms overwrite what Inductor's attribute was
-    undo += [setting.way_back() for setting in SETTINGS.values() if setting.is_restorable]
+    undo += [setting.way_back() for setting in SETTINGS.values() if setting.when != "start"]
     undo += [attribute_back(path) for path in _WRITTEN_TOO]
     undo.append(partial(torch.set_default_dtype, torch.get_default_dtype()))
     if with_generators:

@@ -49,7 +49,6 @@ class DeterminismSettings:
     nccl_min_nchannels: int | None = None
     nccl_max_nchannels: int | None = None
     num_threads: int | None = None
-    num_interop_threads: int | None = None
     mkl_cbwr: str | None = None
     aten_cpu_capability: Literal["default", "avx2", "avx512"] | None = None
     python_hash_seed: int | None = None
@@ -59,12 +58,6 @@ class DeterminismSettings:
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             _check(setting, getattr(self, name))
-        least, most = self.nccl_min_nchannels, self.nccl_max_nchannels
-        if least is not None and most is not None and least > most:
-            raise SettingsError(
-                f"nccl_min_nchannels={least} is more than nccl_max_nchannels={most}; give it at most that, or leave "
-                "one of them None."
-            )
         object.__setattr__(self, "allow", as_names("allow", self.allow, SettingsError))
         for pattern in self.allow:
             OpPattern.parse(pattern)

@@ -34,14 +34,9 @@ def outcome(**settings):
     return {"message": None, "in_force": in_force, "left": left,
             "is_unchanged": [value == after[name] for name, value in before.items()]}
 
-def interop():
-    first = outcome(num_interop_threads=5)
-    return {"first": first, "now": torch.get_num_interop_threads(), "second": outcome(num_interop_threads=7),
-            "same": outcome(num_interop_threads=5)}
-
 found = {}
 for case in sys.argv[1:]:
-    found[case] = interop() if case == "interop" else outcome(**json.loads(case))
+    found[case] = outcome(**json.loads(case))
 print(json.dumps(found))
 """
 
@@ -79,7 +74,7 @@ def test_what_comes_too_late(tmp_path: Path) -> None:
     values = {name: value for name, (value, _, _) in START.items()}
     cases = {name: as_case(**{name: value}) for name, value in values.items()}
     every = as_case(**values)
-    late = run(tmp_path, *cases.values(), every, "interop")
+    late = run(tmp_path, *cases.values(), every)
     for name, (value, variable, text) in START.items():
         found = late[cases[name]]
         assert (found["exit_code"], found["is_unchanged"]) == (2, True)
@@ -103,12 +98,3 @@ def test_what_comes_too_late(tmp_path: Path) -> None:
     assert all(accepted["is_unchanged"])
     assert "PYTHONHASHSEED is read when the process starts, and 11 was in force then" in again[other]["message"]
     assert again[other]["is_unchanged"] is True
-
-    found = late["interop"]  # threads that can be set once, and stay
-    first, second, same = (found[name] for name in ("first", "second", "same"))
-    assert (first["message"], found["now"]) == (None, 5)
-    assert first["in_force"]["num_interop_threads"] == 5
-    assert first["is_unchanged"].count(False) == 1, "nothing but the interop threads stays"
-    assert second["message"].startswith("num_interop_threads=7 comes too late: the pool of 5 threads has been")
-    assert (second["exit_code"], second["is_unchanged"]) == (2, True)
-    assert same["message"] is None, "what is in force is not too late"

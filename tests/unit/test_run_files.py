@@ -188,8 +188,8 @@ def test_a_foreign_manifest_is_refused(tmp_path, content, says):
         ({"attempts": [{"segments": 0}]}, r"at `\$.attempts\[0\].segments`"),
         ({"attempts": [{"segments": 1, "resumed_from": [{"step": 4}]}]}, "missing required field `segment`"),
         ({"selection": {"level": "everything"}}, "level must be one of op, module, state"),
-        ({"selection": {"level": "state"}}, "tells of more of its entries"),
-        ({"programs": "../elsewhere", "path": "/"}, "tells of path, programs, which this version"),
+        ({"selection": {"level": "state"}}, "entries that this version"),
+        ({"programs": "../elsewhere", "path": "/"}, "entries that this version"),
     ],
 )
 def test_a_manifest_that_is_whole_and_wrong_is_refused(tmp_path, changes, says):

@@ -58,13 +58,13 @@ CASES: list[tuple[str, Any, Any, Callable[[], bool]]] = [
 ]
 
 # In a process of their own (tests/e2e/test_late_settings.py), or with a Trainer (`allow`).
-TESTED_ELSEWHERE = {"allow", "num_interop_threads", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
+TESTED_ELSEWHERE = {"allow", "mkl_cbwr", "aten_cpu_capability", "python_hash_seed"}
 
 
 def test_every_setting_is_tested() -> None:
     names = {field.name for field in fields(DeterminismSettings)}
     assert {name for name, *_ in CASES} | TESTED_ELSEWHERE == names == {*SETTINGS, "allow"}
-    assert {name for name, setting in SETTINGS.items() if not setting.is_restorable} == TESTED_ELSEWHERE - {"allow"}
+    assert {name for name, setting in SETTINGS.items() if setting.when == "start"} == TESTED_ELSEWHERE - {"allow"}
 
 
 @pytest.mark.parametrize(("name", "other", "value", "in_force"), CASES)
@@ -187,8 +187,6 @@ def test_a_wrong_value_is_refused_by_name_with_the_allowed_ones() -> None:
             assert refused.value.exit_code == 2
     with pytest.raises(SettingsError, match=r"setting sead; the settings are seed, deterministic_algorithms"):
         DeterminismSettings.from_mapping({"sead": 1, "seed": 1})
-    with pytest.raises(SettingsError, match="nccl_min_nchannels=4 is more than nccl_max_nchannels=2"):
-        DeterminismSettings(nccl_min_nchannels=4, nccl_max_nchannels=2)
     with pytest.raises(SettingsError, match="The op pattern 'kthvalue' names no op"):
         DeterminismSettings(allow=("aten.put_.default", "kthvalue"))
     assert process_state() == before
