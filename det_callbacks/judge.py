@@ -246,7 +246,7 @@ class _Judge:
         first = {one.rank: one.first for one in self.ranks if one.first is not None}
         has_divergence = bool(first or whole or self.metric)
         self._require_comparison(has_divergence=has_divergence)
-        first = KeptNumbers.of(self.walk.reference, self.walk.current).measured(first)
+        first = KeptNumbers(self.walk.reference, self.walk.current).measured(first)
         bits_differ = bool(first) or (self.metric is not None and self.metric.kind == "content")
         verdict: VerdictName = "diverged" if has_divergence else "match"
         if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):

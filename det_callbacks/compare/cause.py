@@ -45,8 +45,6 @@ _DRAWING = (("before the loader starts",), ("before a batch is drawn",))
 """What begins when the data draws for itself."""
 _WITHIN_STEP = ("after forward", "after backward", "batch end")
 _NO_BATCH = BatchChange(settings={})
-
-
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
 
@@ -341,20 +339,26 @@ def _cause_of_input(facts: Facts) -> Cause:
     return _PHASE_CAUSES.get(facts.difference.first_reader(source.row), "unknown") if name else "unknown"
 
 
-def _cause_of_state(facts: Facts) -> Cause:
-    """Return who left state that only differs after the step: an optimizer owns what it has a gradient of."""
-    name, difference = facts.first.divergence.name or "", facts.difference
-    sites = (*difference.reference.program.sites, *difference.current.program.sites)
-    gradients = {site.name for site in sites if site.phase == "gradient" and site.role == "named"}
-    is_owned = " of " in name or f"grad of {name}" in gradients
-    return "optimizer" if is_owned or not gradients else "forward"
-
-
-def _cause_of(facts: Facts) -> Cause:
+def _cause_of_origin(facts: Facts) -> Cause:
     found = facts.origin or facts.first
     if found.divergence.op.startswith(COLLECTIVES):
         return "collective"
     return "backward" if facts.starts_backward else _PHASE_CAUSES.get(found.divergence.phase, "unknown")
+
+
+def _cause_of_first(facts: Facts) -> Cause:
+    """Return the cause of what differs first, where no op is proven to be the origin."""
+    first, difference = facts.first, facts.difference
+    if first.role in ("delivered", "graph_output"):
+        return "unknown"  # of a collective the other ranks know more: see ``compare/collectives.py``
+    if first.role != "named" or first.divergence.phase != "state":
+        return _cause_of_origin(facts)
+    # state that only differs after the step: an optimizer owns what it has a gradient of
+    sites = (*difference.reference.program.sites, *difference.current.program.sites)
+    gradients = {site.name for site in sites if site.phase == "gradient" and site.role == "named"}
+    name = first.divergence.name or ""
+    is_owned = " of " in name or f"grad of {name}" in gradients
+    return "optimizer" if is_owned or not gradients else "forward"
 
 
 RULES: tuple[Rule, ...] = (
@@ -397,16 +401,6 @@ RULES: tuple[Rule, ...] = (
         applies=lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()},
         cause="structure",
     ),
-    Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of),
-    Rule(
-        name="written elsewhere",
-        applies=lambda facts: facts.first.role in ("delivered", "graph_output"),
-        cause="unknown",  # of a collective the other ranks know more: see ``compare/collectives.py``
-    ),
-    Rule(
-        name="state after the step",
-        applies=lambda facts: facts.first.role == "named" and facts.first.divergence.phase == "state",
-        cause=_cause_of_state,
-    ),
-    Rule(name="first difference", applies=lambda facts: True, cause=_cause_of),
+    Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of_origin),
+    Rule(name="first difference", applies=lambda facts: True, cause=_cause_of_first),
 )

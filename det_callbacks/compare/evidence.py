@@ -1,17 +1,17 @@
 """From the evidence of two runs to what explains a difference: who drew from a generator, and which samples came."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import dropwhile, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, VALUES, Filter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, VALUES, Row, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
@@ -22,6 +22,8 @@ MIN_FOUND = 0.75
 
 BATCH = "batch"
 _LOADER = "before the loader starts"
+_HOOKS = "callbacks of "
+_INDICES = "indices of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +46,18 @@ class Window:
         """Return what is known of the batch of a step, by name."""
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
 
+    def samples(self, step: int) -> list[int]:
+        """Return the digests of the samples in the batch of a step."""
+        return [row.value for name, row in self.batch(step).items() if name.startswith("sample ")]
+
     def states(self, name: str, step: int) -> list[Row]:
         """Return the states of a generator up to the end of a step."""
         return [row for row in self.rows if row.name == name and row.point != BATCH and row.step <= step]
 
     def seed(self, name: str, place: tuple[int, str]) -> int | None:
         """Return the seed of a generator as it was noted at (step, point), or next after it."""
-        start = next((index for index, row in enumerate(self.rows) if row[:2] == place), len(self.rows))
-        return next((row.value for row in self.rows[start:] if row.name == SEED + name), None)
+        rows = dropwhile(lambda row: row[:2] != place, self.rows)
+        return next((row.value for row in rows if row.name == SEED + name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,7 @@ class GeneratorChange:
     """
 
     name: str
-    equal_at: tuple[int, str] | None
+    equal_at: tuple[int, str] | None = None
     differs_at: tuple[int, str]
     points: tuple[str, ...] = ()
     only_reference: tuple[str, ...] = ()
@@ -100,7 +106,7 @@ class BatchChange:
         settings: of the loaders, that differ: name -> text in the reference and in the current run.
     """
 
-    indices: str | None = None
+    indices: Literal["same", "reordered", "cut", "other"] | None = None
     is_loaded_alike: bool | None = None
     found_at: int | None = None
     is_whole: bool = False
@@ -126,26 +132,6 @@ class Evidence:
     num_constant: int = 0
 
 
-def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
-    """Return the evidence of a run up to a step; None where it has none.
-
-    Raises:
-        ReferenceFormatError: it is damaged.
-    """
-    steps = run.rank(rank).steps(segment)
-    number = int(np.searchsorted(steps, step))
-    since = int(steps[number - 1]) if number else None
-
-    def is_wanted(batch: pa.RecordBatch) -> pa.Array:
-        texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
-        pairs = zip(texts, points, strict=True)
-        lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
-        numbers = batch.column("step").to_numpy()
-        return pa.array((numbers <= step) & ((numbers >= (since or 0)) | lasts))
-
-    return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
-
-
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence | None:
     """Return the evidence of both runs for a step that differs; None where one of them has none.
 
@@ -156,13 +142,69 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     ours, theirs = read_window(reference, *place), read_window(current, *place)
     if ours is None or theirs is None:
         return None
-    has_other_data = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
-    others = other_samples(ours, theirs, place[2]) if has_other_data else []
-    found_at, is_whole = None, False
-    if others:
-        samples = samples_of(theirs, place[2])
-        found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples)
-    return compare_windows(ours, theirs, place[2], found_at=found_at, is_whole=is_whole)
+    evidence = compare_windows(ours, theirs, place[2])
+    if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
+        return evidence
+    known, samples = ours.samples(place[2]), theirs.samples(place[2])
+    others = [value for value in samples if value not in known][:SKETCHED]
+    found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples) if others else (None, False)
+    batch = replace(evidence.batch, was_searched=bool(others), found_at=found_at, is_whole=is_whole)
+    return replace(evidence, batch=batch)
+
+
+# what a run holds
+
+
+def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
+    """Return the evidence of a run up to a step; None where it has none.
+
+    Raises:
+        ReferenceFormatError: it is damaged.
+    """
+    before = [known for known in run.rank(rank).steps(segment).tolist() if known < step]
+    since = before[-1] if before else None
+
+    def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
+        texts, points = (batch.column(name).to_pylist() for name in ("text", "point"))
+        pairs = zip(texts, points, strict=True)
+        lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
+        numbers = batch.column("step").to_numpy()
+        return (numbers <= step) & ((numbers >= (since or 0)) | lasts)
+
+    return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
+
+
+def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
+    """Return what rows up to a step say; None where there are none.
+
+    Args:
+        rows: from the start of the fit, or from the last equal step on.
+        since: step that is known to be equal; None takes all rows.
+    """
+    kept: list[Row] = []
+    last: list[Row] = []
+    settings: dict[str, str] = {}
+    hooks: dict[str, str] = {}
+    num_constant = 0
+    for row in rows:
+        if row.text and row.point == _LOADER:
+            settings[row.name] = row.text
+        elif row.text and row.name.startswith(_HOOKS):
+            hooks[row.name.removeprefix(_HOOKS)] = row.text
+        elif row.name == CONSTANTS:
+            num_constant = row.value
+        elif row.point not in (UNSEEN_WRITE, VALUES):
+            if since is None or row.step > since:
+                kept.append(row)
+            elif row.step == since:
+                last.append(row)
+    kept = [*from_batch_start(last), *kept]
+    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant) if kept else None
+
+
+def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows since a step has begun, but those of its batch."""
+    return (row for row in dropwhile(lambda row: row.point != "batch start", rows) if row.point != BATCH)
 
 
 def _find_samples(
@@ -175,8 +217,9 @@ def _find_samples(
     steps: dict[int, set[int]] = {}
     values = np.array(samples, dtype=np.uint64)
 
-    def is_wanted(batch: pa.RecordBatch) -> pa.Array:
-        return pa.array(np.isin(batch.column("value").to_numpy(), values))
+    def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
+        found: np.ndarray = np.isin(batch.column("value").to_numpy(), values)
+        return found
 
     for row in _read_rows(run, rank, segment, step, is_wanted):
         if row.point == BATCH and row.name.startswith("sample "):
@@ -189,86 +232,28 @@ def _find_samples(
     return min(map(min, found)), False
 
 
-def _read_rows(run: Run, rank: int, segment: int, step: int, keep: Filter) -> Iterator[Row]:
-    stream = run.rank(rank).stream_of(segment, step)
-    return read_evidence(evidence_path(stream), run_id=run.run_id, keep=keep)
+def _read_rows(
+    run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
+) -> Iterator[Row]:
+    path = evidence_path(run.rank(rank).stream_of(segment, step))
+    return read_evidence(path, run_id=run.run_id, keep=lambda batch: pa.array(is_wanted(batch)))
 
 
-def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
-    """Return what rows up to a step say; None where there are none.
-
-    Args:
-        rows: from the start of the fit, or from the last equal step on.
-        since: step that is known to be equal; None takes all rows.
-    """
-    kept: list[Row] = []
-    settings: dict[str, str] = {}
-    hooks: dict[str, str] = {}
-    num_constant = 0
-    for row in rows:
-        if row.point in (UNSEEN_WRITE, VALUES):
-            continue
-        if row.text and row.point == _LOADER:
-            settings[row.name] = row.text
-        elif row.text and row.name.startswith("callbacks of "):
-            hooks[row.name.removeprefix("callbacks of ")] = row.text
-        elif row.name == CONSTANTS:
-            num_constant = row.value
-        elif since is None or row.step >= since:
-            kept.append(row)
-    if since is not None:
-        last = [row for row in kept if row.step == since]
-        kept = [*from_batch_start(last), *(row for row in kept if row.step > since)]
-    if not kept:
-        return None
-    return Window(rows=tuple(kept), settings=settings, hooks=hooks, num_constant=num_constant)
+# two windows
 
 
-def compare_windows(
-    reference: Window, current: Window, step: int, *, found_at: int | None = None, is_whole: bool = False
-) -> Evidence:
-    """Return what two windows of the same step tell.
-
-    Args:
-        reference: of the reference.
-        current: of the run that differs.
-        step: that differs.
-        found_at: step of the reference with the samples of this batch, where it has them.
-        is_whole: whether all of them are there.
-    """
-    changes = [
-        change
-        for name in dict.fromkeys(row.name for row in current.rows if _is_generator(row))
-        if (change := _generator_change(reference, current, step, name)) is not None
-    ]
+def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
+    """Return what two windows of the same step tell."""
+    rows = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
+    found = (_generator_change(reference, current, step, name) for name in dict.fromkeys(row.name for row in rows))
     order = {(row.step, row.point): number for number, row in enumerate(current.rows)}
-    changes.sort(key=lambda change: order.get(change.differs_at, len(order)))
+    changes = [change for change in found if change is not None]
     return Evidence(
-        generators=tuple(changes),
-        batch=replace(_batch_change(reference, current, step), found_at=found_at, is_whole=is_whole),
+        generators=tuple(sorted(changes, key=lambda change: order.get(change.differs_at, len(order)))),
+        batch=_batch_change(reference, current, step),
         hooks=current.hooks,
         num_constant=min(reference.num_constant, current.num_constant),
     )
-
-
-def other_samples(reference: Window, current: Window, step: int) -> list[int]:
-    """Return the samples of the batch of a step that are looked for in the reference: that it has not in that step."""
-    ours = samples_of(reference, step)
-    return [value for value in samples_of(current, step) if value not in ours][:SKETCHED]
-
-
-def samples_of(window: Window, step: int) -> list[int]:
-    """Return the digests of the samples in the batch of a step."""
-    return [row.value for name, row in window.batch(step).items() if name.startswith("sample ")]
-
-
-def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows since a step has begun, but those of its batch."""
-    return (row for row in dropwhile(lambda row: row.point != "batch start", rows) if row.point != BATCH)
-
-
-def _is_generator(row: Row) -> bool:
-    return row.point != BATCH and not row.text and not row.name.startswith(SEED)
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
@@ -283,23 +268,20 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
     a, b = pairs[first]
     place = theirs[b].step, theirs[b].point
     seeds = reference.seed(name, place), current.seed(name, place)
-    change = GeneratorChange(
-        name=name,
-        equal_at=None,
-        differs_at=place,
-        seeds=None if seeds[0] is None or seeds[1] is None else (seeds[0], seeds[1]),
-    )
+    known = None if seeds[0] is None or seeds[1] is None else (seeds[0], seeds[1])
     if not first:
-        return change
+        return GeneratorChange(name=name, differs_at=place, seeds=known)
     from_a, from_b = pairs[first - 1]
     between = points[0][from_a + 1 : a], points[1][from_b + 1 : b]
     only_reference = tuple(point for point in between[0] if point not in between[1])
-    return replace(
-        change,
+    return GeneratorChange(
+        name=name,
         equal_at=(theirs[from_b].step, theirs[from_b].point),
+        differs_at=place,
         points=(theirs[from_b].point, *between[1], *only_reference),
         only_reference=only_reference,
         only_current=tuple(point for point in between[1] if point not in between[0]),
+        seeds=known,
     )
 
 
@@ -309,34 +291,32 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     def is_alike(names: Iterable[str]) -> bool:
         return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
 
-    names = [name for name in theirs if name.startswith("indices of ") and name in ours]
+    names = [name for name in theirs if name.startswith(_INDICES) and name in ours]
     loaded = [name for name in theirs if name.endswith(" as loaded") and name in ours]
-    drawn = [[json.loads(rows[name].text) for rows in (ours, theirs)] for name in names]
-    indices = None
+    drawn = [(json.loads(ours[name].text), json.loads(theirs[name].text)) for name in names]
+    indices: Literal["same", "reordered", "cut", "other"] | None = None
     if names and is_alike(names):
         indices = "same"
     elif names and is_alike(f"sorted {name}" for name in names):
         indices = "reordered"
     elif names:
         indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
-    firsts = (_first_index(name.removeprefix("indices of "), *pair) for name, pair in zip(names, drawn, strict=True))
+    firsts = (
+        (name.removeprefix(_INDICES), position, str(one), str(other))
+        for name, pair in zip(names, drawn, strict=True)
+        for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
+        if one != other
+    )
     return BatchChange(
         indices=indices,
         is_loaded_alike=is_alike(loaded) if loaded else None,
-        was_searched=bool(other_samples(reference, current, step)),
-        first_index=next(filter(None, firsts), None),
+        first_index=next(firsts, None),
         settings={
             name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
             for name in {**reference.settings, **current.settings}
             if reference.settings.get(name) != current.settings.get(name)
         },
     )
-
-
-def _first_index(loader: str, ours: list[Any], theirs: list[Any]) -> tuple[str, int, str, str] | None:
-    """Return the first index that two samplers drew otherwise: loader, position and both, as far as they are kept."""
-    pairs = enumerate(zip_longest(ours, theirs, fillvalue="none"))
-    return next(((loader, position, str(one), str(other)) for position, (one, other) in pairs if one != other), None)
 
 
 def _is_cut(ours: list[Any], theirs: list[Any]) -> bool:

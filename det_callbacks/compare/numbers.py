@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from det_callbacks.compare.ranks import FirstDifference
-from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep, StepPlace, tensor_path
+from det_callbacks.tensors.files import KEPT, SavedStep
 from det_callbacks.tensors.kept import KeptStep, KeptTensor
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
@@ -36,26 +36,16 @@ class KeptNumbers:
     Args:
         reference: run that was recorded with ``keep_tensors``.
         current: the other one.
-        patterns: what the reference was asked to keep.
+
+    Raises:
+        SelectionError: run.json of the reference says nothing that could have been asked for.
     """
 
-    def __init__(self, reference: Run, current: Run, patterns: Sequence[str]) -> None:
+    def __init__(self, reference: Run, current: Run) -> None:
         self._sides = {"the reference": reference, "the current run": current}
+        patterns = as_patterns("keep_tensors", reference.manifest.keep_tensors)
         self._patterns = [*map(OpPattern.parse, patterns)]
-        self._steps: dict[tuple[str, int, int, int], KeptStep | str] = {}
-
-    @classmethod
-    def of(cls, reference: Run, current: Run) -> "KeptNumbers":
-        """Return those of two runs.
-
-        Raises:
-            ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
-        """
-        try:
-            return cls(reference, current, as_patterns("keep_tensors", reference.manifest.keep_tensors))
-        except SelectionError as error:
-            path = str(reference.path / "run.json")
-            raise ReferenceFormatError(f"{path}: {error} Record the run again.", path) from error
+        self._steps: dict[tuple[str, int, int, int], KeptStep] = {}
 
     def measured(self, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
         """Return the first differences of ranks; those of the first ranks with their numbers."""
@@ -86,34 +76,22 @@ class KeptNumbers:
         digests = divergence.reference_digest, divergence.current_digest
         calls: list[list[KeptTensor]] = []
         for name, digest in zip(self._sides, digests, strict=True):
-            found = self._find(name, segment, divergence, str(digest))
-            if isinstance(found, str):
-                return Numbers(problem=found)
-            calls.append(found)
+            try:
+                step = self._open(name, divergence.rank, segment, divergence.step)
+                call = step.find(divergence, str(digest))
+            except ReferenceFormatError as error:
+                return Numbers(problem=f"what {name} kept could not be read: {error}")
+            if not call:
+                return Numbers(problem=f"{name} did not keep it" + (f": {step.reason}" if step.reason else ""))
+            calls.append(call)
         return _compare(*calls)
 
-    def _find(self, name: str, segment: int, divergence: Divergence, digest: str) -> list[KeptTensor] | str:
-        """Return what a run kept; a sentence where it did not, or where that cannot be read."""
-        key = name, divergence.rank, segment, divergence.step
-        try:
-            if key not in self._steps:
-                self._steps[key] = _open(self._sides[name], *key[1:])
-            step = self._steps[key]
-            call = [] if isinstance(step, str) else step.find(divergence, digest)
-        except ReferenceFormatError as error:
-            return f"what {name} kept could not be read: {error}"
-        if isinstance(step, str):
-            return f"{name} {step}"
-        return call or f"{name} did not keep it" + (f": {step.reason}" if step.reason else "")
-
-
-def _open(run: Run, rank: int, segment: int, step: int) -> KeptStep | str:
-    try:
-        stream = run.rank(rank).stream_of(segment, step)
-    except KeyError:
-        return "has no such step"
-    place = StepPlace(run_id=run.run_id, rank=rank, segment=segment, step=step)
-    return KeptStep(SavedStep(tensor_path(stream, KEPT, step), place))
+    def _open(self, name: str, rank: int, segment: int, step: int) -> KeptStep:
+        key = name, rank, segment, step
+        if key not in self._steps:
+            saved = SavedStep.of(self._sides[name], rank=rank, segment=segment, step=step, kind=KEPT)
+            self._steps[key] = KeptStep(saved)
+        return self._steps[key]
 
 
 def _compare(reference: Sequence[KeptTensor], current: Sequence[KeptTensor]) -> Numbers:

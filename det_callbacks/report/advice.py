@@ -176,11 +176,11 @@ ADVICE: Mapping[str, Callable[[Facts], str]] = {
     "compiled graph": lambda facts: _COMPILED.format(step=facts.difference.step),
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
-    "written elsewhere": lambda facts: (
-        _REPLAYED.format(step=facts.difference.step) if facts.first.role == "graph_output" else ""
+    "first difference": lambda facts: (
+        _REPLAYED.format(step=facts.difference.step)
+        if facts.first.role == "graph_output"
+        else _advise_lost_value(facts)
     ),
-    "state after the step": _advise_lost_value,
-    "first difference": _advise_lost_value,
 }
 
 

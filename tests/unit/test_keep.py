@@ -51,10 +51,11 @@ def trace(keeping: Keeper, body: Body, step: int = 0) -> StepTrace:
     return mode.trace
 
 
-def run_of(folder: Path) -> Any:
-    """Return as much of a run as tells where its tensors are."""
+def run_of(folder: Path, *patterns: str) -> Any:
+    """Return as much of a run as tells where its tensors are, and of which ops they were to be."""
     rank = SimpleNamespace(stream_of=lambda segment, _: stream_path(folder, 0, 0, segment))
-    return SimpleNamespace(run_id=folder.name, rank=lambda _: rank)
+    manifest = SimpleNamespace(keep_tensors=patterns)
+    return SimpleNamespace(run_id=folder.name, rank=lambda _: rank, manifest=manifest)
 
 
 def divergence(first: StepTrace, second: StepTrace, op: str, occurrence: int = 0, output: int = 0) -> Divergence:
@@ -71,7 +72,7 @@ def compare(tmp_path: Path, op: str, bodies: Sequence[Body], **place: int) -> Nu
     """Return the numbers of an op of two steps, each kept in a run of its own."""
     folders = tmp_path / "ref", tmp_path / "cur"
     first, second = (trace(keeper(folder, op), body) for folder, body in zip(folders, bodies, strict=True))
-    numbers = KeptNumbers(*map(run_of, folders), [op])
+    numbers = KeptNumbers(*(run_of(folder, op) for folder in folders))
     return numbers(0, divergence(first, second, op, **place))
 
 
