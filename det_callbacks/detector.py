@@ -35,7 +35,6 @@ class StepDetector:
 
     Attributes:
         tally: what was compared so far, but metrics.
-        has_divergence: whether anything differed so far.
         fit: what was compared of the fit under way.
         is_resuming: the next step is the first one after a checkpoint was restored.
     """
@@ -44,7 +43,6 @@ class StepDetector:
         self.reference = reference
         self.rank = rank
         self.tally = Tally()
-        self.has_divergence = False
         self.fit = FitRecord(segment=0)
         self.is_resuming = False
         self._steps = steps
@@ -54,7 +52,7 @@ class StepDetector:
         self._view: StepView | None = None
         self._rows: list[Row] = []
         self._lasting: dict[str, Row] = {}
-        self._is_explained = False
+        self._is_explained = self._lacks_steps = False
         self._counter = StepCounter()
 
     def store(self, trace: StepTrace, step: int, epoch: int, rows: Sequence[Row] | None) -> bool:
@@ -92,6 +90,11 @@ class StepDetector:
     def has_steps(self) -> bool:
         """Whether this fit had a step so far."""
         return bool(self.fit.compared or self.fit.extra)
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether anything differed so far."""
+        return self._lacks_steps or self.tally.num_differing > 0
 
     def holds(self, step: int) -> bool:
         """Return whether the reference has a step of this fit."""
@@ -147,7 +150,6 @@ class StepDetector:
             if self._steps == "common":
                 return False
             fit.extra.add(step)
-            self.has_divergence = True
             self.tally.num_differing += 1
             fit.num_stored += self.store(trace, step, epoch, None)
             return True
@@ -160,7 +162,6 @@ class StepDetector:
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
         self.tally.num_differing += num_differing
-        self.has_divergence = True
         fit.differing.add(step)
         rows = None if self._is_explained else (*self._lasting.values(), *self._rows)
         self._is_explained = True
@@ -184,7 +185,7 @@ class StepDetector:
 
     def end_fit(self) -> None:
         """Note whether the fit lacks steps that it ought to have had."""
-        self.has_divergence |= self._steps == "all" and bool(self.fit.missing(self._known))
+        self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
 
     def write_record(
         self, writer: RunWriter, environment: tuple[EnvironmentDifference, ...] = (), stop: Stop | None = None

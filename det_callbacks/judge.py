@@ -220,18 +220,12 @@ class _Judge:
         return self.walk.reference.world_size > 1
 
     @cached_property
-    def metrics(self) -> list[MetricComparison]:
+    def metrics(self) -> MetricComparison:
         return _compare_metrics(self.walk)
 
     @cached_property
-    def metric(self) -> MetricDifference | None:
-        firsts = (one.first for one in self.metrics if one.first is not None)
-        return min(firsts, key=lambda one: one.order, default=None)
-
-    @cached_property
     def tally(self) -> Tally:
-        tally = Tally(num_metrics=sum(one.num_compared for one in self.metrics))
-        tally.num_differing = sum(one.num_differing for one in self.metrics)
+        tally = Tally(num_metrics=self.metrics.num_compared, num_differing=self.metrics.num_differing)
         for rank in self.ranks:
             tally.add(rank.tally)
         return tally
@@ -244,10 +238,10 @@ class _Judge:
         """
         whole = [steps for one in self.ranks for steps in one.whole]
         first = {one.rank: one.first for one in self.ranks if one.first is not None}
-        has_divergence = bool(first or whole or self.metric)
+        has_divergence = bool(first or whole or self.metrics.first)
         self._require_comparison(has_divergence=has_divergence)
         first = KeptNumbers(self.walk.reference, self.walk.current).measured(first)
-        bits_differ = bool(first) or (self.metric is not None and self.metric.kind == "content")
+        bits_differ = bool(first) or (self.metrics.first is not None and self.metrics.first.kind == "content")
         verdict: VerdictName = "diverged" if has_divergence else "match"
         if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):
             verdict = "not_comparable"
@@ -323,7 +317,7 @@ class _Judge:
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
         """Return what is to be said of all that differs."""
-        metric, agree = self.metric, steps_agree(self.tally.num_steps) if not first else ""
+        metric, agree = self.metrics.first, steps_agree(self.tally.num_steps) if not first else ""
         earliest = min(first.values(), key=lambda one: one.order, default=None)
         lacking = min(whole, key=lambda one: one.order, default=None)
         if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
@@ -360,7 +354,7 @@ class _Judge:
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
-        others = sum(one.num_differing for one in self.metrics) - 1
+        others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
         return _Answer(
             first=metric.divergence(),
@@ -395,24 +389,23 @@ class _Judge:
         )
 
 
-def _compare_metrics(walk: RankWalk) -> list[MetricComparison]:
+def _compare_metrics(walk: RankWalk) -> MetricComparison:
     """Return how what was logged compares, fit by fit."""
     ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
     stop = None if record is None else record.stopped
-    done: list[MetricComparison] = []
+    comparison = MetricComparison(is_common=walk.is_common)
     for segment in sorted({*ours.segments, *theirs.segments}):
         if stop is not None and segment > stop.segment:
             break
         current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
-        comparison = MetricComparison(read_metrics(ours, segment), segment=segment, is_common=walk.is_common)
+        comparison.begin(segment, read_metrics(ours, segment))
         for step in current.resumed:
             comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
         for reading in current.by_key.values():
             comparison.add(reading)
         if stop is None or segment < stop.segment:
             comparison.end()
-        done.append(comparison)
-    return done
+    return comparison
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:

@@ -113,7 +113,8 @@ class Verification(StepDetector):
         self._peers = peers
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
         self._environment = compare_environments(reference.environment, self._writer.manifest.environment)
-        self._metrics = self._metrics_of(0)
+        self._metrics = MetricComparison(is_common=steps == "common")
+        self._metrics.begin(0, self._readings(0))
         self._num_stored = 0
 
     @property
@@ -125,6 +126,11 @@ class Verification(StepDetector):
     def num_differing(self) -> int:
         """Sites, metrics and whole steps that differ so far on this rank."""
         return self.tally.num_differing + self._metrics.num_differing
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether anything differed so far."""
+        return super().has_divergence or self._metrics.num_differing > 0
 
     @property
     def num_segments(self) -> int:
@@ -151,9 +157,7 @@ class Verification(StepDetector):
         self.withdraw_verdict()
         super().begin_fit(segment, is_resumed=is_resumed, is_every_step=is_every_step)
         if segment:
-            self._metrics.end()
-            self.has_divergence |= self._metrics.num_differing > 0
-            self._metrics = self._metrics_of(segment)
+            self._metrics.begin(segment, self._readings(segment))
             self._writer.start_segment()
         else:
             self._writer.reopen()
@@ -177,16 +181,13 @@ class Verification(StepDetector):
 
     # what the module logs
 
-    def _metrics_of(self, segment: int) -> MetricComparison:
-        readings = Readings() if self.rank else read_metrics(self.reference, segment)
-        return MetricComparison(readings, segment=segment, is_common=self._steps == "common")
+    def _readings(self, segment: int) -> Readings:
+        return Readings() if self.rank else read_metrics(self.reference, segment)
 
     def add_metrics(self, reading: Reading) -> bool:
         """Compare what the module logged, on rank 0; return whether it differs."""
         self._writer.put_reading(reading)
-        differs = self._metrics.add(reading)
-        self.has_divergence |= self._metrics.num_differing > 0
-        return differs
+        return self._metrics.add(reading)
 
     def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
         """Leave out what a resumed fit may lack; ``is_first``: it begins after that, and had nothing before."""
@@ -206,7 +207,6 @@ class Verification(StepDetector):
         """Note which steps and metrics the fit ought to have had."""
         super().end_fit()
         self._metrics.end(with_calls=False)
-        self.has_divergence |= self._metrics.num_differing > 0
 
     def finish(self, *, is_pending: bool = False, is_early: bool = False, is_within: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.

@@ -79,11 +79,9 @@ class MetricDifference:
 
 
 class MetricComparison:
-    """Compares the readings of one fit, and of the calls after it, with the reference's as they come.
+    """Compares the readings of a run, of its fits and of the calls after each, with the reference's as they come.
 
     Args:
-        reference: its readings.
-        segment: fit.
         is_common: readings that only one run has are no differences.
 
     Attributes:
@@ -92,13 +90,20 @@ class MetricComparison:
         num_differing: metrics that differ.
     """
 
-    def __init__(self, reference: Readings, *, segment: int, is_common: bool) -> None:
+    def __init__(self, *, is_common: bool) -> None:
         self.first: MetricDifference | None = None
         self.num_compared = self.num_differing = 0
+        self._segment = 0
+        self._left: dict[tuple[str, int, bool], Reading] = {}
+        self._resumed: set[int] = set()
+        self._is_common = is_common
+
+    def begin(self, segment: int, reference: Readings) -> None:
+        """Begin a fit, of which the reference has these readings; the one before it is over."""
+        self.end()
         self._segment = segment
         self._left = dict(reference.by_key)
         self._resumed = set(reference.resumed)
-        self._is_common = is_common
 
     @property
     def pending_calls(self) -> tuple[str, ...]:

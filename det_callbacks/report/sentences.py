@@ -155,7 +155,7 @@ def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     text = f"{place}, {_in_phase(first, facts)}"
     if rule == "choice" and (choice := facts.explaining_choice) is not None:
         text = f"{show_differences([choice])}, and that is what differs first: {text[0].lower()}{text[1:]}"
-    if facts.origin is not None and facts.origin is not first:
+    if facts.origin is not None and facts.origin.row != first.row:
         text += f"; an origin is {_in_phase(facts.origin, facts)}"
     num_alike = sum(one.op == first.divergence.op for one in difference.origins) - 1
     if first.divergence.is_origin and num_alike > 0:

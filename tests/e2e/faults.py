@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, library, nn
 from torch.nn.functional import cross_entropy
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback
+from det_callbacks import DeterminismCallback, Divergence, DivergenceError, Verdict, compare_runs
+from det_callbacks.runs.store import Run
 
 WIDTH = 16
 BLOCKS = 10
@@ -311,3 +313,35 @@ class Training:
     def record(self, folder: Path, **options: Any) -> Path:
         self.fit(DeterminismCallback(folder, mode="record", **options))
         return folder
+
+
+# finding what was planted
+
+
+def verify(reference: Path, training: Training, current: Path, **options: Any) -> Verdict:
+    """Verify a training that must be found to diverge; check what is on disk afterwards."""
+    callback = DeterminismCallback(reference, current=current, **options)
+    with pytest.raises(DivergenceError) as caught:
+        training.fit(callback)
+    verdict = callback.verdict
+    assert verdict is not None
+    assert caught.value.verdict is verdict
+    assert caught.value.exit_code == verdict.exit_code == 1
+    assert verdict.explanation in " ".join(str(caught.value).split())
+    assert verdict.first_divergence is not None
+    assert Run.open(current).rank(0).steps(0).tolist() == [verdict.first_divergence.step]
+    return verdict
+
+
+def find(reference: Path, training: Training, folder: Path, **options: Any) -> Verdict:
+    """Find a fault while it trains and in a second recording: both say the same."""
+    live = verify(reference, training, folder / "current", **options)
+    offline = compare_runs(reference, training.record(folder / "second", **options))
+    for name in ("verdict", "first_divergence", "origins", "cause", "explanation", "exit_code"):
+        assert getattr(offline, name) == getattr(live, name)
+    return live
+
+
+def first_of(verdict: Verdict) -> Divergence:
+    assert verdict.first_divergence is not None
+    return verdict.first_divergence

@@ -18,12 +18,14 @@ from faults import (
     add_ulp,
     below,
     draw_before_step,
+    find,
+    first_of,
     make_head_double,
     other_content,
     swap_rows,
+    verify,
     wrong_kernel,
 )
-from finding import find, first_of, verify
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks.compare.step import compare_steps
@@ -202,6 +204,7 @@ def test_the_culprit_is_named(fault: str, tmp_path: Path, references: Callable[.
         assert len(verdict.origins) == culprit.num_origins
     if culprit.is_origin:
         assert verdict.origins[0] == first
+        assert "an origin is" not in verdict.explanation, "it is said once"
 
 
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01)

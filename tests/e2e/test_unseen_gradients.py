@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from faults import Training
-from finding import find, first_of, verify
+from faults import Training, find, first_of, verify
 from torch import Tensor, nn
 from trainers import LIGHTNING_ADVICE
 
