@@ -37,6 +37,7 @@ class StepDetector:
         tally: what was compared so far, but metrics.
         fit: what was compared of the fit under way.
         is_resuming: the next step is the first one after a checkpoint was restored.
+        is_stopped_within: of the last step only what it had reached was compared.
     """
 
     def __init__(self, reference: Run, rank: int, *, steps: Literal["all", "common"] = "all") -> None:
@@ -44,7 +45,7 @@ class StepDetector:
         self.rank = rank
         self.tally = Tally()
         self.fit = FitRecord(segment=0)
-        self.is_resuming = False
+        self.is_resuming = self.is_stopped_within = False
         self._steps = steps
         self._ranks = reference.rank(rank)
         self._fits: list[FitRecord] = []
@@ -145,7 +146,7 @@ class StepDetector:
             epoch: counted from 0.
             is_whole: False for a step that was stopped: only what it had reached is compared.
         """
-        fit, self.is_resuming = self.fit, False
+        fit, self.is_resuming, self.is_stopped_within = self.fit, False, not is_whole
         if step not in self._known:
             if self._steps == "common":
                 return False

@@ -208,14 +208,13 @@ class Verification(StepDetector):
         super().end_fit()
         self._metrics.end(with_calls=False)
 
-    def finish(self, *, is_pending: bool = False, is_early: bool = False, is_within: bool = False) -> Verdict:
+    def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict on all ranks; all of them call it, after every fit.
 
         Args:
             is_pending: fits or tests of the reference have not run yet. They are missing in the verdict, and as long as
                 nothing else differs it is not written.
             is_early: the run was stopped because it differs, so that its later steps are not missing.
-            is_within: it was stopped within a step.
 
         Raises:
             NothingComparedError: no step was compared.
@@ -223,7 +222,7 @@ class Verification(StepDetector):
         """
 
         def seal() -> bool:
-            self._seal(TOGETHER if is_early else "", is_within=is_within)
+            self._seal(TOGETHER if is_early else "")
             return self.has_divergence
 
         self.differs_anywhere = any(self._peers.gather(seal, task=END_OF_FIT))
@@ -256,10 +255,11 @@ class Verification(StepDetector):
     def _judge(self) -> dict[str, Any]:
         return compare_runs(self.reference.path, self.current).to_dict()
 
-    def _seal(self, reason: str, *, complete: bool = True, is_within: bool = False) -> None:
+    def _seal(self, reason: str, *, complete: bool = True) -> None:
         """Close the files of this rank; ``reason`` says why it was stopped, "" where it was not."""
         self._writer.close(complete=complete)
         last = max(self.fit.compared | self.fit.extra, default=-1)
+        is_within = self.is_stopped_within
         stop = Stop(segment=self.segment, step=last, reason=reason, is_within=is_within) if reason else None
         self.write_record(self._writer, self._environment, stop)
 

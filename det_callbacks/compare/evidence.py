@@ -169,7 +169,8 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
         pairs = zip(texts, points, strict=True)
         lasts = np.array([text != "" and point not in (BATCH, VALUES) for text, point in pairs], dtype=bool)
         numbers = batch.column("step").to_numpy()
-        return (numbers <= step) & ((numbers >= (since or 0)) | lasts)
+        found: np.ndarray = (numbers <= step) & ((numbers >= (since or 0)) | lasts)
+        return found
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
 
