@@ -7,9 +7,7 @@ The presets of ``pkg://det_callbacks.conf`` (``+determinism=record``, ``+determi
 import inspect
 import os
 import re
-import tempfile
 import traceback
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from det_callbacks.callback import DeterminismCallback
-from det_callbacks.callback.fits import FITS_FILE, Waiting, take_unfinished, wait
+from det_callbacks.callback.fits import Waiting, num_ended, take_unfinished, wait
 from det_callbacks.environment import command_choice
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.report.console import print_error
@@ -91,8 +89,6 @@ class DeterminismJobCallback(Callback):
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        # each job of a sweep sees the same variables; a strategy may start the processes that train, which inherit them
-        self._fits_file = Path(tempfile.gettempdir(), f"det_callbacks-fits-{uuid.uuid4().hex}")
 
     @override
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
@@ -130,16 +126,9 @@ class DeterminismJobCallback(Callback):
         # Nothing to set is still everything to put back, so that no job leaks into the next.
         settings = config.determinism.settings
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose() if settings is None else settings))
-        self._fits_file.touch(mode=0o600, exist_ok=False)
-        self._undo.callback(self._fits_file.unlink, missing_ok=True)
-        os.environ[FITS_FILE] = str(self._fits_file)
         # also where the job never ends: the task leaves by ``sys.exit``, perhaps with 0
-        error = _nothing_ran(config.determinism.mode)
-        wait(self, Waiting(error=error, is_fatal=True, is_settled=self._has_run))
-
-    def _has_run(self) -> bool:
-        """Return whether a fit ended in this job, or in a process that it started."""
-        return self._fits_file.exists() and self._fits_file.stat().st_size > 0
+        error, before = _nothing_ran(config.determinism.mode), num_ended()
+        wait(self, Waiting(error=error, is_fatal=True, is_settled=lambda: num_ended() > before))
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
@@ -198,7 +187,7 @@ def _nothing_ran(mode: str) -> NothingComparedError:
     return NothingComparedError(
         f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
         "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to the "
-        "Trainer, and call trainer.fit."
+        "Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
     )
 
 

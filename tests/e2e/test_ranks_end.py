@@ -108,17 +108,15 @@ class SleepIn(pl.Callback):
 def test_a_slow_rank_is_waited_for(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RankGroup.__init__.__kwdefaults__, "end_seconds", 1.0)  # for the forked processes
     slow = SleepIn(hook)
-    for mode in ("record", "verify") if hook == "on_train_end" else ("record",):
-        callback: Any = partial(DeterminismCallback, tmp_path / "run", mode=mode, current=tmp_path / "current")
 
-        def body(_: int, callback: Any = callback) -> None:
-            pl.seed_everything(11, verbose=False)
-            order = (callback(), slow) if hook == "on_train_batch_end" else (slow, callback())
-            trainer = quiet_trainer(*order, devices=2, strategy="ddp")
-            loader = DataLoader(Samples(), batch_size=4)
-            trainer.fit(Classifier(), loader, loader)
+    def body(_: int) -> None:
+        callback = DeterminismCallback(tmp_path / "run", mode="record")
+        order = (callback, slow) if hook == "on_train_batch_end" else (slow, callback)
+        trainer = quiet_trainer(*order, devices=2, strategy="ddp")
+        loader = DataLoader(Samples(), batch_size=4)
+        trainer.fit(Classifier(), loader, loader)
 
-        run_ranks(body, tmp_path / mode, status=0)
+    run_ranks(body, tmp_path / "output", status=0)
     assert Run.open(tmp_path / "run").is_complete
 
 
@@ -175,81 +173,66 @@ def test_a_judge_that_fails_is_no_match(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Planted(Classifier):
-    """Gets another batch on rank 1, in step 2 of the fit of that number; or has other weights after that step."""
+    """Gets another batch on rank 1, in step 2; or has other weights after that step."""
 
-    def __init__(self, fit: int | None, *, is_late: bool) -> None:
-        super().__init__()
-        self.planted = fit
-        self.is_late = is_late
-        self.fit = 0
-
-    def on_train_start(self) -> None:
-        self.fit += 1
+    planted = ""
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if self.is_due(index) and not self.is_late:
+        if self.is_due("batch", index):
             batch[0].add_(1)
 
     def optimizer_step(self, epoch: int, index: int, *others: Any, **options: Any) -> None:
         super().optimizer_step(epoch, index, *others, **options)
-        if self.is_due(index) and self.is_late:
+        if self.is_due("weights", index):
             self.last.bias.detach().numpy()[0] += 1  # past torch: no op is to blame
 
-    def is_due(self, index: int) -> bool:
-        return self.planted == self.fit - 1 and index == 2 and self.global_rank == 1
+    def is_due(self, planted: str, index: int) -> bool:
+        return planted == self.planted and index == 2 and self.global_rank == 1
 
 
-def fits(
-    callback: DeterminismCallback, *, planted: int | None = None, is_late: bool = False, num_fits: int = 1
-) -> None:
-    pl.seed_everything(11, verbose=False)
-    module = Planted(planted, is_late=is_late)
-    trainer = quiet_trainer(callback, devices=2, strategy="ddp")
-    for number in range(num_fits):
-        trainer.fit_loop.max_epochs = number + 1
-        try:
-            trainer.fit(module, DataLoader(Samples(), batch_size=32 // STEPS // 2))
-        finally:
-            print(f"fit {number}: {trainer.global_step} steps, verdict {callback.verdict and callback.verdict.verdict}")
+def train_fits(folder: Path, *, planted: str = "", num_fits: int = 1, status: int = 0, **options: Any) -> list[Ended]:
+    """Train one model in several fits, with one callback."""
 
-
-def verify(
-    folder: Path, planted: int | None = None, *, is_late: bool = False, num_fits: int = 1, status: int, **options: Any
-) -> list[Ended]:
     def body(_: int) -> None:
         callback = DeterminismCallback(folder / "run", current=folder / "current", **options)
-        fits(callback, planted=planted, is_late=is_late, num_fits=num_fits)
+        pl.seed_everything(11, verbose=False)
+        module = Planted()
+        module.planted = planted
+        trainer = quiet_trainer(callback, devices=2, strategy="ddp")
+        for number in range(num_fits):
+            trainer.fit_loop.max_epochs = number + 1
+            try:
+                trainer.fit(module, DataLoader(Samples(), batch_size=32 // STEPS // 2))
+            finally:
+                found = callback.verdict and callback.verdict.verdict
+                print(f"fit {number}: {trainer.global_step} steps, verdict {found}")
+        if (error := take_unfinished()) is not None:  # as at the process's exit
+            raise error
 
-    return run_ranks(body, folder / "verify", status=status)
+    return run_ranks(body, folder / "output", status=status)
 
 
 def closing_lines(ended: list[Ended]) -> list[list[str]]:
     return [[line for line in one.output.splitlines() if line.startswith("det_callbacks: ")] for one in ended]
 
 
-def recorded(folder: Path, num_fits: int) -> Path:
-    def body(_: int) -> None:
-        fits(DeterminismCallback(folder / "run", mode="record"), num_fits=num_fits)
-
-    run_ranks(body, folder / "record", status=0)
+@pytest.fixture(scope="module")
+def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train_fits(folder := tmp_path_factory.mktemp("one"), mode="record")
     return folder
 
 
 @pytest.fixture(scope="module")
-def one_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return recorded(tmp_path_factory.mktemp("one"), 1)
-
-
-@pytest.fixture(scope="module")
 def two_fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return recorded(tmp_path_factory.mktemp("two"), 2)
+    train_fits(folder := tmp_path_factory.mktemp("two"), mode="record", num_fits=2)
+    return folder
 
 
 def test_two_fits_are_recorded_and_verified_together(two_fits: Path, tmp_path: Path) -> None:
     run = Run.open(two_fits / "run")
     assert run.is_complete
     assert [[len(run.rank(rank).steps(segment)) for segment in (0, 1)] for rank in (0, 1)] == [[STEPS, STEPS]] * 2
-    ended = verify(linked(two_fits, tmp_path), num_fits=2, status=0)
+    ended = train_fits(linked(two_fits, tmp_path), num_fits=2)
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("match", 4 * STEPS)
     assert all("fit 0: 8 steps, verdict None" in one.output for one in ended)
@@ -259,52 +242,38 @@ def test_two_fits_are_recorded_and_verified_together(two_fits: Path, tmp_path: P
     assert second == []
 
 
-@SLOW
-def test_what_differs_in_the_second_fit_is_found_there(two_fits: Path, tmp_path: Path) -> None:
-    verify(linked(two_fits, tmp_path), 1, num_fits=2, status=1)
-    verdict = verdict_in(tmp_path)
-    assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, STEPS + 2)
-    assert f"2 of 2 ranks differ (ranks 0, 1 from step {STEPS + 2} of fit 1 on)" in verdict["explanation"]
-    require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
-
-
 def test_a_second_fit_that_does_not_come_ends_all_ranks(two_fits: Path, tmp_path: Path) -> None:
-    def body(_: int) -> None:
-        fits(DeterminismCallback(two_fits / "run", current=tmp_path / "current"))
-        if (error := take_unfinished()) is not None:  # as at the process's exit
-            raise error
-
-    ended = run_ranks(body, tmp_path / "verify", status=1)
+    ended = train_fits(linked(two_fits, tmp_path), status=1)
     assert all("holds 2 fits, and this process ended after 1" in one.output for one in ended)
     assert verdict_in(tmp_path)["verdict"] == "diverged"
 
 
 def test_all_ranks_go_on_to_the_end(one_fit: Path, tmp_path: Path) -> None:
-    ended = verify(linked(one_fit, tmp_path), 0, on_divergence="collect", status=1)
+    ended = train_fits(linked(one_fit, tmp_path), planted="batch", on_divergence="collect", status=1)
     verdict = verdict_in(tmp_path)
     assert (verdict["verdict"], verdict["counts"]["steps_compared"]) == ("diverged", 2 * STEPS)
     assert (verdict["first_divergence"]["rank"], verdict["first_divergence"]["step"]) == (1, 2)
     assert all(f"fit 0: {STEPS} steps, verdict diverged" in one.output for one in ended)
-    first, second = closing_lines(ended)
-    assert (len(first), len(second)) == (1, 0), (first, second)
-    assert first[0].startswith("det_callbacks: diverged: verified 16 steps of 2 ranks, ")
+    ((line,), others) = closing_lines(ended)
+    assert line.startswith("det_callbacks: diverged: verified 16 steps of 2 ranks, ")
+    assert others == []
 
 
-# where it is late, only rank 1 differs by then
-@pytest.mark.parametrize(("every", "last", "is_late"), [(2, 3, False), (3, 2, True)])
+# after other weights only rank 1 differs by then
+@pytest.mark.parametrize(("every", "last", "planted"), [(2, 3, "batch"), (3, 2, "weights")])
 def test_all_ranks_stop_at_the_same_sync(
-    every: int, last: int, is_late: bool, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, last: int, planted: str, one_fit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "SYNC_EVERY_N_STEPS", every)
-    ended = verify(linked(one_fit, tmp_path), 0, is_late=is_late, status=1)
+    ended = train_fits(linked(one_fit, tmp_path), planted=planted, status=1)
     assert all(f"fit 0: {last + 1} steps, verdict diverged" in one.output for one in ended)
     verdict = verdict_in(tmp_path)
     assert (verdict["counts"]["steps_compared"], verdict["coverage"]["steps"]) == (2 * (last + 1), [0, last])
     assert not [row for row in verdict["origins"] if row["kind"] == "missing"]
     run = Run.open(tmp_path / "current")
     stored = [run.rank(rank).steps(0).tolist() for rank in (0, 1)]
-    assert stored == ([[], [2]] if is_late else [list(range(2, last + 1))] * 2)
-    if is_late:
+    assert stored == ([[], [2]] if planted == "weights" else [list(range(2, last + 1))] * 2)
+    if planted == "weights":
         assert "it started on rank 1; 1 of 2 ranks differ (rank 1 from step 2 on)" in verdict["explanation"]
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
