@@ -104,14 +104,14 @@ def digest_output(tensor: torch.Tensor) -> int:
     return bits
 
 
-def tensor_bits(tensor: torch.Tensor, late: DeferredDigests) -> Bits:
-    """Return what ``digest_tensor`` does, queued in ``late`` where a device computes it; raise as that does."""
-    return _bits(tensor, late, memory_order=False)
+def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
+    """Return what ``digest_tensor`` does, queued in ``deferred`` where a device computes it; raise as that does."""
+    return _bits(tensor, deferred, memory_order=False)
 
 
-def output_bits(tensor: torch.Tensor, late: DeferredDigests) -> Bits:
+def output_bits(tensor: torch.Tensor, deferred: DeferredDigests) -> Bits:
     """Return what ``digest_output`` does, as ``tensor_bits``."""
-    return _bits(tensor, late, memory_order=True)
+    return _bits(tensor, deferred, memory_order=True)
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -119,7 +119,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Those of a device that computes digests go through a ``DigestQueue``, and their digests are fetched together.
     """
-    late = DeferredDigests()
+    deferred = DeferredDigests()
     found: list[Bits] = [0] * len(tensors)
     in_place: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -130,19 +130,19 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
                 in_place.append(index)
                 spans.append(span)
             else:
-                found[index] = _digest(tensor, late, memory_order=False)
+                found[index] = _digest(tensor, deferred, memory_order=False)
     for index, digest in zip(in_place, digest_spans(spans), strict=True):
         found[index] = digest
-    known = late.finish()
+    known = deferred.finish()
     return [value_of(bits, known) for bits in found]
 
 
-def _bits(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits:
+def _bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool) -> Bits:
     span = None if _len_torch_function_stack() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
     with unobserved():
-        return _digest(tensor, late, memory_order=memory_order)
+        return _digest(tensor, deferred, memory_order=memory_order)
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
@@ -171,22 +171,22 @@ def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
     return base + start, nbytes
 
 
-def _digest(tensor: torch.Tensor, late: DeferredDigests | None, *, memory_order: bool) -> Bits:
-    """Return the digest; without ``late`` as a number."""
+def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool) -> Bits:
+    """Return the digest; without ``deferred`` as a number."""
     span = _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
     _require_data(tensor)
     if _functorch.is_gradtrackingtensor(tensor):
-        return _digest(_functorch.get_unwrapped(tensor), late, memory_order=memory_order)
-    components = _components(tensor, late)
+        return _digest(_functorch.get_unwrapped(tensor), deferred, memory_order=memory_order)
+    components = _components(tensor, deferred)
     if components is not None:
         return _combine(components)
     if not _is_on_host(tensor):
-        if late is not None:
+        if deferred is not None:
             there = _plain(tensor, memory_order)
             first = int(there.storage_offset()) * there.element_size()
-            if (bits := late.add(there.untyped_storage(), first, there.nbytes)) is not None:
+            if (bits := deferred.add(there.untyped_storage(), first, there.nbytes)) is not None:
                 return bits
         # a copy that is not one of whole memory needs an op for the dtype
         is_plain = tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or torch._is_zerotensor(tensor)
@@ -224,7 +224,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _components(tensor: torch.Tensor, late: DeferredDigests | None) -> list[Bits] | None:
+def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[Bits] | None:
     """Return the digests of what the tensor is made of, None where it is one strided tensor."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
@@ -257,7 +257,7 @@ def _components(tensor: torch.Tensor, late: DeferredDigests | None) -> list[Bits
             f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are "
             "supported; digest the tensors it is made of instead"
         )
-    return [*(_digest(part, late, memory_order=False) for part in parts), *ends]
+    return [*(_digest(part, deferred, memory_order=False) for part in parts), *ends]
 
 
 def _is_empty_shell(tensor: torch.Tensor) -> bool:

@@ -329,9 +329,11 @@ class BitwiseEquivalenceMode:
         """Return what the first run returned, what the second wrote otherwise, and whether a third agreed with one."""
         plan = check.plan
         calls: list[Call] = [(args, kwargs)] * 2
-        if plan.writes and (reason := self._copy_twice(check, calls)):
-            self.skipped[reason] += 1
-            return plan.call(*args, **kwargs), [], False
+        if plan.writes:
+            calls, reason = _copied_twice(check, args, kwargs)
+            if reason:
+                self.skipped[reason] += 1
+                return plan.call(*args, **kwargs), [], False
         passed = [value for value in (*args, *kwargs.values()) if isinstance(value, Generator)]
         draws = plan.draws_random or check.is_foreign
         before = _generators(passed, check) if draws else None
@@ -366,18 +368,19 @@ class BitwiseEquivalenceMode:
             self.num_compared += 1
         return out, differing, is_transient
 
-    def _copy_twice(self, check: CheckPlan, calls: list[Call]) -> str:
-        """Put copies of what they write into the second and the third call; return why that cannot be done."""
-        written = check.written(*calls[0])
-        if not all(map(holds_data, written)):
-            return "no_data"
-        try:
-            with _no_modes_below(), _DisableTorchFunction():
-                copies = [copied_call(call, written) for call in calls]
-        except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
-            return "not_copied"
-        calls[:] = [copied for copied in copies if copied is not None]
-        return "" if len(calls) == 2 else "not_copied"
+
+def _copied_twice(check: CheckPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Call], str]:
+    """Return the second and the third call, with copies of what they write; or why that cannot be done."""
+    written = check.written(args, kwargs)
+    if not all(map(holds_data, written)):
+        return [], "no_data"
+    try:
+        with _no_modes_below(), _DisableTorchFunction():
+            copies = [copied_call((args, kwargs), written) for _ in range(2)]
+    except Exception:  # whatever a tensor class cannot do; the op runs once, and is counted as not compared
+        return [], "not_copied"
+    calls = [copied for copied in copies if copied is not None]
+    return calls, "" if len(calls) == 2 else "not_copied"
 
 
 def _generators(passed: Sequence[Generator], check: CheckPlan) -> RewindPoint:

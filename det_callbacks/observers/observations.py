@@ -134,7 +134,7 @@ class Observations:
             value = leaf
             if is_replayed:
                 key = f"observation:{name}#{occurrence}.{index}"
-                value = self._replay.exchange(key, leaf, op=name, late=self._recorder.deferred)
+                value = self._replay.exchange(key, leaf, op=name, deferred=self._recorder.deferred)
                 if not isinstance(leaf, Tensor) and repr(value) != repr(leaf):
                     changed[path] = value
             entries.append((path, _recorded(value)))
@@ -192,8 +192,8 @@ class Observations:
             if gradient.is_replayed:
                 # Another branch of the graph may hold this very tensor as its gradient, so it is not changed in place.
                 has_history = torch.is_grad_enabled() and value.requires_grad  # create_graph
-                late = self._recorder.deferred
-                replaced = self._replay.exchange_apart(key, value, op=name, late=late, has_history=has_history)
+                deferred = self._recorder.deferred
+                replaced = self._replay.exchange_apart(key, value, op=name, deferred=deferred, has_history=has_history)
             entry = (name, unwrapped(value if replaced is None else replaced))
             is_source = gradient.is_replayed
             record_group(self._recorder, "observation", "backward", [entry], owner=gradient.module, is_source=is_source)

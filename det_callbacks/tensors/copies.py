@@ -35,38 +35,38 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the strided tensor that holds a tensor's bits; must run inside ``digest.unobserved``, as all here.
+    """Return the strided tensor that holds a tensor's bits.
 
     Raises:
         ReplayError: there is not exactly one: the tensor is sparse, quantised, nested, a lazy view, without data, or a
             subclass that is made of several.
         DetCallbacksError: its storage is freed.
     """
-    inner = unwrapped(tensor)
-    if not holds_data(inner):
-        raise _refused(tensor, "holds no data", "save it where real tensors flow")
-    while is_traceable_wrapper_subclass(inner):
-        parts = inner_tensors(inner)
-        if len(parts) != 1:
-            raise _refused(tensor, f"is made of {len(parts)} tensors", "save these one by one")
-        (inner,) = parts
-    if inner.is_quantized:
-        raise _refused(tensor, "is quantised", "save its int_repr()")
-    if inner.layout is not torch.strided:
-        raise _refused(tensor, f"has the layout {_name(inner.layout)}", "save its parts, or its to_dense()")
-    if inner.is_nested:
-        raise _refused(tensor, "is nested", "save the tensors in it")
-    if inner.is_conj() or inner.is_neg() or torch._is_zerotensor(inner):
-        raise _refused(tensor, "is a lazy view", "save its resolve_conj().resolve_neg()")
-    require_storage(inner)
-    return inner
+    with unobserved():
+        inner = unwrapped(tensor)
+        if not holds_data(inner):
+            raise _refused(tensor, "holds no data", "save it where real tensors flow")
+        while is_traceable_wrapper_subclass(inner):
+            parts = inner_tensors(inner)
+            if len(parts) != 1:
+                raise _refused(tensor, f"is made of {len(parts)} tensors", "save these one by one")
+            (inner,) = parts
+        if inner.is_quantized:
+            raise _refused(tensor, "is quantised", "save its int_repr()")
+        if inner.layout is not torch.strided:
+            raise _refused(tensor, f"has the layout {_name(inner.layout)}", "save its parts, or its to_dense()")
+        if inner.is_nested:
+            raise _refused(tensor, "is nested", "save the tensors in it")
+        if inner.is_conj() or inner.is_neg() or torch._is_zerotensor(inner):
+            raise _refused(tensor, "is a lazy view", "save its resolve_conj().resolve_neg()")
+        require_storage(inner)
+        return inner
 
 
 def require_apart(tensor: Tensor) -> None:
     """Raise ``ReplayError`` where elements of a tensor may share memory: other bits could not be put back there."""
     extent = 1
-    with unobserved():
-        inner = plain(tensor)
+    inner = plain(tensor)
     for step, length in sorted(zip(inner.stride(), inner.shape, strict=True)):
         if length > 1 and step < extent:
             layout = f"(shape {list(inner.shape)}, strides {list(inner.stride())})"
@@ -85,25 +85,24 @@ class TensorBudget:
         """Start a step."""
         self.num_bytes = 0
 
-    def copy(self, tensors: Sequence[Tensor], op: str, late: DeferredSites | None) -> list[SavedTensor]:
+    def copy(self, tensors: Sequence[Tensor], op: str, deferred: DeferredSites | None) -> list[SavedTensor]:
         """Return copies of tensors as they are now.
 
         Args:
             tensors: plain ones.
             op: what they are of, for the message.
-            late: of the step under way; None waits for devices.
+            deferred: of the step under way; None waits for devices.
 
         Raises:
             ReplayError: the budget of the step does not suffice, or one is no plain tensor; nothing was copied.
         """
-        with unobserved():
-            num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
+        num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
         if num_bytes > self._mib * MIB:
             raise ReplayError(
                 f"This step would save {num_bytes / MIB:.3g} MiB with {op}, and tensor_budget_mib is {self._mib:g}. "
                 "Save fewer tensors, or give a larger tensor_budget_mib."
             )
-        copies = [copy_bits(tensor, late) for tensor in tensors]
+        copies = [copy_bits(tensor, deferred) for tensor in tensors]
         self.num_bytes = num_bytes
         return copies
 
@@ -127,18 +126,18 @@ def require_room(path: Path, budget_mib: float) -> None:
         )
 
 
-def copy_bits(tensor: Tensor, late: DeferredSites | None) -> SavedTensor:
+def copy_bits(tensor: Tensor, deferred: DeferredSites | None) -> SavedTensor:
     """Return a copy of a plain tensor's bits as they are now; no dispatch mode and no autograd sees it.
 
-    From a device the bits arrive when the step that is under way in ``late`` is settled; None waits for it here.
+    From a device the bits arrive when the step that is under way in ``deferred`` is settled; None waits for it here.
     """
     with unobserved():
         inner = plain(tensor)
         memory = _memory(inner)
         if not inner.numel():
             bits = torch.empty(0, dtype=torch.uint8)
-        elif late is not None and late.is_deferred(inner):
-            bits = late.fetch(memory)
+        elif deferred is not None and deferred.is_deferred(inner):
+            bits = deferred.fetch(memory)
         elif inner.is_cpu and inner.is_contiguous():
             # In one thread: torch's own copy waits for its thread pool, which on a busy machine took 8 ms for 10 MiB
             # where the copy itself takes 0.3.
@@ -152,7 +151,7 @@ def copy_bits(tensor: Tensor, late: DeferredSites | None) -> SavedTensor:
         return SavedTensor(dtype=_name(inner.dtype), shape=tuple(inner.shape), bits=content)
 
 
-def write_bits(saved: SavedTensor, live: Tensor, late: DeferredSites | None = None) -> None:
+def write_bits(saved: SavedTensor, live: Tensor, deferred: DeferredSites | None = None) -> None:
     """Write saved bits into the memory of a live tensor that they fit, whose elements share none.
 
     Device, strides, aliases, ``requires_grad``, graph and version counter stay: whatever shares the memory sees the
@@ -164,9 +163,9 @@ def write_bits(saved: SavedTensor, live: Tensor, late: DeferredSites | None = No
             return
         memory = _memory(inner)
         bits = torch.from_numpy(saved.bits).view(memory.dtype).reshape(memory.shape)
-        if late is not None and late.is_deferred(inner):
-            late.before_writes((inner,))
-            late.send(bits, memory)
+        if deferred is not None and deferred.is_deferred(inner):
+            deferred.before_writes((inner,))
+            deferred.send(bits, memory)
         elif inner.is_cpu and inner.is_contiguous():
             memmove(inner.data_ptr(), bits.data_ptr(), inner.nbytes)
         else:
@@ -176,8 +175,7 @@ def write_bits(saved: SavedTensor, live: Tensor, late: DeferredSites | None = No
 def misfit(saved: SavedTensor, live: Tensor) -> str:
     """Return why saved bits do not fit a live tensor, "" when they do."""
     try:
-        with unobserved():
-            inner = plain(live)
+        inner = plain(live)
     except ReplayError as error:
         return str(error)
     if (saved.dtype, saved.shape) == (_name(inner.dtype), tuple(inner.shape)):

@@ -28,7 +28,7 @@ class _Call:
     """
 
     op: str
-    late: DeferredSites | None
+    deferred: DeferredSites | None
     reads: list[tuple[dict[str, Any], SavedTensor]] = field(default_factory=list)
     outputs: list[tuple[int, SavedTensor]] = field(default_factory=list)
     position: int = 0
@@ -69,12 +69,12 @@ class Keeper(OpSelection):
         self._budget.begin()
 
     def begin_call(
-        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], late: DeferredSites | None = None
+        self, op: str, reads: Sequence[tuple[str, str | None, Tensor]], deferred: DeferredSites | None = None
     ) -> _Call | None:
         """Copy what a call is about to read; see ``TensorKeeper``."""
         if not self._is_wanted:
             return None
-        call = _Call(op=op, late=late)
+        call = _Call(op=op, deferred=deferred)
         held = [read for read in reads if holds_data(read[2])]
         copies = self._copy(call, [tensor for _, _, tensor in held])
         if copies is None:
@@ -96,7 +96,7 @@ class Keeper(OpSelection):
     def _copy(self, call: _Call, tensors: Sequence[Tensor]) -> list[SavedTensor] | None:
         """Return copies, None where they do not fit or cannot be made."""
         try:
-            return self._budget.copy(tensors, call.op, call.late)
+            return self._budget.copy(tensors, call.op, call.deferred)
         except (DetCallbacksError, torch.OutOfMemoryError) as error:  # the training goes on
             self._budget.num_bytes -= sum(copy.bits.nbytes for _, copy in call.reads)  # what it read is dropped too
             self._left_out.append(str(error))

@@ -114,7 +114,7 @@ class Replay:
         self.counts.end_step()
         self.begin(None)
 
-    def exchange(self, key: str, live: Any, *, op: str, late: DeferredSites | None) -> Any:
+    def exchange(self, key: str, live: Any, *, op: str, deferred: DeferredSites | None) -> Any:
         """Save a value, or put the saved one in its place; return it: the same tensor, or the saved number.
 
         The memory of a live tensor gets the saved bits, see ``write_bits``.
@@ -123,7 +123,7 @@ class Replay:
             key: of the value.
             live: a plain tensor whose elements share no memory, or a plain value.
             op: what it is counted as, and named by when the budget does not suffice.
-            late: of the step under way; None waits for devices.
+            deferred: of the step under way; None waits for devices.
 
         Raises:
             ReplayError: the budget does not suffice, or it is no such tensor; nothing was written.
@@ -132,9 +132,9 @@ class Replay:
         if isinstance(live, Tensor):
             if self.saved is not None or self._writer is not None:
                 require_apart(live)
-            saved = self._exchange(key, live, op, late)
+            saved = self._exchange(key, live, op, deferred)
             if saved is not None:
-                write_bits(saved, live, late)
+                write_bits(saved, live, deferred)
             return live
         if self.saved is None:
             self._values[key] = [live.real, live.imag] if isinstance(live, complex) else live
@@ -148,18 +148,18 @@ class Replay:
         return value
 
     def exchange_apart(
-        self, key: str, live: Tensor, *, op: str, late: DeferredSites | None, has_history: bool
+        self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None, has_history: bool
     ) -> Tensor | None:
         """Save a tensor, or return a new one with the saved bits: the live one, which may be expanded, stays as it is.
 
         The new one has the live one's history where ``has_history`` says so; None where nothing has to be replaced.
         """
-        saved = self._exchange(key, live, op, late)
+        saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None
         with _disable_current_modes(), torch.set_grad_enabled(has_history):  # the reference has no such op
             copy = live.clone()
-        write_bits(saved, copy, late)
+        write_bits(saved, copy, deferred)
         return copy
 
     def error(self, saved: SavedStep, what: str) -> ReferenceFormatError:
@@ -171,13 +171,13 @@ class Replay:
             str(saved.path),
         )
 
-    def _exchange(self, key: str, live: Tensor, op: str, late: DeferredSites | None) -> SavedTensor | None:
+    def _exchange(self, key: str, live: Tensor, op: str, deferred: DeferredSites | None) -> SavedTensor | None:
         """Save a tensor; or count it, and return the saved bits where they have to be written."""
         if self.saved is None:
             if self._writer is not None:
                 if key in self._copies:
                     raise ValueError(f"the step has saved {key!r} already")
-                (self._copies[key],) = self._budget.copy([live], op, late)
+                (self._copies[key],) = self._budget.copy([live], op, deferred)
                 self._ops.append((op, self._copies[key].bits.nbytes))
             return None
         if key not in self.saved.entries:
@@ -187,9 +187,9 @@ class Replay:
         if problem := misfit(saved, live):
             raise self.error(self.saved, f"{key!r} does not fit: {problem}")
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
-        if late is not None and late.is_deferred(inner):
-            bits = late.tensor_bits(inner)
-            late.ask((bits,), lambda found: self._put_back.add(op, differs=found[0] != digest, num_bytes=num_bytes))
+        if deferred is not None and deferred.is_deferred(inner):
+            bits = deferred.tensor_bits(inner)
+            deferred.ask((bits,), lambda found: self._put_back.add(op, differs=found[0] != digest, num_bytes=num_bytes))
             return saved
         differs = digest_tensor(inner) != digest
         self._put_back.add(op, differs=differs, num_bytes=num_bytes)
@@ -228,15 +228,16 @@ class OpReplay(OpSelection):
         self._replay = replay
 
     def exchange(
-        self, phase: str, module: str, op: str, outputs: Sequence[Any], late: DeferredSites | None = None
+        self, phase: str, module: str, op: str, outputs: Sequence[Any], deferred: DeferredSites | None = None
     ) -> Sequence[Any]:
         """Return the outputs, numbers as they were saved; raise as ``Replay.exchange`` does."""
         place = f"{phase}/{module}:{op}"
         call = self._replay.calls[place]
         self._replay.calls[place] += 1
-        keys = [f"{place}#{call}.{index}" for index in range(len(outputs))]
-        values = [self._replay.exchange(key, out, op=op, late=late) for key, out in zip(keys, outputs, strict=True)]
-        for key, value, output in zip(keys, values, outputs, strict=True):
-            if type(value) is not type(output) and (saved := self._replay.saved) is not None:
-                raise self._replay.error(saved, f"{key!r} is {value!r} there, and the live value is {output!r}")
+        values = []
+        for index, output in enumerate(outputs):
+            key = f"{place}#{call}.{index}"
+            values.append(self._replay.exchange(key, output, op=op, deferred=deferred))
+            if type(values[-1]) is not type(output) and (saved := self._replay.saved) is not None:
+                raise self._replay.error(saved, f"{key!r} is {values[-1]!r} there, and the live value is {output!r}")
         return values

@@ -198,20 +198,3 @@ def test_the_first_steps_of_a_fit_are_audited_whatever_their_numbers(tmp_path: P
     train(Classifier, StartsLate(), callback, epochs=1)
     assert len(callback.audit_report.steps) == 3
     assert callback.audit_report.steps[0] > 30
-
-
-# Lightning's, of a step that takes the iterator
-@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning")
-def test_a_step_may_draw_its_batches_itself_and_steps_that_did_not_come_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Draws(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, _ = next(dataloader_iter)
-            return super().training_step(batch, batch_idx)
-
-    callback = audit(tmp_path / "ops", only_steps=(1, 100))
-    train(Draws, callback, epochs=1)
-    assert callback.audit_report.findings == ()
-    assert "audited 1 step" in (told := capsys.readouterr().out)
-    assert "1 step never came (100)" in told

@@ -2,17 +2,13 @@
 
 import copy
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attribution_models import MODELS
 from nondeterministic_ops import drawing, noisy
 from test_digest_unobserved import CountingDispatch, CountingFunction
-from tiers import rest_slow
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,27 +29,6 @@ def seed() -> None:
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-
-
-def trained(make: Callable[[], tuple[nn.Module, Callable[[], None]]], context: Any, num_steps: int) -> Any:
-    seed()
-    model, step = make()
-    for _ in range(num_steps):
-        with context:
-            step()
-    state = {name: digest_tensor(value) for name, value in model.state_dict().items()}
-    gradients = {name: digest_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return state, gradients, generator_states()
-
-
-@pytest.mark.parametrize("name", rest_slow(MODELS, every=5))
-def test_training_is_the_same_with_and_without(name):
-    mode = BitwiseEquivalenceMode()
-    plain = trained(MODELS[name], nullcontext(), 3)
-    assert trained(MODELS[name], mode, 3) == plain
-    assert mode.get_mismatches() == []
-    assert mode.num_compared > 60
-    assert set(mode.skipped) <= {"view", "uninitialised", "no_tensors", "subclass", "no_output", "raised"}
 
 
 def test_generators_passed_as_arguments_and_the_rest():

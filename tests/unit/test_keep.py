@@ -146,20 +146,6 @@ def test_what_is_not_kept_is_said_step_by_step(tmp_path: Path) -> None:
     assert (both.num_tensors, both.num_steps, both.first_missing, both.num_missing) == (4, 1, 1, 6)
 
 
-def test_a_step_that_is_not_wanted_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Any:
-        raise AssertionError("it was copied")
-
-    keeping = keeper(tmp_path / "run", "*")
-    monkeypatch.setattr("det_callbacks.tensors.copies.copy_bits", refuse)
-    with HashMode() as mode:
-        mode.recorder.keeper = keeping
-        keeping.begin(is_wanted=False)
-        torch.ones(3) + 1
-    keeping.write(mode.trace, 0)
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_what_cannot_be_copied_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
@@ -180,7 +166,7 @@ def test_a_call_is_kept_whole_or_not_at_all_within_one_budget_with_the_replay(tm
     replay = Replay(StepWriter(stream, REPLAY, run_id="run"), budget)
 
     def body() -> None:
-        replay.exchange("key", torch.ones(256), op="op", late=None)  # a half of the budget
+        replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
         torch.mm(torch.ones(8, 8), torch.ones(8, 16))  # what it reads fits, what it wrote does not
         torch.mm(torch.ones(8, 8), torch.ones(8, 8))
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -189,7 +175,7 @@ def test_a_call_is_kept_whole_or_not_at_all_within_one_budget_with_the_replay(tm
     trace(keeping, body)
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (3, 1)
     with pytest.raises(ReplayError, match=r"This step would save 0\.00229 MiB with op"):
-        replay.exchange("more", torch.ones(600), op="op", late=None)
+        replay.exchange("more", torch.ones(600), op="op", deferred=None)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

@@ -52,7 +52,7 @@ def save(folder: Path, *tensors: Tensor) -> None:
     """Save tensors of the host as step 12, under KEY, "1", "2" and so on."""
     saving = saver(folder)
     for index, tensor in enumerate(tensors):
-        saving.exchange_apart(str(index) if index else KEY, tensor, op="op", late=None, has_history=False)
+        saving.exchange_apart(str(index) if index else KEY, tensor, op="op", deferred=None, has_history=False)
     saving.write(12)
 
 
@@ -131,16 +131,16 @@ def test_any_bits_come_back(
     with late_device() if is_late else nullcontext() as device:
         place, saving = Place(device), saver(folder)
         with place.step():
-            saving.exchange("key", original, op="op", late=place.late)
+            saving.exchange("key", original, op="op", deferred=place.late)
             original.untyped_storage().fill_(0)  # later in the step
         saving.write(12)
         replaying = reader(folder)
         with place.step():
-            assert replaying.exchange("key", live, op="op", late=place.late) is live
+            assert replaying.exchange("key", live, op="op", deferred=place.late) is live
             assert bool(replaying.counts.to_dict()) != is_late, "on a device it is not known yet"
             new = apart
             if is_number:
-                new = replaying.exchange_apart("key", apart, op="apart", late=place.late, has_history=False)
+                new = replaying.exchange_apart("key", apart, op="apart", deferred=place.late, has_history=False)
     assert digest_tensor(live) == wanted
     assert not is_number or digest_tensor(apart if new is None else new) == wanted
     assert digest_tensor(apart) == before[3]
@@ -177,17 +177,17 @@ def test_odd_layouts_are_refused_by_name_before_anything_is_written(
 ) -> None:
     saving = saver(tmp_path)
     with pytest.raises(DetCallbacksError, match=says):
-        saving.exchange(KEY, make(), op="op", late=place.late)
+        saving.exchange(KEY, make(), op="op", deferred=place.late)
     save(tmp_path, torch.ones(2, 3))
     with pytest.raises(DetCallbacksError, match=says):
-        reader(tmp_path).exchange(KEY, make(), op="op", late=place.late)
+        reader(tmp_path).exchange(KEY, make(), op="op", deferred=place.late)
 
 
 def test_an_expanded_gradient_comes_back_apart(tmp_path: Path, place: Place) -> None:
     save(tmp_path, torch.tensor([1.0, 2.0]).expand(3, 2))
     live = torch.zeros(2).expand(3, 2)
     with place.step():
-        new = reader(tmp_path).exchange_apart(KEY, live, op="op", late=place.late, has_history=False)
+        new = reader(tmp_path).exchange_apart(KEY, live, op="op", deferred=place.late, has_history=False)
     assert new.tolist() == [[1.0, 2.0]] * 3
     assert live.tolist() == [[0.0, 0.0]] * 3
 
@@ -200,9 +200,9 @@ def test_a_shard_comes_back(tmp_path: Path) -> None:
         original, live, apart = (DTensor.from_local(torch.randn(3), mesh, [Shard(0)]) for _ in range(3))
         local = live.to_local()
         save(tmp_path, original)
-        reader(tmp_path).exchange(KEY, live, op="op", late=None)
+        reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
         assert torch.equal(local, original.to_local())
-        new = reader(tmp_path).exchange_apart(KEY, apart, op="op", late=None, has_history=False)
+        new = reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None, has_history=False)
         assert isinstance(new, DTensor)
         assert torch.equal(new.to_local(), original.to_local())
     finally:
@@ -215,20 +215,20 @@ def test_autograd_goes_on_with_the_bits_put_back(tmp_path: Path) -> None:
     replaying = reader(tmp_path)
     out = torch.exp(weight)  # autograd saves the output
     before = (out._version, out.grad_fn, out.requires_grad)
-    replaying.exchange(KEY, out, op="op", late=None)
+    replaying.exchange(KEY, out, op="op", deferred=None)
     assert (out._version, out.grad_fn, out.requires_grad) == before
     out.sum().backward()
     assert torch.equal(weight.grad, torch.tensor([2.0, 3.0, 4.0]))
     view, address = weight.detach(), weight.data_ptr()
     (weight * weight).sum().backward()
-    replaying.exchange("1", weight, op="op", late=None)  # a leaf that requires grad, where it lies
+    replaying.exchange("1", weight, op="op", deferred=None)  # a leaf that requires grad, where it lies
     assert weight.data_ptr() == address
     assert view.tolist() == [5.0] * 3
     assert weight.is_leaf
     with torch.inference_mode():
         live = torch.ones(3)
-        replaying.exchange(KEY, live, op="op", late=None)
-    replaying.exchange("1", live, op="op", late=None)
+        replaying.exchange(KEY, live, op="op", deferred=None)
+    replaying.exchange("1", live, op="op", deferred=None)
     assert live.is_inference()
     assert live.tolist() == [5.0] * 3
 
@@ -237,8 +237,8 @@ def test_no_mode_sees_it(tmp_path: Path) -> None:
     live, original, apart = torch.randn(4, 4).t(), torch.randn(4, 4), torch.zeros(4, 4)
     with HashMode() as mode, FlopCounterMode(display=False) as flops:
         save(tmp_path, original)
-        reader(tmp_path).exchange(KEY, live, op="op", late=None)
-        reader(tmp_path).exchange_apart(KEY, apart, op="op", late=None, has_history=False)
+        reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
+        reader(tmp_path).exchange_apart(KEY, apart, op="op", deferred=None, has_history=False)
     assert [site.op for site in mode.trace.program.sites if site.op] == []
     assert flops.get_total_flops() == 0
 
@@ -246,9 +246,9 @@ def test_no_mode_sees_it(tmp_path: Path) -> None:
 def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
     saving = saver(tmp_path)
     for key, value in (("one", torch.ones(3)), ("two", torch.ones(3)), ("three", 0.1)):
-        saving.exchange(key, value, op="op", late=None)
+        saving.exchange(key, value, op="op", deferred=None)
     with pytest.raises(ValueError, match="'one' already"):
-        saving.exchange("one", torch.ones(3), op="op", late=None)
+        saving.exchange("one", torch.ones(3), op="op", deferred=None)
     saving.write(12)
     replaying = reader(tmp_path)
     for key, value, complaint in (
@@ -259,9 +259,9 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
         ("one", torch.ones(3, dtype=torch.float64), "step-000000012.safetensors.*float64"),
     ):
         with pytest.raises(ReferenceFormatError, match=complaint):
-            replaying.exchange(key, value, op="op", late=None)
+            replaying.exchange(key, value, op="op", deferred=None)
     with pytest.raises(ReferenceFormatError, match="there is no such file"):
-        reader(tmp_path, step=13).exchange("one", torch.ones(3), op="op", late=None)
+        reader(tmp_path, step=13).exchange("one", torch.ones(3), op="op", deferred=None)
     for change in ({"step": 13}, {"run_id": "other"}, {"rank": 1}):
         with pytest.raises(ReferenceFormatError, match="another place"):
             SavedStep(saved_step(tmp_path).path, replace(PLACE, **change)).read("one")
@@ -276,7 +276,7 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
     for other in damaged:
         path.write_bytes(other)
         with pytest.raises(ReferenceFormatError, match="step-000000012"):
-            reader(tmp_path).exchange(KEY, torch.randn(8), op="op", late=None)
+            reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
@@ -298,13 +298,13 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
 def test_the_budget_of_a_step(tmp_path: Path) -> None:
     mib = torch.zeros(2**18)
     saving = saver(tmp_path, budget_mib=2)
-    saving.exchange("a", mib, op="aten.one", late=None)
-    saving.exchange("b", mib, op="aten.two", late=None)
+    saving.exchange("a", mib, op="aten.one", deferred=None)
+    saving.exchange("b", mib, op="aten.two", deferred=None)
     with pytest.raises(ReplayError, match=r"would save 3 MiB with aten.two, and tensor_budget_mib is 2\."):
-        saving.exchange("c", mib, op="aten.two", late=None)
+        saving.exchange("c", mib, op="aten.two", deferred=None)
     assert not list(tmp_path.rglob("*.safetensors"))
     saving.write(0)
-    saving.exchange("d", mib, op="aten.one", late=None)  # each step has it for itself
+    saving.exchange("d", mib, op="aten.one", deferred=None)  # each step has it for itself
     assert saving.counts.to_dict() == {
         name: {"count": 1, "differing": 0, "mib_per_step": 1.0} for name in ("aten.one", "aten.two")
     }
@@ -313,10 +313,10 @@ def test_the_budget_of_a_step(tmp_path: Path) -> None:
 def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
     saving = saver(tmp_path)
     for value in (0.0, 1.0):
-        saving.exchange("a", torch.tensor([value]), op="op", late=None)
+        saving.exchange("a", torch.tensor([value]), op="op", deferred=None)
         saving.write(12)
     live = torch.zeros(1)
-    reader(tmp_path).exchange("a", live, op="op", late=None)
+    reader(tmp_path).exchange("a", live, op="op", deferred=None)
     assert live.item() == 1.0
     saving.write(12)  # and one that saves nothing any more leaves no file
     assert not list(tmp_path.rglob("*.safetensors"))
