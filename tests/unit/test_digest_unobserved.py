@@ -61,18 +61,38 @@ def digest_every_way(tensor: torch.Tensor) -> list[int]:
     return [digest_tensor(tensor), digest_output(tensor), *digest_tensors([tensor, tensor])]
 
 
-def test_no_mode_sees_anything() -> None:
-    for kind, tensor in tensors_of_every_kind().items():
+def test_no_mode_no_autograd_and_no_generator_notices_anything() -> None:
+    tensors, saved = tensors_of_every_kind(), []
+    states = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    for kind, tensor in tensors.items():
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested and kind != "zero"
+        bits = tensor.detach().clone() if is_plain else None
+        facts = (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) if is_plain else ()
         expected = digest_every_way(tensor)
-        with CountingDispatch() as below, CountingFunction() as function, CountingDispatch() as above:
+        node, version, sequence = tensor.grad_fn, tensor._version, next_sequence_number()
+        with (
+            CountingDispatch() as below,
+            CountingFunction() as function,
+            CountingDispatch() as above,
+            torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed),
+        ):
             torch.ones(1)
-            counts = [len(mode.seen) for mode in (below, function, above)]
             digests = digest_every_way(tensor)
-            assert [len(mode.seen) for mode in (below, function, above)] == counts, kind
             torch.ones(1)
-        assert counts == [1, 1, 1]
-        assert [len(mode.seen) for mode in (below, function, above)] == [2, 2, 2], "the modes are off afterwards"
+        assert [len(mode.seen) for mode in (below, function, above)] == [2, 2, 2], kind
         assert digests == expected, kind
+        assert tensor.grad_fn is node, kind
+        assert tensor._version == version, kind
+        assert next_sequence_number() == sequence + 1, kind
+        if bits is not None:
+            assert (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) == facts, kind
+            assert torch.equal(bits, tensor), kind
+    assert not saved
+    assert torch.is_grad_enabled()
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
+    leaf, product = tensors["leaf"], tensors["non-leaf"]
+    product.sum().backward()
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
 
 
 def test_no_mode_sees_anything_when_a_digest_is_taken_inside_one() -> None:
@@ -91,41 +111,9 @@ def test_no_mode_sees_anything_when_a_digest_is_taken_inside_one() -> None:
     assert [str(func) for func in below.seen] == ["aten.randn.default", "aten.mul.Tensor", "aten.slice.Tensor"]
 
 
-def test_autograd_notices_nothing() -> None:
-    tensors = tensors_of_every_kind()
-    saved: list[object] = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
-        for kind, tensor in tensors.items():
-            node, version = tensor.grad_fn, tensor._version
-            sequence = next_sequence_number()
-            digest_every_way(tensor)
-            assert tensor.grad_fn is node, kind
-            assert tensor._version == version, kind
-            assert next_sequence_number() == sequence + 1, kind
-    assert not saved
-    assert torch.is_grad_enabled()
-    leaf, product = tensors["leaf"], tensors["non-leaf"]
-    product.sum().backward()
-    assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
-
-
 def next_sequence_number() -> int:
     """Return the number that autograd gives to the next node, which every node that is made increases."""
     return (torch.ones(1, requires_grad=True) * 1).grad_fn._sequence_nr()
-
-
-def test_a_tensor_is_left_as_it_was_and_no_generator_moves() -> None:
-    tensors = tensors_of_every_kind()
-    states = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
-    for kind, tensor in tensors.items():
-        is_plain = tensor.layout is torch.strided and not tensor.is_nested and kind != "zero"
-        bits = tensor.detach().clone() if is_plain else None
-        facts = (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) if is_plain else ()
-        digest_every_way(tensor)
-        if bits is not None:
-            assert (tensor.stride(), tensor.storage_offset(), tensor.data_ptr()) == facts, kind
-            assert torch.equal(bits, tensor), kind
-    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
 
 
 def test_state_of_torch_is_restored_when_a_digest_is_refused() -> None:

@@ -32,7 +32,7 @@ from det_callbacks.tensors.files import SavedStep
 
 
 def test_a_name_that_is_no_folder(tmp_path: Path) -> None:
-    for name in ("", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "x" * 256, "é" * 128, "\ud800"):
+    for name in ("", ".", "..", "a/b", "/etc", "a\\b", "a\0b", 3):
         with pytest.raises(ValueError, match="name of a run"):
             ObserverContext(tmp_path / "runs", name)
     assert not list(tmp_path.iterdir())
