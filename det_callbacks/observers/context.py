@@ -38,7 +38,7 @@ class ObserverContext:
     """Record what is observed inside the ``with`` block as a run, or compare it with a recorded one.
 
     Observations (``observe`` and its companions) are recorded wherever they are made, ops only between
-    ``enable_mode`` and ``disable_mode``. It follows one process: give each one a name of its own.
+    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: give each one a name of its own.
 
     Args:
         dump_dir: folder that runs are kept in.
@@ -138,16 +138,6 @@ class ObserverContext:
         """What differs from the reference in the steps that have ended; the first 100."""
         return self._mismatches[:MAX_MISMATCHES]
 
-    def enable_mode(self) -> None:
-        """Record every op from here on, until ``disable_mode``; as ``enable_hash_mode``."""
-        self._require_open()
-        self._observations.enable_ops()
-
-    def disable_mode(self) -> None:
-        """End the region that ``enable_mode`` began last."""
-        self._require_open()
-        self._observations.disable_ops()
-
     def next_step(self) -> None:
         """End the step under way and begin the next; without it the whole block is step 0.
 
@@ -245,7 +235,7 @@ class ObserverContext:
             if not self._num_sites:
                 raise NothingComparedError(
                     f"Nothing was observed, so nothing is recorded in {self.path}. Call observe inside the block, or "
-                    "enable_mode and disable_mode around what is to be recorded."
+                    "enable_hash_mode around what is to be recorded."
                 )
             self._leave(complete=True)
             return

@@ -99,7 +99,7 @@ def test_two_observers_at_once(tmp_path: Path) -> None:
 def test_a_context_is_used_once(tmp_path: Path) -> None:
     observer = ObserverContext(tmp_path, "run")
     with pytest.raises(TraceError, match="not open"):
-        observer.enable_mode()
+        observer.next_step()
     with observer:
         observe("x", 1)
     with pytest.raises(TraceError, match="entered already"), observer:
@@ -178,7 +178,7 @@ def test_ops_are_sites_only_inside_regions(tmp_path: Path) -> None:
     x = torch.ones(2)
     with ObserverContext(tmp_path, "run") as observer:
         x + 1
-        observer.enable_mode()
+        enable_hash_mode()
         x * 2
         with enable_hash_mode():
             x * 3
