@@ -136,57 +136,49 @@ class Summary:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._done: dict[Path, str] = {}
-        self._passed: dict[tuple[Path, str], bool] = {}
-        self._deselected: set[str] = set()
-        self._is_partial = False
+        self._files: set[Path] = set()
+        self._not_passed: set[tuple[Path, str]] = set()
+        self._has_run_all = not any("::" in word for word in config.args)
         self._unused: list[Path] = []
 
-    def _test(self, nodeid: str) -> tuple[Path, str]:
-        file = os.path.normpath(self._config.rootpath / nodeid.partition("::")[0])
-        return Path(file), folder_name(nodeid)
-
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Remember tests that are not run."""
-        self._deselected.update(item.nodeid for item in items)
+        """Know that tests are left out, whose references nobody uses now."""
+        self._has_run_all &= not items
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take what a test did from its report."""
-        test = self._test(report.nodeid)
-        self._passed.setdefault(test, False)
-        if report.when == "call" and report.passed:
-            self._passed[test] = True
+        file = Path(os.path.normpath(self._config.rootpath / report.nodeid.partition("::")[0]))
+        self._files.add(file)
+        if not report.passed:
+            self._not_passed.add((file, folder_name(report.nodeid)))
+        elif report.when == "call":
             done = json.loads(str(dict(report.user_properties).get(_PROPERTY, "{}")))
             self._done |= {Path(path): word for path, word in done.items()}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Take what a process of pytest-xdist did not run."""
-        self._deselected.update(getattr(node, "workeroutput", {}).get(_PROPERTY, ()))
-        self._is_partial |= error is not None
+        """Learn whether a process of pytest-xdist left tests out."""
+        self._has_run_all &= error is None and getattr(node, "workeroutput", {}).get(_PROPERTY, True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Look for references that no test used, and fail the session for them where that was asked for."""
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput[_PROPERTY] = sorted(self._deselected)
+            self._config.workeroutput[_PROPERTY] = self._has_run_all
             return
         is_whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        is_stopped = bool(session.shouldstop or session.shouldfail) or any("::" in word for word in self._config.args)
-        if is_whole and not is_stopped and not self._is_partial:
+        if is_whole and self._has_run_all and not session.shouldstop and not session.shouldfail:
             self._unused = sorted(self._find_unused())
         if self._unused and self._config.getoption("determinism_unused") == "fail" and not exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _find_unused(self) -> Iterator[Path]:
-        files = {file for file, _ in self._passed}
-        unknown = {self._test(nodeid) for nodeid in self._deselected}
-        unknown |= {test for test, has_passed in self._passed.items() if not has_passed}
-        for home in {file.parent / FOLDER for file in files}:
+        for home in {file.parent / FOLDER for file in self._files}:
             for run in home.glob("*/*/**/run.json"):
                 module, name, *_ = run.relative_to(home).parts
                 file = home.parent / f"{module}.py"
-                is_collected = file in files or not file.exists()
-                if is_collected and (file, name) not in unknown and run.parent not in self._done:
+                is_known = (file in self._files or not file.exists()) and (file, name) not in self._not_passed
+                if is_known and run.parent not in self._done:
                     yield run.parent
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,8 +1,10 @@
 """A resumed training is the training that was interrupted."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
@@ -124,13 +126,15 @@ def test_what_a_tuner_saves_and_loads_is_no_resume(is_ours_first: bool, tmp_path
     assert resume(tmp_path, "4.ckpt", model=Tuned) == (4, 13)
 
 
-def test_watching_the_data_changes_nothing(tmp_path: Path) -> None:
-    """Weights and generators after a training, with and without the callback."""
+def test_nothing_else_changes(tmp_path: Path) -> None:
+    """Weights, generators and the bytes of checkpoints, with and without the callback."""
     after = []
     for mode in ("record", "disabled"):
         callback = DeterminismCallback(tmp_path / "run", mode=mode, level="state")
         trainer = fit(callback, SaveAfter(tmp_path, 3, 7), validates=True, accumulate_grad_batches=2)
-        weights = [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
-        after.append((weights, torch.get_rng_state()))
-    assert all(map(torch.equal, after[0][0], after[1][0]))
-    assert torch.equal(after[0][1], after[1][1])
+        weights = {name: tensor.tolist() for name, tensor in trainer.lightning_module.state_dict().items()}
+        saved = [path.read_bytes() for path in sorted(tmp_path.glob("*.ckpt"))]
+        states = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+        after.append((weights, saved, states))
+    assert len(after[0][1]) == 2
+    assert after[0] == after[1]
