@@ -1,6 +1,6 @@
 """Reads from Lightning's loops what a fit is in the middle of, and what stands in the way of resuming it (2.6.6)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -86,15 +87,53 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the states of schedulers and callbacks as text, but for those that save checkpoints or measure time."""
+    """Return the states of callbacks and schedulers as text.
+
+    Without callbacks that save checkpoints or measure time, and the schedulers of ``plateau_states``.
+    """
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in _callbacks(trainer)
         if not isinstance(callback, Checkpoint | Timer)
     }
+    plateaus = _plateaus(trainer)
     for index, config in enumerate(trainer.lr_scheduler_configs):
-        states[f"state of scheduler {index}"] = config.scheduler.state_dict()
+        if str(index) not in plateaus:
+            states[f"state of scheduler {index}"] = config.scheduler.state_dict()
     return {name: repr(state) for name, state in states.items()}
+
+
+def plateau_states(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    """Return number -> state of each ReduceLROnPlateau, which Lightning updates after it saved at an epoch's end."""
+    return {index: scheduler.state_dict() for index, scheduler in _plateaus(trainer).items()}
+
+
+def restore_plateaus(trainer: pl.Trainer, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put the states of ``plateau_states`` back, and the learning rates that they set."""
+    for index, scheduler in _plateaus(trainer).items():
+        if index in states:
+            scheduler.load_state_dict(dict(states[index]))
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+
+def plateau_rates(trainer: pl.Trainer) -> set[str]:
+    """Return the names that ``values`` has for the learning rates that are what a ReduceLROnPlateau set."""
+    return {
+        f"lr of group {number} of optimizer {trainer.optimizers.index(scheduler.optimizer)}"
+        for scheduler in _plateaus(trainer).values()
+        for number, rate in enumerate(scheduler.get_last_lr())
+        if scheduler.optimizer.param_groups[number]["lr"] == rate
+    }
+
+
+def _plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
+    return {
+        str(index): config.scheduler
+        for index, config in enumerate(trainer.lr_scheduler_configs)
+        if isinstance(config.scheduler, ReduceLROnPlateau)
+        and not any(isinstance(group["lr"], torch.Tensor) for group in config.scheduler.optimizer.param_groups)
+    }
 
 
 def generators(trainer: pl.Trainer) -> dict[str, Held]:

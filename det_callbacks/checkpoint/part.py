@@ -55,6 +55,7 @@ class ResumeState:
         accumulates: batches whose gradients are added up; a callback may change it at an epoch's start.
         values: name -> digest of a parameter or buffer, or text of an optimizer's option, when the checkpoint was
             saved: what loading it has to bring back.
+        plateaus: number -> state of a ReduceLROnPlateau.
         buckets: names of the parameters in each of DDP's buckets; empty where a new DDP module makes the right ones.
         syncs_buffers: whether DDP's next forward pass sends rank 0's buffers to the others.
         problems: why a resumed run cannot be the same run, as sentences; empty when it can.
@@ -65,6 +66,7 @@ class ResumeState:
     position: DataPosition | None = None
     accumulates: int = 1
     values: Mapping[str, Any] = field(default_factory=dict)
+    plateaus: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     buckets: tuple[tuple[str, ...], ...] = ()
     syncs_buffers: bool = True
     problems: tuple[str, ...] = ()

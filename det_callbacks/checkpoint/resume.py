@@ -135,7 +135,8 @@ class Resuming:
                 continue  # a longer fit would not have had the hooks of an epoch's end here
             state = self._read(is_over=before.is_epoch_over, position=None if is_end else self._position)
             now = {**state.values, **fit.saved_states(self._trainer)}
-            if changed := _differing({**before.values, **states}, now):
+            restored = {name: now[name] for name in fit.plateau_rates(self._trainer)}
+            if changed := _differing({**before.values, **states, **restored}, now):
                 what = "a validation or an end of epoch after it, which Lightning leaves out when it resumes, changed"
                 state = replace(state, problems=(f"{what} {changed}",))
             self._write(path, id, state)
@@ -148,6 +149,7 @@ class Resuming:
             position=position,
             accumulates=self._trainer.accumulate_grad_batches,
             values=fit.values(self._trainer),
+            plateaus=fit.plateau_states(self._trainer),
             buckets=self._buckets.read(),
             syncs_buffers=self._buckets.syncs_buffers(),
             problems=problems,
@@ -326,6 +328,7 @@ class Resuming:
             for name, buffer in self._trainer.lightning_module.named_buffers():
                 if fit.BUFFER + name in tensors:
                     buffer.copy_(tensors[fit.BUFFER + name])
+        fit.restore_plateaus(self._trainer, state.plateaus)
         self._buckets.restore_sync(state.syncs_buffers)
         if missing := state.generators.restore(self._held):
             self._refuse(f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}")

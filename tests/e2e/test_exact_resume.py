@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, LearningRateFinder
 from resumes import RESUMING, Manual, Noisy, SaveAfter, environment_again, fit, loader, record, resume
+from torch import Tensor
 from torch.utils.data import WeightedRandomSampler
 
 from det_callbacks import DeterminismCallback
@@ -29,11 +30,25 @@ class OneCycle(Noisy):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Plateau(Noisy):
+    """Lowers its learning rate at the end of every epoch."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", patience=0, factor=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
+
+
 TRAININGS: dict[str, dict[str, Any]] = {
     "shuffled": {"level": "op"},
     "accumulation": {"accumulate_grad_batches": 3},
     "two_optimizers": {"model": Manual, "validates": True, "val_check_interval": 2},
     "workers": {"data": lambda: loader(num_workers=2)},
+    "plateau": {"model": Plateau, "max_epochs": 3},
 }
 FURTHER: dict[str, dict[str, Any]] = {
     "generators_of_loader_and_data": {"data": lambda: loader("own", generator=torch.Generator().manual_seed(9))},
@@ -52,7 +67,8 @@ def test_from_the_middle_and_the_end_of_an_epoch(name: str, tmp_path: Path) -> N
     others, level = options.pop("others", list), options.pop("level", "state")
     record(tmp_path, *others(), SaveAfter(tmp_path, 4, 7), level=level, **options)
     for after in (4, 7):
-        assert resume(tmp_path, f"{after}.ckpt", *others(), seed=99, **options) == (after, 13)
+        last = 7 * options.get("max_epochs", 2) - 1
+        assert resume(tmp_path, f"{after}.ckpt", *others(), seed=99, **options) == (after, last)
 
 
 ENDS = [

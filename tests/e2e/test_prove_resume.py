@@ -62,6 +62,7 @@ def test_it_can_fail(options: dict[str, Any], cause: str, tmp_path: Path) -> Non
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.step == 10
     assert "the first after resuming" in verdict.explanation
+    assert ('Resume with resume="exact"' in verdict.explanation) == (cause == "rng")
 
 
 class Forgetful(Noisy):

@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from resumes import (
     RESUMING,
     Augmented,
@@ -61,19 +60,6 @@ class Changing(Noisy):
         self.last.bias.data += 1
 
 
-class Plateau(Noisy):
-    """Lowers its learning rate at the end of every epoch."""
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
-        return super().training_step(batch, index)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", patience=0, factor=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "epoch"}}
-
-
 class Placed(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         pass
@@ -103,7 +89,6 @@ REASONS: dict[str, tuple[dict[str, Any], int, str, str]] = {  # options, after, 
     "ended_epoch": ({"model": EndsEpochs, "max_epochs": 2}, 5, "batch", "on_train_batch_start returned -1 before"),
     "within_a_step": ({}, 4, "backward", "in the middle of step 3; save at the end of a batch"),
     "within_a_start": ({"max_epochs": 2}, 7, "start", "while an epoch began, in the middle of its hooks"),
-    "plateau": ({"model": Plateau}, 7, "epoch", f"{CHANGED} state of scheduler 0"),
     "own_place": ({"data": lambda: Placed(Augmented(), 2)}, 4, "batch", "use torch's DataLoader"),
     "before_validation": ({"validates": True, "val_check_interval": 2, "max_steps": 4}, 4, "batch", MISSED),
     "hooks_that_change": ({"model": Changing, "max_epochs": 2}, 7, "batch", f"{CHANGED} last.bias"),
@@ -157,17 +142,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_another_training_is_refused(options: dict[str, Any], reason: str, saved: Path) -> None:
     assert reason in refused(saved, "4.ckpt", **{"data": lambda: loader("none"), **options})
-
-
-@pytest.mark.parametrize(("options", "cause"), [({"shuffle": False}, "data_order"), ({}, "rng")])
-def test_without_restoring_it_is_another_run(options: dict[str, Any], cause: str, tmp_path: Path) -> None:
-    training = {"data": lambda: loader("none", **options)}
-    record(tmp_path, SaveAfter(tmp_path, 10), **training)
-    with pytest.raises(DivergenceError, match="Step 10, the first after resuming") as caught:
-        resume(tmp_path, "10.ckpt", how="plain", **training)
-    assert caught.value.verdict is not None
-    assert caught.value.verdict.cause == cause
-    assert ('Resume with resume="exact"' in caught.value.verdict.explanation) == (cause == "rng")
 
 
 def test_a_finished_training(tmp_path: Path) -> None:
