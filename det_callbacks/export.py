@@ -47,11 +47,9 @@ GROUP_ROWS = 250_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported: a file for each rank that has steps; ``incomplete_reason`` is the run's."""
+    """What was exported, a file for each rank that has steps; ``incomplete_reason`` is the run's."""
 
     path: Path
-    num_ranks: int
-    num_steps: int
     num_rows: int
     num_bytes: int
     incomplete_reason: str | None
@@ -87,7 +85,7 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
         raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not made.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        files = [_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks]
+        num_rows = sum(_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks)
         num_bytes = sum(file.stat().st_size for file in temporary.rglob("*.parquet"))
         temporary.replace(to)
     except OSError as error:
@@ -98,14 +96,7 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Export(
-        path=to,
-        num_ranks=len(ranks),
-        num_steps=sum(run.rank(rank).num_steps for rank in ranks),
-        num_rows=sum(files),
-        num_bytes=num_bytes,
-        incomplete_reason=run.incomplete_reason,
-    )
+    return Export(path=to, num_rows=num_rows, num_bytes=num_bytes, incomplete_reason=run.incomplete_reason)
 
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:

@@ -11,7 +11,7 @@ from det_callbacks.errors import SelectionError
 from det_callbacks.export import export_run
 from det_callbacks.nondeterminism import read_op_facts
 from det_callbacks.report.checkpoints import checkpoint_report
-from det_callbacks.report.console import Report, count, make_console, print_line, print_report
+from det_callbacks.report.console import Report, count, make_console, print_line, print_report, size
 from det_callbacks.report.doctor import doctor_report
 from det_callbacks.report.ops import op_report, ops_to_dict
 from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
@@ -56,8 +56,7 @@ def export(options: argparse.Namespace) -> int:
     """Write a run as a Parquet data set."""
     done = export_run(options.run_folder, options.to)
     console = make_console()
-    rows, steps, ranks = count(done.num_rows, "row"), count(done.num_steps, "step"), count(done.num_ranks, "rank")
-    print_line(console, f"{done.path}: {rows} of {steps} and {ranks}, {done.num_bytes / 1e6:.1f} MB")
+    print_line(console, f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}")
     if done.incomplete_reason is not None:
         print_line(console, f"The run is incomplete; its whole steps are there: {done.incomplete_reason}")
     return 0

@@ -69,7 +69,7 @@ def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
     found = export_run(run, tmp_path / "to")
     wanted = list(rows_of(run))
     assert exported_rows(tmp_path / "to") == wanted
-    assert (found.num_rows, found.num_steps, found.num_ranks) == (len(wanted), 10, 2)
+    assert found.num_rows == len(wanted)
     files = {file.relative_to(tmp_path / "to").as_posix(): file for file in (tmp_path / "to").rglob("*.parquet")}
     assert set(files) == {"rank=0/part-0.parquet", "rank=1/part-0.parquet"}
     assert found.num_bytes == sum(file.stat().st_size for file in files.values())

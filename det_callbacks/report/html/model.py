@@ -22,8 +22,8 @@ from det_callbacks.verdict import Divergence, Verdict
 
 MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 16, 800, 100
 """Heat maps (one for each rank and fit), columns of all of them (200 of each at most), and rows of each."""
-MAX_STEPS, MAX_SITES, FIRST_STEP = 200, 2_800, 200
-"""Steps and sites that are listed in all, and sites of the first step of a map; the later steps share the rest."""
+MAX_STEPS, FIRST_SITES, MAX_SITES = 120, 200, 20
+"""Steps that are listed in all, sites of the first step of each map in all, and of any other step."""
 MAX_SPANS = 50
 MAX_ORIGINS = 100
 """Origins that a verdict lists; one with as many may have left some out."""
@@ -89,23 +89,16 @@ class HeatMap:
     num_starting: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heat:
-    """Heat maps, and what they do not show, and why."""
+def build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[HeatMap], list[str]]:
+    """Return the heat maps of two runs, and what they do not show, and why.
 
-    maps: tuple[HeatMap, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def build_heat(verdict: Verdict, reference: Run, current: Run) -> Heat:
-    """Return the heat maps of two runs; it takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
+    It takes 5 to 20 milliseconds for each step that differs, at 5,000 sites.
 
     Raises:
         ReferenceFormatError: a file of a run is damaged.
     """
     if reference.world_size != current.world_size:
-        note = "The runs had another number of processes, so that no step of one is a step of the other."
-        return Heat(notes=(note,))
+        return [], ["The runs had another number of processes, so that no step of one is a step of the other."]
     return _Builder(verdict, reference, current).build()
 
 
@@ -120,7 +113,7 @@ class _Builder:
         self._row_of: dict[str, int] = {}
         self._rows_of_program: dict[int, np.ndarray] = {}
 
-    def build(self) -> Heat:
+    def build(self) -> tuple[list[HeatMap], list[str]]:
         reference, current = self._runs
         fits = [
             (rank, segment)
@@ -132,8 +125,7 @@ class _Builder:
         urgent = {one.rank for one in started if one is not None}
         shown = sorted(sorted(fits, key=lambda fit: fit[0] not in urgent)[:MAX_MAPS])
         labels = self._label_rows(shown)
-        maps = tuple(self._map(*fit, labels, share=len(shown)) for fit in shown)
-        return Heat(maps=maps, notes=self._notes(len(fits)))
+        return [self._map(*fit, labels, share=len(shown)) for fit in shown], self._notes(len(fits))
 
     def _steps(self, rank: int, segment: int) -> list[int]:
         return sorted({int(step) for run in self._runs for step in run.rank(rank).steps(segment)})
@@ -165,8 +157,6 @@ class _Builder:
         num_columns = min(len(steps), 200, MAX_COLUMNS // share)
         bounds = [index * len(steps) // num_columns for index in range(num_columns + 1)]
         compared, differing, starting = cells = np.zeros((3, num_columns, len(labels)), dtype=np.int64)
-        max_steps, left = MAX_STEPS // share, MAX_SITES // share
-        later = max(10, (left - FIRST_STEP) // min(max_steps, len(steps)))
         details: list[StepDetails] = []
         history: list[tuple[Outcome, int]] = []
         for index, done in enumerate(walk_outcomes(*self._runs, rank, segment, self._compared[rank])):
@@ -182,9 +172,9 @@ class _Builder:
             places, starts = self._rows_of(sites), self._starting(done.sites, sites)
             differing[column] += np.bincount(places, minlength=len(labels))
             starting[column] += np.bincount(places[starts], minlength=len(labels))
-            if len(details) < max_steps and left > 0:
-                listed = _choose(places, starts, limit=min(left, later if details else FIRST_STEP))
-                left -= len(listed)
+            if len(details) < MAX_STEPS // share:
+                limit = MAX_SITES if details else max(MAX_SITES, FIRST_SITES // share)
+                listed = sorted(np.argsort(~starts, kind="stable")[:limit].tolist())  # where it starts comes first
                 rows = [_site_row(done.sites, int(done.sites.rows[one]), starts=starts[one]) for one in listed]
                 details.append(
                     StepDetails(
@@ -237,7 +227,7 @@ class _Builder:
         known_names.update(site.name for site in found if site.name is not None)
         return starting
 
-    def _notes(self, num_fits: int) -> tuple[str, ...]:
+    def _notes(self, num_fits: int) -> list[str]:
         reference, current = self._runs
         notes = [
             f"{name} is incomplete: {run.incomplete_reason}"
@@ -251,7 +241,7 @@ class _Builder:
             notes.append(f"Heat maps of {MAX_MAPS} of {num_fits}: first those of ranks where a difference starts.")
         if self._verdict.coverage.replayed:
             notes.append("Where saved tensors were restored, as Coverage says, the heat map shows a match.")
-        return tuple(notes)
+        return notes
 
 
 def _site_row(sites: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
@@ -301,10 +291,3 @@ def _text(span: tuple[int, int], num_sites: int, num_differing: int, num_startin
 
 def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
     return (site.phase, site.module, site.op, site.occurrence, site.output)
-
-
-def _choose(modules: np.ndarray, starting: np.ndarray, *, limit: int) -> list[int]:
-    """Return which differing rows are listed: where differences start, the first of each module, then the first."""
-    firsts = np.unique(modules, return_index=True)[1]
-    order = np.concatenate((np.flatnonzero(starting), np.sort(firsts), np.arange(len(modules))))
-    return sorted(list(dict.fromkeys(order.tolist()))[:limit])

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report import verdict as words
 from det_callbacks.report.console import Table, count
-from det_callbacks.report.html.model import MAX_ORIGINS, HeatMap, build_heat
+from det_callbacks.report.html.model import MAX_ORIGINS, HeatMap, build_maps
 from det_callbacks.runs.files import replace_atomically
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -34,7 +34,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
         ReferenceFormatError: a file of a run is damaged.
     """
     path, first = Path(path), verdict.first_divergence
-    heat = build_heat(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
+    maps, notes = build_maps(verdict, *(Run.open(run, check_steps=False) for run in (reference, current)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -45,14 +45,15 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     filters = {"count": count, "number": "{:,}".format, "histogram": words.histogram, "lines": words.tensor_lines}
     environment.filters.update(filters, size=_size, strokes=_strokes, diamonds=_diamonds)
     content = environment.get_template("report.html.j2").render(
-        heat=heat,
+        maps=maps,
+        notes=notes,
         verdict=verdict,
         facts_of_first=[] if first is None else words.facts_of(first),
         source=words.source_lines(verdict),
         numbers=[(one, words.place_of(one)) for one in words.shown_numbers(verdict)],
         origins=words.origin_table(verdict, MAX_ORIGINS),
         environment=words.environment_table(verdict),
-        ranks=_rank_table(heat.maps),
+        ranks=_rank_table(maps),
         coverage=words.coverage_lines(verdict),
         next=words.next_lines(verdict),
         version=version("det_callbacks"),
@@ -68,7 +69,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     return path
 
 
-def _rank_table(maps: tuple[HeatMap, ...]) -> Table:
+def _rank_table(maps: list[HeatMap]) -> Table:
     rows = [
         (
             *(one.rank, one.segment, "" if one.first is None else one.first),
