@@ -6,7 +6,7 @@ from module_oracle import Attributions, judge
 from torch import nn
 
 from det_callbacks.runs.program import Site
-from det_callbacks.trace import backward, modules
+from det_callbacks.trace import backward
 from det_callbacks.trace.hash_mode import HashMode
 
 # the inner of two nested reentrant checkpoints: the outer one runs it without gradients first
@@ -86,17 +86,6 @@ def test_the_oracle_sees_a_map_that_is_one_node_off(monkeypatch):
     assert judge(*MODELS["gpt"]()).unnamed
     monkeypatch.setattr(backward, "_fits", lambda _event, _name: True)
     assert judge(*MODELS["gpt"]()).wrong
-
-
-def test_the_oracle_sees_regions_given_to_strangers(monkeypatch):
-    monkeypatch.setattr(modules.Checkpoints, "caller_of", lambda _self, _region: "aaa")
-    assert judge(*MODELS["nested checkpoints"]()).wrong
-
-
-def test_the_oracle_sees_recomputation_that_is_not_marked(monkeypatch):
-    monkeypatch.setattr(modules, "running_region", lambda: None)
-    monkeypatch.setattr(backward, "running_region", lambda: None)
-    assert judge(*MODELS["gpt, checkpointed"]()).misjudged_recomputation
 
 
 class Sine(nn.Module):

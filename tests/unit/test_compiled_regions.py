@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiling import COMPILING, FOLLOWER, NUDGE, batch, difference, ends, net, opaque_backend, restored, train
 from late_device import late_device
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -82,19 +82,6 @@ def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend:
     assert [site.module for site in ends(trace, "graph", "backward")] == ["blocks.1", "blocks.0"]
     inside = [site.module for site in trace.program.sites if site.op == "det_tests.twice.default"]
     assert inside == ["blocks.0", "blocks.1"]
-
-
-def test_parts_between_graph_breaks_are_regions_of_one_function() -> None:
-    def broken(x: Tensor) -> Tensor:
-        x = x.sin()
-        torch._dynamo.graph_break()
-        return x.cos()
-
-    compiled = torch.compile(broken, backend=opaque_backend())
-    trace = traced(lambda: compiled(torch.ones(3)))
-    (region,) = trace.program.opaque_regions
-    assert region.endswith("broken")
-    assert [site.source[0].rpartition(" ")[2] for site in ends(trace, "graph")] == ["broken"] * 2
 
 
 @pytest.mark.parametrize(

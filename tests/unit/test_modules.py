@@ -100,16 +100,3 @@ def test_strangers_count_as_their_callers():
         nn.ReLU()(model(torch.ones(2)))
     assert modules_of(mode, "aten.sigmoid.default") == ["0"]
     assert modules_of(mode, "aten.relu.default") == [""]
-
-
-def test_a_module_that_calls_itself():
-    class Model(nn.Module):
-        def forward(self, x: Tensor, depth: int) -> Tensor:
-            return self(x.sin(), depth - 1).cos() if depth else x.tan()
-
-    model = nn.Sequential(Model())
-    mode = HashMode(model)
-    with mode:
-        model[0](torch.ones(2), 3).exp()
-    assert modules_of(mode, "aten.cos.default") == ["0"] * 3
-    assert modules_of(mode, "aten.exp.default") == [""]
