@@ -135,7 +135,7 @@ class Tracing(StepHooks):
         self._hash_mode.record_values("state", outputs, "outputs")
         self._observations.end()
         trace = self._hash_mode.finish()
-        if self._hash_mode.sketch.is_late:
+        if self._hash_mode.sketch.is_deferred:
             self._evidence.note_samples(self._hash_mode.sketch.digests)
         self._session.put_evidence(self._evidence.take(step))
         if trace is None:

@@ -308,22 +308,8 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         if code is None and not num_between:
             call.scopes[name] = found  # the common case, looked up first from now on
         return found
-    if name.startswith("AsStrided"):
-        return _scope_of_gradient(call) if _is_in_passing(nodes, number, call) else UNKNOWN
     later = next((later for later in nodes.later.get(number, ()) if _fits(later, name)), None)
     return UNKNOWN if later is None else _scope_of_gradient(later)
-
-
-def _is_in_passing(nodes: _Nodes, number: int, call: CallNode) -> bool:
-    """Return whether an AsStrided of this number was made by the call, whose own node then has a lower number.
-
-    It may also have been made by whoever asked for the view's ``grad_fn``. Then the number below is no other node's,
-    except CopySlices: it is only told apart when both sides are of one module.
-    """
-    if number - 1 in nodes.first:
-        return False
-    before = nodes.first.get(number - 2)
-    return before is None or not before.is_in_place or before.module == call.module
 
 
 def _scope_of_gradient(call: CallNode) -> OpScope:

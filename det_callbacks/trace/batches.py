@@ -13,6 +13,7 @@ from torch import Tensor
 from det_callbacks.digest import Bits, derived, digest_bytes, digest_rows
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.components import has_parts, holds_data
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.leaves import is_constant, leaves
 from det_callbacks.trace.named_tensors import record_bits, record_group
 from det_callbacks.trace.recorder import Recorder
@@ -47,11 +48,11 @@ class Sketch:
     """The sketch of the samples of one batch: of the tensor with the largest ones.
 
     Attributes:
-        is_late: whether some of the batch is on a device that computes digests, so that it is known at the step's end.
+        is_deferred: whether some of the batch is on a device that computes digests: known at the step's end.
     """
 
     def __init__(self) -> None:
-        self.is_late = False
+        self.is_deferred = False
         self._largest = Samples(digest=0, sketch=(), num_bytes=0)
 
     @property
@@ -85,13 +86,7 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
             continue  # nested ones of torch's older layout have no sizes to ask for
         if not 1 <= tensor.shape[0] <= MAX_SAMPLES or has_parts(tensor) or tensor.is_quantized or not tensor.numel():
             continue
-        bits = _record_late(recorder, tensor, sketch)
-        if bits is None:
-            samples = samples_of(tensor)
-            if samples is None:
-                continue
-            sketch.note(samples)
-            bits = samples.digest
+        bits = _digest_samples(recorder.deferred, tensor, sketch)
         if tensor.shape[0] > 1:
             record_bits(recorder, "samples", "data", name, bits, role="samples")
     for kind, name in unread.items():
@@ -102,31 +97,29 @@ def record_batch(recorder: Recorder, batch: Any) -> Sketch:
     return sketch
 
 
-def _record_late(recorder: Recorder, tensor: Tensor, sketch: Sketch) -> Bits | None:
-    """Ask for the samples of a tensor on a device that computes digests; None on others."""
-    late = recorder.deferred
-    if tensor.is_cpu or not late.computes_on(tensor.device):
-        return None
-    sketch.is_late = True
+def _digest_samples(deferred: DeferredSites, tensor: Tensor, sketch: Sketch) -> Bits:
+    """Return the order-free digest of the samples of a tensor, and have them noted in the sketch."""
+    if not deferred.is_deferred(tensor):
+        samples = samples_of(tensor)
+        sketch.note(samples)
+        return samples.digest
+    sketch.is_deferred = True
     num_samples = tensor.shape[0]
     size = tensor.numel() // num_samples * tensor.itemsize
     if size in _WORDS:
-        copy = late.fetch(tensor)
+        copy = deferred.fetch(tensor)
         return derived((), lambda _: _sorted_words(copy.data_ptr(), num_samples, size).digest)
-    rows = late.digest_rows(tensor)
-    late.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
+    rows = deferred.digest_rows(tensor)
+    deferred.ask(rows, lambda digests: sketch.note(_of_digests(digests, size)))
     return derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 
-def samples_of(tensor: Tensor) -> Samples | None:
-    """Return the samples of a batch tensor, whatever their order.
+def samples_of(tensor: Tensor) -> Samples:
+    """Return the samples of a strided tensor, whatever their order.
 
     The digest is that of the sorted digests of the samples' bytes; of the sorted samples themselves where they have 1,
-    2, 4 or 8 bytes, as labels do. None for tensors whose samples are not bytes in a row (sparse, quantised, sub-byte).
-    Costs 0.2 microseconds a sample besides the digests.
+    2, 4 or 8 bytes, as labels do. Costs 0.2 microseconds a sample besides the digests.
     """
-    if has_parts(tensor) or tensor.is_quantized or not tensor.numel():
-        return None
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -236,20 +236,16 @@ class Collectives:
         self._is_sending = True
         try:
             sent = _sent_tensors(plan.base, given, group)
-            are_there: list[bool] = []
             for tensor in sent:
-                first, num_names = len(reads), len(names)
+                first = len(reads)
                 recorder.reads.read(tensor, reads, names)
                 edges.append(tuple(sorted(set(reads[first:]))))
-                are_there.append(
-                    not any(isinstance(name, SpecialInput) and name.key[-1:] == (False,) for name in names[num_names:])
-                )
             start = len(recorder.digests)
-            for tensor, is_there in zip(sent, are_there, strict=True):
-                if is_there:
-                    recorder.append(tensor)
-                else:
+            for tensor in sent:
+                if any(map(self._numbers, _parts(tensor))):
                     recorder.append_bits(0, self.slot_in_flight(tensor))
+                else:
+                    recorder.append(tensor)
             if not sent:
                 edges.append(())
                 recorder.append_bits(0, recorder.layouts.none)
