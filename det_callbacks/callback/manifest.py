@@ -41,6 +41,11 @@ def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str
     names = ("accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches")
     lengths = ("min_epochs", "max_epochs", "min_steps", "max_steps")
     algorithm = trainer.gradient_clip_algorithm
+    # A validation may draw what the training then does not get. Nothing changes where it has no data to validate with,
+    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0.
+    validation: tuple[str, ...] = ()
+    if trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
+        validation = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
     return {
         "trainer": {
             **{name: getattr(trainer, name) for name in (*names, *lengths)},
@@ -48,24 +53,12 @@ def trainer_choices(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str
             "gradient_clip_algorithm": None if algorithm is None else str(algorithm),
             "strategy": type(trainer.strategy).__name__,
             "accelerator": type(trainer.accelerator).__name__,
-            **_validation_choices(trainer),
+            **{name: getattr(trainer, name) for name in validation},
         },
         "hparams": dict(module.hparams),
         **_optimizer_choices(trainer.optimizers),
         "optimizer.lr_scheduler": _schedulers(trainer),
     }
-
-
-def _validation_choices(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return when a fit validates, and with how much: a validation may draw what the training then does not get.
-
-    Nothing where it has no data to validate with: nothing changes then.
-    """
-    # as Trainer.enable_validation has it, Lightning 2.6.6, which says no where the limit is 0
-    if not trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined():
-        return {}
-    names = ("limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps")
-    return {name: getattr(trainer, name) for name in names}
 
 
 def _optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:

@@ -34,20 +34,15 @@ class ProgressReporter:
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
         self._replaced = ReplacedInLightning()
-        self._progress: Progress | None = None
+        self._progress = Progress()
         self._is_recording = False
-        self._step = 0
+        self._step = -1
         self._is_logged = True
 
     def begin_fit(self, trainer: pl.Trainer, *, is_recording: bool) -> None:
-        """Follow a fit that is about to train.
-
-        Args:
-            trainer: whose loggers and bar are told.
-            is_recording: steps are recorded, not verified.
-        """
+        """Follow a fit that is about to train, whose steps are recorded, or verified."""
         self.close()
-        self._progress, self._is_logged = None, True
+        self._progress, self._is_logged, self._step = Progress(), True, -1
         self._is_recording = is_recording
         if trainer.is_global_zero:
             self._trainer = trainer
@@ -57,27 +52,25 @@ class ProgressReporter:
         """Take the state after a batch, and log it when the Trainer's own metrics are logged."""
         if self._trainer is None:
             return
-        self._progress = progress
         # Lightning logs under the number of optimizer steps, right after the callbacks: ours are beside its own
         trainer: Any = self._trainer
-        fit_loop = trainer.fit_loop
-        self._step, self._is_logged = fit_loop.epoch_loop._batches_that_stepped, False
-        every = trainer.log_every_n_steps
+        fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
+        self._progress, self._step, self._is_logged = progress, fit_loop.epoch_loop._batches_that_stepped, False
         if every and (self._step + 1) % every == 0 and not fit_loop._should_accumulate():
-            self._log(trainer, progress)
+            self._log(trainer)
 
     def end_fit(self, verdict: Verdict | None) -> None:
         """Log the last state and the verdict; the bar is left alone from now on."""
-        trainer, progress = self._trainer, self._progress
+        trainer = self._trainer
         self.close()
-        if trainer is None or progress is None:
+        if trainer is None or self._step < 0:
             return
         if not self._is_logged:
-            self._log(trainer, progress)
+            self._log(trainer)
         states = RewindPoint()
-        for logger in trainer.loggers if verdict is not None else ():
-            assert verdict is not None
-            _give_verdict(logger, verdict, self._step)
+        for logger in trainer.loggers:
+            if verdict is not None:
+                _give_verdict(logger, verdict, self._step)
         states.put_back()
 
     def close(self) -> None:
@@ -85,32 +78,30 @@ class ProgressReporter:
         self._trainer = None
         self._replaced.restore()
 
-    def _log(self, trainer: pl.Trainer, progress: Progress) -> None:
-        self._is_logged = True
-        states = RewindPoint()
-        for logger in trainer.loggers:
-            logger.log_metrics(self._metrics(progress, logger), step=self._step)
-            logger.save()
-        states.put_back()
-
-    def _metrics(self, progress: Progress, logger: Logger) -> dict[str, Any]:
+    def _log(self, trainer: pl.Trainer) -> None:
+        self._is_logged, progress = True, self._progress
         metrics: dict[str, Any] = {
             f"steps_{'recorded' if self._is_recording else 'verified'}": progress.num_steps,
             "sites": progress.num_sites,
             "differing": progress.num_differing,
             "replayed_mib": progress.num_bytes / 2**20,
         }
-        # a CSV file keeps text; a user's own may do something else with what it is given
-        takes_text = type(logger).log_metrics is CSVLogger.log_metrics
+        numbers = {name: float(value) for name, value in metrics.items()}
         if progress.chain is not None:
-            chain = progress.chain
-            metrics["chain"] = format_digest(chain) if takes_text else chain >> (64 - _CHAIN_BITS)
-        return {f"{KEY}/{name}": value if takes_text else float(value) for name, value in metrics.items()}
+            metrics["chain"] = format_digest(progress.chain)
+            numbers["chain"] = float(progress.chain >> (64 - _CHAIN_BITS))
+        states = RewindPoint()
+        for logger in trainer.loggers:
+            # a CSV file keeps text; a user's own may do something else with what it is given
+            known = metrics if type(logger).log_metrics is CSVLogger.log_metrics else numbers
+            logger.log_metrics({f"{KEY}/{name}": value for name, value in known.items()}, step=self._step)
+            logger.save()
+        states.put_back()
 
     def _word(self) -> str:
-        progress = self._progress or Progress()
+        progress, is_recording = self._progress, self._is_recording
         return progress_word(
-            num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=self._is_recording
+            num_steps=progress.num_steps, num_differing=progress.num_differing, is_recording=is_recording
         )
 
 

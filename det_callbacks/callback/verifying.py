@@ -44,6 +44,7 @@ class Verifying(Session):
     """
 
     run: Verification | None
+    _reference: Run
 
     @override
     def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
@@ -54,19 +55,17 @@ class Verifying(Session):
         """
         if self.run is not None:
             return self.stage.selection
+        arguments = self.arguments
+        opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
         try:
-            return self._open().selection
+            self._reference = self.peers.run_on_all(opens, task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
-                folder = self.arguments.current or free_folder(root())
+                folder = arguments.current or free_folder(root())
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
-
-    def _open(self) -> Run:
-        arguments = self.arguments
-        opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
-        return self.peers.run_on_all(opens, task=f"opening the reference {self.path}")
+        return self._reference.selection
 
     @override
     def begin(self, stage: Stage) -> None:
@@ -74,7 +73,7 @@ class Verifying(Session):
         go_on(self)
         self.verdict = None
         if self.run is None:
-            self.run = self.detector = self._begin_verification(self._open(), stage)
+            self.run = self.detector = self._begin_verification(self._reference, stage)
             self.may_stop = self.arguments.on_divergence == "raise"
         if stage.call is not None:
             self.run.withdraw_verdict()
