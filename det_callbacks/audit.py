@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from det_callbacks.patterns import OpPattern
+
 Judgement = Literal["nondeterministic", "transient"]
 
 
@@ -83,7 +85,7 @@ class AuditFinding(OpMismatch):
     @property
     def pattern(self) -> str:
         """The ``[phase/][module:]op`` that means this op and no other."""
-        return f"{self.phase}/{_escaped(self.module)}:{_escaped(self.op)}"
+        return OpPattern.exactly(self.phase, self.module, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +120,3 @@ def replay_list(patterns: Sequence[str], comments: Iterable[str] = ()) -> str:
     lines = [f"# {comment}" for comment in comments]
     lines += ["- '" + pattern.replace("'", "''") + "'" for pattern in patterns] or ["[]"]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Return the fnmatch pattern that matches this text only."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)

@@ -1,6 +1,7 @@
 """tensor -> 64 bits."""
 
 from det_callbacks.digest.components import (
+    INTEGERS,
     digest_output,
     digest_tensor,
     digest_tensors,
@@ -25,6 +26,7 @@ from det_callbacks.host_digest import (
 
 __all__ = [
     "DIGEST_VERSION",
+    "INTEGERS",
     "Bits",
     "DeferredBits",
     "DeferredDigests",

@@ -68,7 +68,7 @@ _COMPRESSED = {
 _JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})
 
 # Copies are made between integers: float8, sub-byte and bits dtypes have few ops, and no NaN is touched.
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_tensor(tensor: torch.Tensor) -> int:
@@ -213,7 +213,7 @@ def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.element_size()
-    return tensor.view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor
+    return tensor.view(INTEGERS[size]) if size in INTEGERS else tensor
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 # looked at in torch 2.13; _data_address is where the storage begins, and materialises no copy-on-write storage
 from torch._C import _data_address, _set_conj, _set_neg  # type: ignore[attr-defined]  # not in torch's stubs
 
-from det_callbacks.digest import digest_output, digest_tensor, tensor_numbers
+from det_callbacks.digest import INTEGERS, digest_output, digest_tensor, tensor_numbers
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.components import has_parts
 from det_callbacks.trace.overloads import tensors_in
@@ -22,7 +22,6 @@ from det_callbacks.verdict import TensorNumbers
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 64
 """Bytes that torch aligns host memory to; kernels may sum in another order where memory is aligned otherwise."""
 
@@ -66,8 +65,8 @@ def has_same_bits(first: Any, second: Any) -> bool:
     if first.dtype != second.dtype or first.layout != second.layout or _sizes(first) != _sizes(second):
         return False
     is_plain = not any(is_special(one) or torch._is_zerotensor(one) for one in (first, second))
-    if is_plain and not first.is_cpu and first.device == second.device and first.element_size() in _WORDS:
-        words = _WORDS[first.element_size()]  # on the device: a digest would be taken on the host
+    if is_plain and not first.is_cpu and first.device == second.device and first.element_size() in INTEGERS:
+        words = INTEGERS[first.element_size()]  # on the device: a digest would be taken on the host
         one, other = first.resolve_conj().resolve_neg(), second.resolve_conj().resolve_neg()
         return torch.equal(one.view(words), other.view(words))
     if first.layout is torch.strided and not first.is_nested and first.stride() == second.stride():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # torch 2.13
 
-from det_callbacks.digest import inner_tensors, require_storage, unobserved
+from det_callbacks.digest import INTEGERS, inner_tensors, require_storage, unobserved
 from det_callbacks.errors import ReplayError, SelectionError
 from det_callbacks.tensors.files import MIB, SavedTensor
 from det_callbacks.trace.components import holds_data, unwrapped
@@ -31,7 +31,7 @@ TENSOR_BUDGET_MIB = 1024.0
 _RESERVED_MIB = 64
 """What is left free on the disk when a run begins: the digests of the run have to fit too."""
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_INTEGERS = INTEGERS | {16: torch.complex128}
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def misfit(saved: SavedTensor, live: Tensor) -> str:
 
 def _memory(tensor: Tensor) -> Tensor:
     """Return an integer tensor over the memory of a plain tensor, of its shape."""
-    integers = torch.empty(0, dtype=_SAME_SIZE[tensor.element_size()], device=tensor.device)
+    integers = torch.empty(0, dtype=_INTEGERS[tensor.element_size()], device=tensor.device)
     return integers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

@@ -12,8 +12,8 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer (without a cycle) or below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("audit", "errors", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
-    ("patterns", "rng", "nondeterminism"),
+    ("errors", "replaced_in_lightning", "host_digest", "numbers", "variables", "verdict"),
+    ("audit", "patterns", "rng", "nondeterminism"),
     ("runs",),
     ("digest", "environment", "settings"),
     ("trace",),
