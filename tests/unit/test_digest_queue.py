@@ -141,44 +141,45 @@ def test_a_write_that_may_go_anywhere_comes_after_all_reading() -> None:
     assert queue.finish() == digests(1, 2, 3)
 
 
-def test_memory_that_was_freed_meanwhile_is_an_error() -> None:
-    queue = DigestQueue(LateDevice())
-    value = filled(1)
-    add(queue, value)
+def freed(device: LateDevice, value: torch.Tensor) -> None:
     value.untyped_storage().resize_(0)
-    with pytest.raises(DetCallbacksError, match="16 bytes was freed before its digest was taken"):
-        queue.finish()
-    with pytest.raises(DetCallbacksError, match="earlier launch failed"):
-        queue.finish()
 
 
-def test_a_failed_launch_is_raised_and_not_passed_over() -> None:
+def out_of_memory(device: LateDevice, value: torch.Tensor) -> None:
+    device.failure = RuntimeError("out of memory")
+
+
+def fetches_nothing(device: LateDevice, value: torch.Tensor) -> None:
+    device.collect = lambda launched: []
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (freed, DetCallbacksError, "16 bytes was freed before its digest was taken"),
+        (out_of_memory, RuntimeError, "out of memory"),
+        (fetches_nothing, DetCallbacksError, "2 spans were queued and a late device gave 0 digests"),
+    ],
+)
+def test_lost_digests_are_an_error_until_the_queue_is_emptied(
+    fault: Callable[..., None], error: type[Exception], message: str
+) -> None:
     device = LateDevice()
-    queue = DigestQueue(device)
+    queue, value = DigestQueue(device), filled(2)
     add(queue, filled(1))
     queue.flush()
-    add(queue, filled(2))
-    device.failure = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        queue.flush()
+    add(queue, value)
+    fault(device, value)
+    with pytest.raises(error, match=message):
+        queue.finish()
     device.failure = None
     for go_on in (queue.finish, queue.flush, lambda: add(queue, filled(3))):
         with pytest.raises(DetCallbacksError, match="were lost when an earlier launch failed"):
             go_on()
+    vars(device).pop("collect", None)
     queue.discard()
     assert add(queue, filled(4)) == 0
     assert queue.finish() == digests(4)
-
-
-def test_another_number_of_digests_is_refused() -> None:
-    device = LateDevice()
-    queue = DigestQueue(device)
-    add(queue, filled(1))
-    device.collect = lambda launched: []
-    with pytest.raises(DetCallbacksError, match="1 spans were queued and a late device gave 0 digests"):
-        queue.finish()
-    with pytest.raises(DetCallbacksError, match="earlier launch failed"):
-        queue.finish()
 
 
 @pytest.mark.parametrize("seed", range(6))
