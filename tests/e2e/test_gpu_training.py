@@ -1,4 +1,4 @@
-"""A training on a GPU: level op waits for nothing inside a step and takes little memory; a run repeats, or is replayed."""
+"""A training on a GPU: level op waits for nothing inside a step and takes little memory; a run repeats."""
 
 import os
 import subprocess
