@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.loop import _Loop
 
 from det_callbacks.checkpoint import fit
@@ -285,7 +286,7 @@ class Resuming:
         assert self._trainer is not None
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
-            self._trainer.accumulate_grad_batches = state.accumulates
+            self._accumulate_as_then(state.accumulates)
             # else Lightning would leave out the plateau schedulers' update at the end of this epoch
             loop._restarting = False
             self._restore(state, tensors)
@@ -301,6 +302,15 @@ class Resuming:
             if (gradient := tensors.get(fit.GRADIENT + name)) is not None:
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype)
                 fit.local_part(parameter.grad).copy_(gradient)
+
+    def _accumulate_as_then(self, number: int) -> None:
+        """Take up what a schedule had set at the start of the epoch; another choice of the user's is refused."""
+        trainer = self._trainer
+        assert trainer is not None
+        now = trainer.accumulate_grad_batches
+        if now != number and not any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
+            self._refuse(f"it was saved with accumulate_grad_batches={number}, and now it is {now}: use {number}")
+        trainer.accumulate_grad_batches = number
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
         """Draw the batches again that training had; their order is decided before the first, which is compared."""

@@ -137,6 +137,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"precision": "64-true"}, "Lightning restored it, and first.weight and 7 more is not what it was then"),
         ({"model": Without}, "or are not there: module.noise"),
         ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
+        ({"accumulate_grad_batches": 2}, "saved with accumulate_grad_batches=1, and now it is 2: use 1"),
         ({"data": lambda: loader("none", batch_size=7)}, "the first 4 batches of the epoch, drawn again, are not"),
     ],
 )
