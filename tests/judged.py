@@ -22,6 +22,8 @@ def require_one_verdict(
     form = json.loads(json.dumps(verdict.to_dict()))
     assert json.loads((current / "verdict.json").read_text()) == form
     assert json.loads(json.dumps(compare_runs(reference, current).to_dict())) == form
+    first, _, origin = verdict.explanation.partition("; an origin is ")
+    assert not origin or origin.partition(" (so do")[0].rstrip(".") not in first, "one thing is said twice"
     if capsys is not None:
         capsys.readouterr()
         assert cli.main(["diff", str(reference), str(current), "--json"]) == verdict.exit_code

@@ -25,7 +25,7 @@ from det_callbacks.checkpoint.held import find_generators
 from det_callbacks.digest import digest_bytes, unobserved
 from det_callbacks.errors import SettingsError
 from det_callbacks.replaced_in_lightning import ReplacedInLightning
-from det_callbacks.runs.evidence import CONSTANTS, Row
+from det_callbacks.runs.evidence import AFTER, BEFORE, CALLBACKS, CONSTANTS, Row
 from det_callbacks.trace.components import has_parts, holds_data
 from det_callbacks.trace.generators import Ledger
 from det_callbacks.trace.leaves import flatten
@@ -73,17 +73,22 @@ class Evidence:
         state = (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers())
         with unobserved():
             self._ledger.note(_FIT_START, CONSTANTS, sum(map(_is_constant, state)))
-        # the user's own come first, and what only draws bars is none of those that a difference is blamed on
-        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
-        others = [one for one in callbacks if one is not own and not isinstance(one, ProgressBar)]
-        others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
-        for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
-            users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
-            names = [type(one).__qualname__ for one in users]
-            if is_overridden(hook, trainer.lightning_module, pl.LightningModule):
-                names.insert(0, type(trainer.lightning_module).__qualname__)
-            if names:
-                self._ledger.note(_FIT_START, f"callbacks of {hook}", text=", ".join(names))
+        self._note_hooks(own)
+
+    def _note_hooks(self, own: pl.Callback) -> None:
+        """Note who has which hook: the user's own first, and nobody who only draws bars."""
+        callbacks: list[pl.Callback] = vars(self._trainer)["callbacks"]
+        place, module = callbacks.index(own), self._trainer.lightning_module
+        for order, others in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
+            others = [one for one in others if not isinstance(one, ProgressBar)]
+            others.sort(key=lambda callback: type(callback).__module__.startswith("lightning."))
+            for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
+                users = [one for one in others if getattr(type(one), hook, None) is not getattr(pl.Callback, hook)]
+                names = [type(one).__qualname__ for one in users]
+                if order == AFTER and is_overridden(hook, module, pl.LightningModule):
+                    names.insert(0, type(module).__qualname__)  # its hooks are called after those of all callbacks
+                if names:
+                    self._ledger.note(_FIT_START, f"{CALLBACKS}{order} {hook}", text=", ".join(names))
 
     def attach(self) -> None:
         """Follow the loaders once they are there."""

@@ -319,13 +319,20 @@ def _is_drawn(facts: Facts) -> bool:
     if first.kind == "extra" and first.op and draws:
         return True
     # below level op no op is recorded, and so none is blamed
-    return not first.op and first.phase == "forward" and bool(within)
+    return not first.op and first.phase == "forward" and first.kind == "content" and bool(within)
 
 
 def _differs_since_before(facts: Facts) -> bool:
     """Return whether a step that nobody recorded may have changed the state that this one read."""
-    source = facts.sources[0].divergence if facts.sources else None
-    return facts.is_after_gap and source is not None and source.phase == "input" and bool(source.name)
+    if not facts.is_after_gap:
+        return False
+    if facts.sources:
+        source = facts.sources[0].divergence
+        return source.phase == "input" and bool(source.name)
+    first = facts.first.divergence
+    return (
+        facts.origin is None and not first.op and first.kind == "content"
+    )  # what it was computed from is not recorded
 
 
 def _cause_of_input(facts: Facts) -> Cause:

@@ -388,10 +388,12 @@ class StepDifference:
 
 
 def num_leading_sites(program: Program) -> int:
-    """Return how many sites lie before everything that the step computed."""
+    """Return how many sites lie before everything that the step computed; state after the batch is what it left."""
+    is_given = False
     for position, site in enumerate(program.sites):
-        if site.op or site.phase not in _BEFORE_OPS:
+        if site.op or site.phase not in _BEFORE_OPS or (is_given and site.phase == "state"):
             return position
+        is_given = is_given or site.phase in ("data", "rng")
     return len(program)
 
 

@@ -11,7 +11,16 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.runs.evidence import CONSTANTS, SEED, UNSEEN_WRITE, VALUES, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import (
+    CALLBACKS,
+    CONSTANTS,
+    SEED,
+    UNSEEN_WRITE,
+    VALUES,
+    Row,
+    evidence_path,
+    read_evidence,
+)
 from det_callbacks.runs.store import Run
 
 SKETCHED = 4
@@ -33,7 +42,7 @@ class Window:
     Attributes:
         rows: in order.
         settings: of the loaders, as of the last time they were started: "num_workers of train_dataloader" -> "2".
-        hooks: "on_train_batch_end" -> the callbacks that have it.
+        hooks: "before on_train_batch_end" -> the callbacks that have it and are called before ours; "after ..." alike.
         num_constant: initial tensors that hold one value only, whatever the seed.
     """
 

@@ -7,6 +7,7 @@ from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.compare.metrics import FIRST_BATCH, GENERATOR, LENGTH, MetricDifference
 from det_callbacks.report.console import listed
 from det_callbacks.report.sentences import show_differences, source_name
+from det_callbacks.runs.evidence import AFTER, BEFORE
 
 MAX_LINES = 20
 """Lines of evidence."""
@@ -125,7 +126,8 @@ def _advise_before_data(facts: Facts) -> str:
 
 def _advise_unrecorded(facts: Facts) -> str:
     choice, step = facts.earlier_choice, facts.difference.step
-    text = f"This state differs since before step {step}, and steps before it were not recorded"
+    what = "This state differs since" if facts.sources else "It may have begun"
+    text = f"{what} before step {step}, and steps before it were not recorded"
     known = "" if choice is None else f"; {show_differences([choice])}, which explains it"
     return text + (known or ": record them too to see where it starts")
 
@@ -204,28 +206,29 @@ def advise_metric(metric: MetricDifference) -> str:
 
 # what led to a cause
 
-_AFTER: Mapping[str, tuple[str, str]] = {
-    # point -> what runs after it, and the hooks of callbacks and module that are called there
-    "fit start": ("the set-up of the data", "on_train_start"),
+_AFTER: Mapping[str, tuple[str, str, str]] = {
+    # point -> the hook in which it is read, what runs after it, and the hooks that are called there
+    "fit start": ("", "the set-up of the data", "on_train_start"),
     "before the sanity check": (
+        "on_sanity_check_start",
         "the sanity check",
-        "on_sanity_check_start on_validation_start on_validation_batch_end on_validation_epoch_end",
+        "on_validation_start on_validation_batch_end on_validation_epoch_end",
     ),
-    "after the sanity check": ("", "on_sanity_check_end on_train_start"),
-    "epoch start": ("", "on_train_epoch_start"),
-    "before the loader starts": ("the start of the loader's iterators", ""),
-    "before a batch is drawn": ("the drawing of the batch", ""),
-    "batch start": ("the forward pass", "on_train_batch_start"),
-    "after forward": ("the backward pass", "on_before_backward"),
-    "after backward": ("the optimizer", "on_after_backward on_before_optimizer_step on_before_zero_grad"),
-    "batch end": ("", "on_train_batch_end"),
+    "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
+    "epoch start": ("on_train_epoch_start", "", ""),
+    "before the loader starts": ("", "the start of the loader's iterators", ""),
+    "before a batch is drawn": ("", "the drawing of the batch", ""),
+    "batch start": ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
+    "after forward": ("on_before_backward", "the backward pass", ""),
+    "after backward": ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
+    "batch end": ("on_train_batch_end", "", ""),
     "before validation": (
+        "on_validation_start",
         "validation",
-        "on_validation_start on_validation_epoch_start on_validation_batch_start on_validation_batch_end "
-        "on_validation_epoch_end",
+        "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end",
     ),
-    "after validation": ("", "on_validation_end"),
-    "epoch end": ("", "on_train_epoch_end"),
+    "after validation": ("on_validation_end", "", ""),
+    "epoch end": ("on_train_epoch_end", "", ""),
 }
 _DREW = {
     "same": "the same indices in the same order",
@@ -299,11 +302,24 @@ def _only_in(change: GeneratorChange) -> dict[str, tuple[str, ...]]:
 
 
 def _what_ran(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what ran between the last point where a generator was equal and the first where it was not."""
+    """Return what ran between the last point where a generator was equal and the first where it was not.
+
+    A point is read in a hook of ours: callbacks that stand after ours are called after it, the others before it.
+    """
     ran: list[str] = []
-    for what, hooks in (_AFTER.get(point, ("", "")) for point in change.points):
+
+    def add(hook: str, *orders: str) -> None:
+        names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
+        ran.extend([f"{hook} of {', '.join(names)}"] if names else [])
+
+    ends = (*change.points[1:], change.differs_at[1])
+    for point, end in zip(change.points, ends, strict=True):
+        read_in, what, hooks = _AFTER.get(point, ("", "", ""))
+        add(read_in, AFTER)
         ran += [what] if what else []
-        ran += [f"{hook} of {evidence.hooks[hook]}" for hook in hooks.split() if hook in evidence.hooks]
+        for hook in hooks.split():
+            add(hook, BEFORE, AFTER)
+        add(_AFTER.get(end, ("", "", ""))[0], BEFORE)
     return ", ".join(dict.fromkeys(ran)) or "something that no point encloses"
 
 

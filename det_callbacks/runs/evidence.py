@@ -36,6 +36,12 @@ SEED = "seed of "
 CONSTANTS = "constant initial tensors"
 """Name of the row with the number of parameters and buffers that hold one value only, at the start of a fit."""
 
+CALLBACKS = "callbacks "
+"""Begins the name of the row that holds who has a hook, with AFTER or BEFORE and the hook after it."""
+
+BEFORE, AFTER = "before", "after"
+"""Whether a callback's hook is called before ours, in which a point is read, or after it."""
+
 UNSEEN_WRITE = "unseen write"
 """Point of the rows that a verification adds to a step that it keeps: their values are ``StepView.unseen_writes``."""
 

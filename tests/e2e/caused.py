@@ -41,6 +41,10 @@ class Training:
     num_workers: int = 0
     draws_in_validation: bool = False
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    first_callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    skips: bool = False
+    changes_in_step: int | None = None
+    every_n_steps: int = 1
     dropout_seed: int | None = None
     change_weight: str = ""
     load_from: int | None = None
@@ -68,11 +72,15 @@ class Training:
             other = Module(self)
             pl.seed_everything(self.seed, verbose=False)
             module.load_state_dict(other.state_dict())
-        arguments = {"level": self.level} if mode == "record" else {"on_divergence": "collect", **arguments}
+        arguments = (
+            {"level": self.level, "every_n_steps": self.every_n_steps}
+            if mode == "record"
+            else {"on_divergence": "collect", **arguments}
+        )
         callback = DeterminismCallback(reference, mode=mode, **arguments)
         options = {"max_steps": STEPS, "max_epochs": None, "val_check_interval": 3, "num_sanity_val_steps": 0}
-        others = (make() for make in self.callbacks)
-        trainer = quiet_trainer(callback, *others, default_root_dir=reference.parent, **{**options, **self.trainer})
+        callbacks = (*(make() for make in self.first_callbacks), callback, *(make() for make in self.callbacks))
+        trainer = quiet_trainer(*callbacks, default_root_dir=reference.parent, **{**options, **self.trainer})
         trainer.fit(module, *self.loaders())
         return callback
 
@@ -133,9 +141,14 @@ class Module(pl.LightningModule):
         layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1)
         self.net = nn.Sequential(*layers, nn.Linear(256, 10))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         inputs, labels = batch
         training: Training = self.training_of.value
+        if training.skips and batch_idx == 2:
+            return None
+        if self.global_step == training.changes_in_step:
+            with torch.no_grad():
+                self.net[-1].bias += 1e-3
         if training.dropout_seed is not None and batch_idx == 2:
             torch.manual_seed(training.dropout_seed)
         return cross_entropy(self.net(inputs), labels)

@@ -14,6 +14,7 @@ from trainers import LIGHTNING_ADVICE
 
 pytestmark = [
     LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning"),  # Lightning's, of a planted fault
     # workers are forked from a process with threads, which Python 3.12 warns of
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of processes that are forked here
 ]
@@ -22,6 +23,12 @@ pytestmark = [
 class DrawsAtBatchEnd(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         torch.rand(3)
+
+
+class DrawsBeforeZeroGrad(pl.Callback):
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            torch.rand(3)
 
 
 class DrawsAtEpochEnd(pl.Callback):
@@ -121,6 +128,32 @@ FAULTS = {
         cause="rng",
         says=("on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0"),
     ),
+    "callback before ours draws": Fault(
+        change={"first_callbacks": (DrawsAtBatchEnd,)},
+        cause="rng",
+        says=("on_train_batch_end of DrawsAtBatchEnd", "equal after backward of step 0"),
+    ),
+    "callback draws before the gradients are reset": Fault(
+        change={"callbacks": (DrawsBeforeZeroGrad,)},
+        cause="rng",
+        says=("on_before_zero_grad of DrawsBeforeZeroGrad", "equal at the batch start of step 2"),
+        says_not=("optimizer",),
+    ),
+    "a step without a loss": Fault(
+        change={"skips": True}, cause="forward", says=("Step 2, forward: ", " is only in the reference")
+    ),
+    "a weight changed in a step that was not recorded": Fault(
+        base={"every_n_steps": 3},
+        change={"changes_in_step": 4},
+        cause="unknown",
+        says=("before step 6, and steps before it were not recorded",),
+    ),
+    "a step with a loss": Fault(
+        base={"skips": True},
+        change={"skips": False},
+        cause="forward",
+        says=("Step 2, forward: ", " is only in the current run"),
+    ),
     "callback draws at the epoch's end": Fault(
         base={"shuffle_seed": None},
         change={"callbacks": (DrawsAtEpochEnd,)},
@@ -170,6 +203,8 @@ EVERYDAY = (
     "unsorted listing",
     "validation draws",
     "callback draws",
+    "callback before ours draws",
+    "a step without a loss",
     "weights loaded by a callback",
     "another batch size",
     "a data set without one sample",

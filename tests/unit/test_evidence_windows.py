@@ -12,7 +12,7 @@ POINTS = ("before a batch is drawn", "batch start", "after forward", "after back
 def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool = True) -> list[Row]:
     """A fit whose generator is drawn from in each forward pass, and once more at one point."""
     state, rows = 100, [Row(0, "fit start", "torch.cpu", 100), Row(0, "fit start", "seed of torch.cpu", 5)]
-    rows.append(Row(0, "fit start", "callbacks of on_train_batch_end", 0, "EMA, Plot"))
+    rows.append(Row(0, "fit start", "callbacks after on_train_batch_end", 0, "EMA, Plot"))
     for step in range(steps):
         for point in ("before validation", "after validation") if validates and step == 2 else ():
             rows.append(Row(step, point, "torch.cpu", state))
