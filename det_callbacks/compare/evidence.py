@@ -31,7 +31,6 @@ MIN_FOUND = 0.75
 
 BATCH = "batch"
 _LOADER = "before the loader starts"
-_HOOKS = "callbacks of "
 _INDICES = "indices of "
 
 
@@ -199,8 +198,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     for row in rows:
         if row.text and row.point == _LOADER:
             settings[row.name] = row.text
-        elif row.text and row.name.startswith(_HOOKS):
-            hooks[row.name.removeprefix(_HOOKS)] = row.text
+        elif row.text and row.name.startswith(CALLBACKS):
+            hooks[row.name.removeprefix(CALLBACKS)] = row.text
         elif row.name == CONSTANTS:
             num_constant = row.value
         elif row.point not in (UNSEEN_WRITE, VALUES):
