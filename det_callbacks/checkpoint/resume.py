@@ -308,7 +308,9 @@ class Resuming:
         trainer = self._trainer
         assert trainer is not None
         now = trainer.accumulate_grad_batches
-        if now != number and not any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks):
+        if now != number and not any(
+            isinstance(one, GradientAccumulationScheduler) for one in vars(trainer)["callbacks"]
+        ):
             self._refuse(f"it was saved with accumulate_grad_batches={number}, and now it is {now}: use {number}")
         trainer.accumulate_grad_batches = number
 
