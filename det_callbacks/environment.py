@@ -76,9 +76,9 @@ def capture_environment(*, choices: Mapping[str, Any] = MappingProxyType({})) ->
     A few milliseconds, and no host sync.
 
     Args:
-        choices: what the caller knows to have been decided, by name: precision, strategy, hyperparameters. Mappings and
-            sequences may be nested and become dotted names. What is neither text, number, bool nor None is recorded
-            by its type alone; paths, addresses and what looks like a secret by its name are withheld.
+        choices: what the caller knows to have been decided, by name: precision, strategy, hyperparameters. Nested
+            mappings become dotted names. What is neither text, number, bool nor None is recorded by its type alone;
+            paths, addresses and what looks like a secret by its name are withheld.
 
     Raises:
         ValueError: a choice has the name of an entry that is captured here.
@@ -272,14 +272,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the commit of the git repository that the program lies in, and what differs from it.
+    """Return the commit of the git repository that the program lies in, and the digest of each file that differs.
 
-    That is the folder of the main script, else the working directory. None where there is no repository or no git.
-    Untracked files do not count. Costs some 20 milliseconds.
-
-    Returns:
-        ``code.git_commit``, ``code.is_dirty``, and for each file that differs ``code.file.<path>``: the digest of its
-        content; None where it is deleted or no file.
+    That is the repository of the main script, else of the working directory; None where there is none, or no git.
+    Untracked files do not count, and a deleted one has no digest. Costs some 20 milliseconds.
     """
     git = shutil.which("git")
     script = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -331,15 +327,11 @@ def script_words(start: str | Path | None = None) -> list[str]:
 def command_choice(
     overrides: Sequence[str] | None = None, *, start: str | Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return what started this run, as a choice for ``capture_environment``, which withholds places besides.
+    """Return what started this run in a folder, as a choice for ``capture_environment``, which withholds places.
 
     That is the script's name and, under Hydra, the overrides of the job, without our own: they say nothing of the
     training, and differ between recording and verifying. Arguments of other programs are not recorded: nothing tells
     which of their words is a secret.
-
-    Args:
-        overrides: of the Hydra job; None where there is none.
-        start: where the program was started; None is the working directory.
 
     Example:
         >>> command_choice(["lr=0.1", "logger.api_key=abc", "determinism.level=op"])["process"]["argv"][1:]

@@ -137,17 +137,10 @@ class RunWriter:
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step whose program and layout are written, and return its chain; steps ascend in a fit.
-
-        Raises:
-            ValueError: an argument is not as described; digests are uint64, one a site.
-        """
-        if not self._programs.get(program_id) == self._layouts.get(layout_id) == len(digests):
-            raise ValueError(f"step {step}: put its program and layout first; {len(digests)} digests were given")
-        if digests.dtype != np.uint64:
-            raise ValueError(f"step {step}: digests are uint64; got {digests.dtype}")
-        if step <= self._last_step:
-            raise ValueError(f"step {step} comes after step {self._last_step}")
+        """Write a step whose program and layout were put, and return its chain; steps ascend in a fit."""
+        assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
+        assert digests.dtype == np.uint64, digests.dtype
+        assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
             rank = self._peers.rank
             self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)

@@ -1,18 +1,16 @@
 """Settings that a callback is given are in force when training begins, or it does not begin."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from fits import RaiseAt
 from styles import Classifier, Samples
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from trainers import LIGHTNING_ADVICE, quiet_trainer
+from torch.utils.data import DataLoader, TensorDataset
+from trainers import quiet_trainer
 
 from det_callbacks import (
     DeterminismCallback,
@@ -195,57 +193,3 @@ def test_another_thread_count_excuses_other_bits_unless_we_set_it_and_nothing_el
     assert verdict is not None
     assert verdict.verdict == "match"
     assert [entry.name for entry in verdict.environment] == ["torch.num_threads"]
-
-
-# a seed decides what is drawn in every process: the main one, and the workers of a loader
-
-
-def draw() -> list[float]:
-    return [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
-
-
-class Drawn(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, *draw()], dtype=torch.float64)
-
-
-class Seeing(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1, dtype=torch.float64)
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.extend(batch.tolist())
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def train_seeded(seed: int) -> list[Any]:
-    """Return what is drawn with a seed: before the training, as weights, in the workers, and afterwards."""
-    with enforce_determinism({"seed": seed}):
-        begin, model = draw(), Seeing()
-        weights = model.layer.weight.tolist()
-        quiet_trainer(max_epochs=2).fit(model, DataLoader(Drawn(), batch_size=2, num_workers=2, shuffle=True))
-        return [begin, weights, model.seen, model.layer.weight.tolist(), draw()]
-
-
-@pytest.mark.slow
-@LIGHTNING_ADVICE
-def test_a_seed_decides_what_is_drawn() -> None:
-    zero, one = train_seeded(0), train_seeded(1)
-    torch.rand(3)
-    assert [train_seeded(1), train_seeded(0)] == [one, zero]
-    # every generator: Python's, NumPy's and torch's, here and in the workers, weights and order
-    assert all(a != b for a, b in zip(zero[0], one[0], strict=True))
-    assert zero[1] != one[1]
-    assert [row[0] for row in zero[2]] != [row[0] for row in one[2]]
-    for position in (1, 2, 3):
-        drawn, others = ({row[position] for row in seed[2]} for seed in (zero, one))
-        assert drawn.isdisjoint(others)
-        assert len(drawn) == len(zero[2]) == 12, "no two workers or epochs share a seed"

@@ -25,9 +25,7 @@ from stored_runs import (
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs import store
 from det_callbacks.runs.evidence import NondeterministicOp, Row
-from det_callbacks.runs.files import write_layout, write_program
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.store import Run
@@ -187,16 +185,3 @@ def test_memory_does_not_grow_with_what_is_read_or_written(tmp_path):
     run = Run.open(path)
     assert sum(1 for _ in run.rank(0).iterate()) == num_steps
     assert resident_kib() - before < 8_000
-
-
-def test_few_programs_and_layouts_are_kept_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_CACHED", 4)
-    create(tmp_path).close(complete=True)
-    run = Run.open(tmp_path)
-    for index in range(6):
-        program, layout = small_program(op=f"aten.op{index}.default"), small_layout(index)
-        write_program(tmp_path, program)
-        write_layout(tmp_path, layout)
-        assert (run.program(program.id), run.layout(layout.id)) == (program, layout)
-        assert run.program(program.id) is run.program(program.id)
-    assert run._program.cache_info().currsize == run._layout.cache_info().currsize == 4

@@ -10,7 +10,6 @@ import pytest
 from stored_runs import append, create, record, small_layout, small_program
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError, SelectionError
-from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.files import (
     LAYOUTS,
     PROGRAMS,
@@ -23,7 +22,7 @@ from det_callbacks.runs.files import (
     write_program,
     write_source_text,
 )
-from det_callbacks.runs.manifest import Attempt, Manifest, ResumedFit, _digest, read_manifest, write_manifest
+from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room, put_in_place
 from det_callbacks.runs.program import Layout, Program
 from det_callbacks.runs.selection import Selection
@@ -130,32 +129,6 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
 
 
 # run.json
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path):
-    manifest = manifest_with(
-        selection=Selection(level="state", only_steps=(812,)),
-        environment={"torch.größe": EnvironmentEntry(value={"a": [1, None, 0.5]}, is_machine=False, changes_bits=True)},
-        settings={"seed": 3, "allow": ["aten.put_.default"]},
-        replay=("aten.mm.default",),
-        keep_tensors=("backward/*:aten.mm.*",),
-        recorded_by="mine",
-        purpose="verify",
-        world_size=10**6,
-        attempts=(Attempt(segments=9), Attempt(resumed_from=(ResumedFit(segment=0, step=4),))),
-    )
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_what_is_no_json_is_refused_before_anything_is_written(tmp_path):
-    for value in (float("nan"), float("inf"), object()):
-        with pytest.raises((ValueError, TypeError)):
-            write_manifest(tmp_path, manifest_with(settings={"lr": value}))
-    assert list(tmp_path.iterdir()) == []
-    write_manifest(tmp_path, manifest_with(settings={"sizes": {10: "a", 9: "b"}}))
-    assert read_manifest(tmp_path).settings == {"sizes": {"10": "a", "9": "b"}}
 
 
 @pytest.mark.parametrize(

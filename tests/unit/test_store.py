@@ -18,8 +18,6 @@ from stored_runs import (
     programs,
     record,
     resume,
-    small_layout,
-    small_program,
 )
 
 from det_callbacks.errors import RankError, ReferenceFormatError, ReferenceNotFoundError, RunExistsError
@@ -106,33 +104,6 @@ def test_every_rank_has_its_own_steps(tmp_path):
 
 
 # what is refused
-
-
-def test_an_append_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
-    program, layout = small_program(), small_layout()
-    other, longer = small_program(4), small_layout(4)
-    writer = create(tmp_path / "run")
-    append(writer, [3])
-    writer.put_program(other)
-    writer.put_layout(longer)
-    size = writer.bytes_written
-    good = digests_of(4)
-    for step, program_id, layout_id, digests, says in [
-        (4, 1, layout.id, good, "put its program and layout first"),
-        (4, program.id, layout.id, good[:2], "2 digests were given"),
-        (4, program.id, longer.id, good, "put its program and layout first"),
-        (4, program.id, layout.id, good.astype(np.float64), "digests are uint64; got float64"),
-        (3, program.id, layout.id, good, "step 3 comes after step 3"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            writer.append(step, 0, program_id, layout_id, digests)
-    assert writer.bytes_written == size
-    append(writer, [4])
-    writer.close(complete=True)
-    writer.close(complete=True)
-    with pytest.raises(ValueError, match="the run is closed"):
-        append(writer, [5])
-    assert steps_of(tmp_path / "run") == [3, 4]
 
 
 def test_half_a_write_is_the_last_one(tmp_path, monkeypatch):
