@@ -1,7 +1,9 @@
-"""Digests beside the checkpoints of real Trainers: every way of saving and removing one."""
+"""Each checkpoint that a Trainer saves gets digests; one that is damaged, or another, is refused when it is loaded."""
 
 import json
 import os
+import random
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +13,67 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
-from checkpoint_fits import assert_all_agree, every, fit, ours
-from fits import Fit, RaiseAt, Steady, StopError
+from fits import Fit, Plain, RaiseAt, Steady, StopError
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from resumes import RESUMING, environment_again
+from trainers import quiet_trainer
 
-from det_callbacks import CheckpointMismatchError, CheckpointNotFoundError, check_checkpoint
+from det_callbacks import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    DeterminismCallback,
+    check_checkpoint,
+)
 
 __all__ = ["environment_again"]  # a fixture of each test
 
 pytestmark = RESUMING
+
+
+def ours(folder: Path, **options: Any) -> DeterminismCallback:
+    return DeterminismCallback(folder / "run", mode="record", level="state", overwrite=True, **options)
+
+
+def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> Fit:
+    return Fit(ours(folder), *callbacks, enable_checkpointing=True, default_root_dir=folder, **options)
+
+
+def every(folder: Path, steps: int = 1, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "checkpoints", **{"every_n_train_steps": steps, **options})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    fit(folder, max_epochs=1, limit_train_batches=3).run().trainer.save_checkpoint(folder / "x.ckpt")
+    return folder / "x.ckpt"
+
+
+@pytest.fixture
+def path(saved: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint and of what stands beside it, to be changed."""
+    shutil.copytree(saved.parent, tmp_path / "copy", ignore=shutil.ignore_patterns("run"))
+    return tmp_path / "copy" / saved.name
+
+
+def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
+    """Every checkpoint is what was saved, has the state to resume from it, and nothing without one is left."""
+    found = {path.name for path in folder.iterdir()}
+    checkpoints = {name for name in found if name.endswith(".ckpt")}
+    assert len(checkpoints) == num_checkpoints, found
+    files = {name for name in checkpoints if not (folder / name).is_symlink()}
+    sidecars = {f"{name}.digests.json" for name in files}
+    states = {f"{name}.resume" for name in files}
+    assert found - states == checkpoints | sidecars
+    assert len(states - found) == num_without_state
+    assert all(len(list((folder / name).iterdir())) == 1 for name in states & found)
+    assert all(check_checkpoint(folder / name).equal for name in checkpoints)
+
+
+# ways of saving and removing one
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
@@ -128,7 +179,7 @@ def test_a_trainer_without_it_finds_the_last_checkpoint(tmp_path: Path) -> None:
 
 # kills: a process ends without a word at its n-th change of the disk
 
-CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "remove", "fsync")
+DISK_CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir", "remove", "fsync")
 
 
 def run_killed(work: Callable[[], object], at: int) -> bool:
@@ -149,7 +200,7 @@ def run_killed(work: Callable[[], object], at: int) -> bool:
         return changed
 
     try:
-        for name in CHANGES:
+        for name in DISK_CHANGES:
             setattr(os, name, counted(getattr(os, name)))
         work()
     finally:
@@ -210,3 +261,142 @@ def test_a_folder_of_a_sharded_strategy(tmp_path: Path) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+# damage
+
+
+def outcome(path: Path) -> str:
+    try:
+        report = check_checkpoint(path)
+    except CheckpointFormatError as error:
+        return f"refused with {error.exit_code}"
+    if report.equal:
+        return "passed"
+    return f"{'named' if report.entries else 'bytes only'} with {report.exit_code}"
+
+
+def test_no_flipped_bit_passes(path: Path) -> None:
+    content = path.read_bytes()
+    assert outcome(path) == "passed"
+    draw, found = random.Random(0), []
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        found.append(outcome(path))
+    assert set(found) <= {"named with 1", "bytes only with 1", "refused with 2"}
+    assert found.count("named with 1") > 20  # of bits in tensors
+    assert found.count("refused with 2") > 20  # of bits in what holds the file together
+    path.write_bytes(content)
+    assert outcome(path) == "passed"
+
+
+@pytest.mark.parametrize("suffix", ["", ".digests.json"])
+def test_a_truncated_file_is_an_error(suffix: str, path: Path) -> None:
+    place = Path(f"{path}{suffix}")
+    content = place.read_bytes()
+    for length in [0, 1, 3, 4, 100, len(content) - 1, *random.Random(1).sample(range(len(content)), 20)]:
+        place.write_bytes(content[:length])
+        with pytest.raises(CheckpointFormatError, match=r"digests\.json is damaged|so it is truncated") as caught:
+            check_checkpoint(path)
+        assert caught.value.exit_code == 2
+    with pytest.raises(CheckpointFormatError, match=r"digests\.json is damaged|so it is truncated"):
+        Fit(ours(path.parent), max_epochs=2).run(ckpt_path=str(path))
+
+
+# what a Trainer loads
+
+
+def exchange(checkpoint: Any) -> None:
+    state = checkpoint["state_dict"]
+    state["norm.weight"], state["first.bias"] = state["first.bias"], state["norm.weight"]
+
+
+CHANGES = [
+    (lambda one: one["state_dict"]["last.weight"][0].add_(1), r"state_dict: last\.weight differs"),
+    (exchange, r"state_dict: (norm\.weight and first\.bias|first\.bias and norm\.weight) are exchanged"),
+    (lambda one: one["state_dict"].pop("last.bias"), r"state_dict: last\.bias is missing"),
+    (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is there, and was not before"),
+    (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
+    (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
+    (lambda one: one.update(global_step=5), "global_step differs"),
+    (lambda one: None, "The file's bytes differ, and yet"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_changed_checkpoint_is_refused_before_a_step(change: Any, message: str, path: Path) -> None:
+    original = path.read_bytes()
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, path)
+    if path.read_bytes() == original:  # saved by torch again, and the same: change what no entry holds
+        path.write_bytes(original + b"\0")
+    resumed = Fit(ours(path.parent), max_epochs=2)
+    with pytest.raises(CheckpointMismatchError, match=message) as caught:
+        resumed.run(ckpt_path=str(path))
+    assert (caught.value.exit_code, caught.value.path) == (1, str(path))
+    assert resumed.trainer.global_step == 0
+    assert not check_checkpoint(path).equal
+
+
+def test_the_sidecar_of_another_checkpoint_is_refused(path: Path, tmp_path: Path) -> None:
+    other = fit(tmp_path, every(tmp_path, 2), max_epochs=1).run().trainer.checkpoint_callback.best_model_path
+    shutil.copy(f"{other}.digests.json", f"{path}.digests.json")
+    with pytest.raises(CheckpointMismatchError, match="those of another checkpoint"):
+        Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=str(path))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_refuse_it_as_well(stage: str, path: Path, tmp_path: Path) -> None:
+    model = Plain()
+    model.validation_step = model.test_step = model.predict_step = lambda *_: None
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(CheckpointMismatchError, match="The file's bytes differ"):
+        getattr(quiet_trainer(ours(tmp_path)), stage)(model, Fit().loader, ckpt_path=str(path))
+
+
+class Changing(TorchCheckpointIO):
+    """Loads something else than the file holds, as a failing memory would."""
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **options)
+        checkpoint["state_dict"]["last.bias"][1] += 1
+        return checkpoint
+
+
+def test_what_was_loaded_is_compared_and_not_the_file_alone(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"state_dict: last\.bias differs"):
+        Fit(ours(tmp_path), max_epochs=2, plugins=[Changing()]).run(ckpt_path=str(saved))
+
+
+class Opaque:
+    """What weights_only refuses."""
+
+
+class Holding(Plain):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["thing"] = Opaque()
+
+
+def test_a_users_weights_only_false_is_respected(tmp_path: Path) -> None:
+    keeping = every(tmp_path, 4)
+    fit(tmp_path, keeping, model=Holding).run()
+    path = Path(keeping.best_model_path)
+    report = check_checkpoint(path)
+    assert (report.equal, report.is_opened) == (True, False)
+
+    def resume(**options: Any) -> None:
+        Fit(ours(tmp_path), model=Holding, max_epochs=2).run(ckpt_path=str(path), **options)
+
+    resume(weights_only=False)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        resume()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointFormatError):
+        check_checkpoint(path)
+    with pytest.raises(CheckpointFormatError):  # not even the user's choice unpickles what was not saved
+        resume(weights_only=False)

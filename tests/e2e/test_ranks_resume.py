@@ -1,0 +1,359 @@
+"""Several processes: a resumed training is the one that was interrupted on every rank, or all ranks refuse it."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from processes import Ended, run_ranks
+from resumes import BATCHES, Augmented, Noisy, SaveAfter, fit
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from trainers import quiet_trainer
+
+from det_callbacks import CheckpointNotFoundError, DeterminismCallback, check_checkpoint, prove_resume
+from det_callbacks.errors import DetCallbacksError
+from det_callbacks.judge import compare_runs
+from det_callbacks.runs.store import Run
+
+pytestmark = pytest.mark.ddp
+
+SLOW = 240.0
+"""Seconds that several trainings may take on a busy machine."""
+
+
+class Wide(Noisy):
+    """Large enough for several of DDP's buckets, whose layers are registered in another order than they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(600, 2)
+        self.middle = nn.Linear(600, 600)
+        self.first = nn.Linear(4, 600)
+        self.norm = nn.BatchNorm1d(600)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.dropout(self.norm(self.first(rows)).relu())
+        return self.last(self.middle(hidden).relu())
+
+
+class Apart(pl.Callback):
+    """Moves the generators of each rank by another number of draws, and those of a resumed training by more."""
+
+    def __init__(self, draws: int) -> None:
+        self.draws = draws
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        for _ in range(trainer.global_rank + self.draws):
+            torch.rand(())
+            random.random()
+            np.random.rand()
+
+
+def data(num_ranks: int = 2, **options: Any) -> DataLoader[Any]:
+    rows = Augmented(num_samples=2 * BATCHES * num_ranks)
+    return DataLoader(rows, **{"batch_size": 2, "shuffle": True, **options})
+
+
+def train(callback: DeterminismCallback, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> pl.Trainer:
+    defaults = {"strategy": "ddp", "model": Wide, "data": lambda: data(num_ranks), "max_epochs": 2}
+    draws = 5 if "ckpt_path" in options else 0
+    return fit(callback, Apart(draws), *others, devices=num_ranks, **{**defaults, **options})
+
+
+def record(folder: Path, *others: pl.Callback, level: Any = "op", how: Any = "exact", **options: Any) -> pl.Trainer:
+    return train(DeterminismCallback(folder / "run", mode="record", level=level, resume=how), *others, **options)
+
+
+def resume(folder: Path, path: Path, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
+    """Verify a resumed training against the recorded one, and return the steps that were compared."""
+    current = folder / f"current-{path.stem}"
+    callback = DeterminismCallback(folder / "run", current=current, resume=how)
+    train(callback, *others, ckpt_path=path, **options)
+    assert callback.verdict is not None
+    assert callback.verdict.verdict == "match"
+    return callback.verdict.coverage.steps
+
+
+def round_trip(folder: Path, after: Sequence[int], *, at: str = "batch", level: Any = "op", **options: Any) -> None:
+    """Record a training that saves checkpoints, and resume from each of them."""
+    record(folder, SaveAfter(folder, *after, at=at), level=level, **options)
+    for number in after:
+        assert resume(folder, folder / f"{number}.ckpt", **options) == (number, 2 * BATCHES - 1)
+
+
+class Sharded(Noisy):
+    """FSDP2; with dropout and a gradient that is kept over two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for layer in (self.first, self.last, self):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self(batch).pow(2).mean()
+
+
+def sharded(*, is_folder: bool) -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=is_folder)
+
+
+def succeed(ended: list[Ended]) -> None:
+    assert all(one.exit_code == 0 for one in ended), "\n----\n".join(one.output for one in ended)
+
+
+class KillAt(pl.Callback):
+    """Ends each process without a word, in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.step:
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = {"accumulate_grad_batches": 2, "validates": True, "val_check_interval": 3}
+    succeed(run_ranks(lambda rank: record(whole, **options), whole))
+    others = SaveAfter(killed, 3, 5), KillAt(6)
+    ended = run_ranks(lambda rank: record(killed, *others, **options), killed)
+    assert [one.exit_code for one in ended] == [-9, -9]
+
+    def go_on(rank: int) -> None:
+        # the first of the two lies before a validation; both within a window of accumulated gradients
+        assert resume(whole, killed / "3.ckpt", **options) == (3, 13)
+        record(killed, ckpt_path=killed / "5.ckpt", **options)
+
+    succeed(run_ranks(go_on, killed))
+    run = Run.open(killed / "run")
+    assert run.is_complete
+    for rank in (0, 1):
+        assert (killed / "run" / f"rank-{rank:05d}" / "attempt-001.arrows").exists()
+        assert run.rank(rank).steps(0).tolist() == [*range(14)]
+    verdict = compare_runs(whole / "run", killed / "run")
+    assert (verdict.verdict, verdict.coverage.ranks) == ("match", 2)
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "batches": {"after": (3, 7, 10)},
+    "validation": {"after": (4, 6), "validates": True, "val_check_interval": 2},
+    "workers": {"after": (8,), "data": lambda: data(num_workers=2)},
+    "end_of_epoch": {"after": (7,), "at": "epoch", "validates": True},
+    "unused": {"after": (3,), "strategy": "ddp_find_unused_parameters_true"},
+    # of two ranks a sum has the same bits in any order; of three it has not
+    "three_ranks": {"after": (4, 8), "num_ranks": 3, "level": "state"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAININGS)
+def test_from_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
+    trip = partial(round_trip, tmp_path, **TRAININGS[name])
+    world_size = TRAININGS[name].get("num_ranks", 2)
+    succeed(run_ranks(lambda rank: trip(), tmp_path / "output", world_size=world_size, seconds=SLOW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_sharded_weights(is_folder: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": Sharded, "accumulate_grad_batches": 2}
+
+    def body(rank: int) -> None:
+        # a strategy serves one Trainer
+        record(tmp_path, SaveAfter(tmp_path, 3, 7), strategy=sharded(is_folder=is_folder), **options)
+        for after in (3, 7):
+            strategy = sharded(is_folder=is_folder)
+            assert resume(tmp_path, tmp_path / f"{after}.ckpt", strategy=strategy, **options) == (after, 13)
+
+    succeed(run_ranks(body, tmp_path / "output", seconds=SLOW))
+    assert (tmp_path / "3.ckpt").is_dir() == is_folder
+    assert check_checkpoint(tmp_path / "3.ckpt").equal
+
+
+class Scored(Wide):
+    """Logs a value that is another one on each rank, so that the names of checkpoints are."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.log("score", float(self.global_rank) - self.trainer.global_step)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.slow
+def test_checkpoints_that_lightning_names_links_and_removes(tmp_path: Path) -> None:
+    def keeping() -> ModelCheckpoint:
+        name = "{step}-{score:.1f}"
+        return ModelCheckpoint(
+            tmp_path, filename=name, monitor="score", save_top_k=2, every_n_train_steps=4, save_last="link"
+        )
+
+    def body(rank: int) -> None:
+        record(tmp_path, keeping(), model=Scored)
+        resume(tmp_path, tmp_path / "last.ckpt", keeping(), model=Scored, enable_checkpointing=True)
+
+    succeed(run_ranks(body, tmp_path / "output", seconds=SLOW))
+    kept = {path.name for path in tmp_path.glob("*.ckpt") if not path.is_symlink()}
+    assert "step=4-score=-3.0.ckpt" not in kept
+    assert {path.name for path in tmp_path.glob("*.resume")} == {f"{name}.resume" for name in kept}
+    for name in kept:
+        assert check_checkpoint(tmp_path / name).equal
+
+
+@pytest.mark.slow
+def test_the_proof(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        make = partial(quiet_trainer, max_epochs=2, default_root_dir=tmp_path, devices=2, strategy="ddp")
+        os.chdir(tmp_path)
+        for how, expected in (("exact", "match"), ("plain", "diverged")):
+            verdict = prove_resume(make, Wide, data, stop_at=4, steps=10, resume=how)
+            assert (verdict.verdict, verdict.coverage.ranks) == (expected, 2), verdict.explanation
+            if how == "exact":
+                assert verdict.coverage.steps == (4, 9)
+
+    ended = run_ranks(body, tmp_path / "output", seconds=SLOW)
+    succeed(ended)
+    assert not any("TrainingInterruptedError: . Rank" in one.output for one in ended)
+    assert len(list((tmp_path / "determinism").iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SaveTwice(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            step = trainer.fit_loop.epoch_loop.total_batch_idx
+            if step == 4 and trainer.global_rank == killed:  # which has not written its part yet
+                monkeypatch.setattr("det_callbacks.checkpoint.resume.write_part", lambda *_, **__: os._exit(9))
+            if step in (2, 4):
+                trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    ended = run_ranks(lambda rank: record(tmp_path / "killed", SaveTwice(), level="state"), tmp_path / "output")
+    assert ended[killed].exit_code == 9
+    assert ended[1 - killed].exit_code != 0
+    path = tmp_path / "last.ckpt"
+    with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
+        check_checkpoint(path)
+    # the checkpoint before, since the save waits for all ranks: a preempted job goes on from it
+    ended = run_ranks(lambda rank: record(tmp_path / "on", level="state", ckpt_path=path), tmp_path / "output")
+    succeed(ended)
+    assert all("last.ckpt is resumed by Lightning alone" in one.output for one in ended)
+
+
+# what is refused
+
+NAMES = ("whole", "missing", "foreign", "damaged")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two epochs, and copies of the checkpoint after its third step with one thing wrong."""
+    folder = tmp_path_factory.mktemp("saved")
+    ended = run_ranks(lambda rank: record(folder, SaveAfter(folder, 2, 3), level="state"), folder / "output")
+    assert [one.exit_code for one in ended] == [0, 0]
+    for name in NAMES:
+        for suffix in ("", ".digests.json"):
+            shutil.copy(folder / f"3.ckpt{suffix}", folder / f"{name}.ckpt{suffix}")
+        shutil.copytree(folder / "3.ckpt.resume", folder / f"{name}.ckpt.resume")
+    part = {name: folder / f"{name}.ckpt.resume" / "rank-00001.state" for name in NAMES}
+    part["missing"].unlink()
+    shutil.copy(folder / "2.ckpt.resume" / "rank-00001.state", part["foreign"])
+    part["damaged"].write_bytes(b"{}")
+    return folder
+
+
+def outcomes(folder: Path, attempts: dict[str, Callable[[], Any]], *, world_size: int = 2) -> dict[str, list[Any]]:
+    """Make attempts in the processes of one launch; return by name what each rank raised: kind, status and text."""
+
+    def body(rank: int) -> None:
+        told = {}
+        for name, attempt in attempts.items():
+            try:
+                told[name] = ["", 0, str(attempt())]
+            except DetCallbacksError as error:
+                told[name] = [type(error).__name__, error.exit_code, str(error)]
+        (folder / f"told-{rank}.json").write_text(json.dumps(told))
+
+    ended = run_ranks(body, folder / "output", world_size=world_size)
+    assert [one.exit_code for one in ended] == [0] * world_size, ended
+    by_rank = [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
+    return {name: [told[name] for told in by_rank] for name in attempts}
+
+
+class LoadAlone(pl.Callback):
+    """Gives rank 1 other data."""
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            trainer.fit_loop._data_source.instance.dataset.rows[:] += 1
+
+
+ALL = ["NotResumableError", "NotResumableError"]
+MISSING = "the state of rank 1 of 2, which was saved beside it, is missing"
+REFUSED = {
+    "missing": (ALL, MISSING),
+    "foreign": (ALL, MISSING),
+    "damaged": (["RankError", "CheckpointFormatError"], "rank-00001.state is damaged"),
+    "data": (["RankError", "NotResumableError"], "drawn again, are not those"),
+    "seed": (ALL, "the seed of the sampler of loader 0 is not what it was then"),
+    "first_step": (ALL, "DDP was about to put the gradients in other buckets"),
+    "static": (ALL, "DDP(static_graph=True) adds"),
+}
+
+
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved: Path) -> None:
+    attempts = {name: (lambda name=name: resume(saved, saved / f"{name}.ckpt")) for name in NAMES}
+    attempts["data"] = lambda: resume(saved, saved / "whole.ckpt", LoadAlone())
+    attempts["seed"] = lambda: resume(saved, saved / "whole.ckpt", seed=50)
+    others: dict[str, Callable[[], dict[str, Any]]] = {  # a strategy serves one Trainer
+        "first_step": dict,
+        "static": lambda: {"strategy": DDPStrategy(static_graph=True)},
+    }
+    for name, options in others.items():
+        folder, after = saved / name, 1 if name == "first_step" else 2
+
+        def attempt(folder: Path = folder, after: int = after, options: Any = options) -> Any:
+            record(folder, SaveAfter(folder, after), level="state", max_epochs=1, **options())
+            return resume(folder, folder / f"{after}.ckpt", max_epochs=1, **options())
+
+        attempts[name] = attempt
+    told = outcomes(saved, attempts)
+    assert told.pop("whole") == [["", 0, "(3, 13)"]] * 2
+    for name, (kinds, text) in REFUSED.items():
+        assert [kind for kind, _, _ in told[name]] == kinds, (name, told[name])
+        assert all(status == 2 and text in said for _, status, said in told[name]), (name, told[name])
+    report = check_checkpoint(saved / "missing.ckpt")
+    assert (report.equal, report.missing_files) == (False, ("the part of rank 1",))
+    assert check_checkpoint(saved / "whole.ckpt").equal
+
+
+def test_another_number_of_processes_is_refused_and_lightning_goes_on_alone(saved: Path) -> None:
+    def record_on(how: Any) -> Any:
+        options = {"ckpt_path": saved / "whole.ckpt", "num_ranks": 1, "strategy": "auto", "max_epochs": 1}
+        return record(saved / how, level="state", how=how, **options).global_step
+
+    told = outcomes(saved, {"exact": lambda: record_on("exact"), "plain": lambda: record_on("plain")}, world_size=1)
+    ((kind, status, said),) = told["exact"]
+    assert (kind, status) == ("NotResumableError", 2)
+    assert "it was saved by 2 processes, and there are 1 now" in said
+    assert told["plain"][0][1] == 0
+    assert Run.open(saved / "plain" / "run").is_complete
