@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from det_callbacks.compare.cause import LENGTHS, Facts, find_cause
-from det_callbacks.compare.collectives import Classification, classify
+from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.numbers import KeptNumbers, with_next_recording
-from det_callbacks.compare.ranks import FirstDifference, RankFindings, RankWalk, WholeSteps
+from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
@@ -310,8 +310,7 @@ class _Judge:
         stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
-        known = (first.get(rank) for rank in self.walk.reference.ranks)
-        return classify([None if one is None else one.among_ranks for one in known])
+        return classify([first.get(rank) for rank in self.walk.reference.ranks])
 
     def _answer(
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None

@@ -7,7 +7,7 @@ together can: the k-th call of a collective in a group is the same call on all o
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from det_callbacks.compare.differences import StepDifference
@@ -16,6 +16,10 @@ from det_callbacks.verdict import Divergence
 
 Side = Literal["origin", "receiver", "unknown", "equal"]
 Begins = Literal["local", "external", "ambiguous", "received"]
+CallKey = tuple[str, str, int]
+Order = tuple[int, int, int, int]
+"""Segment, step, position in the step, rank: the least comes first."""
+
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_p2p")
 
 
@@ -36,41 +40,10 @@ class CollectiveCall:
     source: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> CallKey:
         """What the call has in common on all ranks; messages of a group, whose ends are two ops, are not told apart."""
         is_message = self.op.partition(".")[2].startswith(_POINT_TO_POINT)
         return ("", self.group, 0) if is_message else (self.op, self.group, self.number)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankDifference:
-    """What the others have to know of a rank's first differing step.
-
-    Attributes:
-        rank: process.
-        segment: fit of the run.
-        step: first training batch that differs.
-        begins: what its first difference is.
-            "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
-            "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
-            the run's first difference that is the rank's own, and later it may follow from what another rank did.
-            "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
-            "received": a collective delivered it.
-        changed: the calls into which this rank put something else, or that it called otherwise.
-        received: what other calls delivered here, in the order of the step.
-    """
-
-    rank: int
-    segment: int
-    step: int
-    begins: Begins
-    changed: frozenset[tuple[str, str, int]] = frozenset()
-    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """Segment and step."""
-        return self.segment, self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +73,65 @@ class Classification:
         return self.collective is not None and not {"origin", "unknown"} & {*self.sides}
 
 
-def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDifference:
+    """The first difference of a rank, with what tells, together with that of the other ranks, who started it.
+
+    Attributes:
+        order: of it among those of all ranks.
+        first: divergence.
+        origins: of the step, as this rank alone sees it.
+        is_first: it is in the first step of its fit.
+        is_resumed: it is in the first step after a checkpoint was restored.
+        begins: what it is.
+            "local": a batch, a generator, an op whose inputs and arguments agree: nobody else had a part in it.
+            "external": it was there when the step read it (a weight, a tensor made between the steps, an argument); at
+            the run's first difference that is the rank's own, and later it may follow from what another rank did.
+            "ambiguous": nobody recorded who wrote it, such as a gradient at a level below "op".
+            "received": a collective delivered it.
+        changed: the calls into which this rank put something else, or that it called otherwise.
+        received: what other calls delivered here, in the order of the step.
+    """
+
+    order: Order
+    first: Divergence
+    origins: tuple[Divergence, ...] = ()
+    is_first: bool = False
+    is_resumed: bool = False
+    begins: Begins
+    changed: frozenset[CallKey] = frozenset()
+    received: tuple[tuple[CollectiveCall, Divergence], ...] = ()
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Segment and step."""
+        return self.order[:2]
+
+    def among(self, ranks: Classification | None) -> Divergence:
+        """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
+        if ranks is None:
+            return self.first
+        if ranks.is_collective:
+            return replace(self.first, is_origin=replace(self.first, numbers=None) in self._delivered_by(ranks))
+        side = ranks.sides[self.order[-1]]
+        if side == "receiver":
+            return replace(self.first, is_origin=False)
+        return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
+
+    def origins_among(self, ranks: Classification | None) -> list[Divergence]:
+        """Return the origins of the step; what looks like one to this rank alone is none where it received it."""
+        if ranks is None:
+            return [*self.origins]
+        own = self.origins if ranks.sides[self.order[-1]] == "origin" else ()
+        return [*(replace(one, is_origin=True) for one in self._delivered_by(ranks)), *own]
+
+    def _delivered_by(self, ranks: Classification) -> list[Divergence]:
+        """Return what the collective delivered that is an origin itself; [] where none is."""
+        key = None if ranks.collective is None else ranks.collective.key
+        return [divergence for call, divergence in self.received if call.key == key]
+
+
+def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
     """Return which ranks started a difference and which received it.
 
     Args:
@@ -123,7 +154,7 @@ def classify(per_rank: Sequence[RankDifference | None]) -> Classification:
     )
 
 
-def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
+def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
     """Return who a rank that differs is, among the ranks that differ at the run's first differing step."""
     is_early = known.moment == earliest[0].moment
     if known.begins == "local" or (known.begins == "external" and is_early):
@@ -137,8 +168,8 @@ def _side(known: RankDifference, earliest: Sequence[RankDifference]) -> Side:
     return "origin" if begun["ambiguous"] == 1 else "unknown"
 
 
-def describe_rank(difference: StepDifference) -> RankDifference:
-    """Return what the other ranks have to know of the first step of a rank that differs."""
+def describe_first(difference: StepDifference, *, is_first: bool = False, is_resumed: bool = False) -> FirstDifference:
+    """Return what is to be known of the first step of a rank that differs, which may be its fit's first."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -148,11 +179,14 @@ def describe_rank(difference: StepDifference) -> RankDifference:
         sent = [place - site.output for place, site in read if site.role == "sent"]
         if sent and calls[sent[0]].key not in changed and len(received) < difference.limit:
             received.append((calls[sent[0]], difference.describe(row)))
-    return RankDifference(
-        rank=difference.rank,
-        segment=difference.segment,
-        step=difference.step,
-        begins=_begins(difference, next(iter(difference.kinds))),
+    first = next(iter(difference.kinds))
+    return FirstDifference(
+        order=(difference.segment, difference.step, first, difference.rank),
+        first=difference.describe(first),
+        origins=difference.origins,
+        is_first=is_first,
+        is_resumed=is_resumed,
+        begins=_begins(difference, first),
         changed=changed,
         received=tuple(received),
     )
@@ -185,7 +219,7 @@ def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
     return found
 
 
-def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[tuple[str, str, int]]:
+def _changed_calls(difference: StepDifference, calls: Mapping[int, CollectiveCall]) -> frozenset[CallKey]:
     """Return the calls that got something else on this rank, were called otherwise or are only in the reference."""
     found = set()
     for row in (difference.roles == "sent").nonzero()[0].tolist():

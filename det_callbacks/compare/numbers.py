@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from det_callbacks.compare.ranks import FirstDifference
+from det_callbacks.compare.collectives import FirstDifference
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns

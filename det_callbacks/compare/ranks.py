@@ -2,12 +2,12 @@
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from det_callbacks.compare.collectives import Classification, RankDifference, describe_rank
+from det_callbacks.compare.collectives import FirstDifference, Order, describe_first
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
 from det_callbacks.compare.step import StepCounter, are_equal, compare_steps, reached_part
@@ -16,53 +16,6 @@ from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import Fit
 from det_callbacks.verdict import Divergence
-
-Order = tuple[int, int, int, int]
-"""Segment, step, position in the step, rank: the least comes first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstDifference:
-    """The first difference of a rank.
-
-    Attributes:
-        order: of it among those of all ranks.
-        first: divergence.
-        among_ranks: what tells, with that of the other ranks, who started it.
-        origins: of the step, as this rank alone sees it.
-        is_first: it is in the first step of its fit.
-        is_resumed: it is in the first step after a checkpoint was restored.
-    """
-
-    order: Order
-    first: Divergence
-    among_ranks: RankDifference
-    origins: tuple[Divergence, ...] = ()
-    is_first: bool = False
-    is_resumed: bool = False
-
-    def among(self, ranks: Classification | None) -> Divergence:
-        """Return the divergence with what all ranks together tell of where it started; None where they tell nothing."""
-        if ranks is None:
-            return self.first
-        if ranks.is_collective:
-            return replace(self.first, is_origin=replace(self.first, numbers=None) in self.delivered_by(ranks))
-        side = ranks.sides[self.order[-1]]
-        if side == "receiver":
-            return replace(self.first, is_origin=False)
-        return replace(self.first, is_origin=None) if side == "unknown" and self.first.is_origin else self.first
-
-    def delivered_by(self, ranks: Classification) -> list[Divergence]:
-        """Return what the collective delivered that is an origin itself; [] where none is."""
-        key = None if ranks.collective is None else ranks.collective.key
-        return [divergence for call, divergence in self.among_ranks.received if call.key == key]
-
-    def origins_among(self, ranks: Classification | None) -> list[Divergence]:
-        """Return the origins of the step; what looks like one to this rank alone is none where it received it."""
-        if ranks is None:
-            return [*self.origins]
-        own = self.origins if ranks.sides[self.order[-1]] == "origin" else ()
-        return [*(replace(one, is_origin=True) for one in self.delivered_by(ranks)), *own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +39,9 @@ class WholeSteps:
         return Divergence(rank=self.rank, step=self.first, phase="other", kind=self.kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankFindings:
-    """What one rank tells.
+    """What one rank tells; filled while it is walked through.
 
     Attributes:
         rank: of the process.
@@ -99,9 +52,9 @@ class RankFindings:
     """
 
     rank: int
-    tally: Tally
+    tally: Tally = field(default_factory=Tally)
     first: FirstDifference | None = None
-    whole: tuple[WholeSteps, ...] = ()
+    whole: list[WholeSteps] = field(default_factory=list)
     is_by_chains: bool = False
 
 
@@ -145,51 +98,50 @@ class RankWalk:
         if self.check_files:
             for run in (ours, theirs):
                 run.check_steps()
-        tally, whole, first, counter, is_by_chains = Tally(), list[WholeSteps](), None, StepCounter(), False
+        found, counter = RankFindings(rank=rank), StepCounter()
         for segment in sorted({*ours.segments, *theirs.segments}):
             left, right = ours.fit(segment), theirs.fit(segment)
             num_equal = num_equal_steps(left, right)
-            is_by_chains |= num_equal > 1
+            found.is_by_chains |= num_equal > 1
             if num_equal:
-                self._count_equal(tally, rank, segment, right, num_equal)
+                self._count_equal(found.tally, rank, segment, right, num_equal)
             in_ours, in_theirs = set(left.steps[num_equal:].tolist()), set(right.steps[num_equal:].tolist())
             for step in sorted(in_ours & in_theirs):
                 views = self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
-                tally.count([step], views[1].program, num_compared)
-                tally.num_differing += num_differing
-                if first is None and num_differing:
-                    first = self._first(compare_steps(*views), is_first=step == int(left.steps[0]))
+                found.tally.count([step], views[1].program, num_compared)
+                found.tally.num_differing += num_differing
+                if found.first is None and num_differing:
+                    found.first = self._first(compare_steps(*views), is_first=step == int(left.steps[0]))
             if not self.is_common:
-                whole += _whole("missing", rank, segment, in_ours - in_theirs)
-                whole += _whole("extra", rank, segment, in_theirs - in_ours)
-        tally.num_differing += sum(one.count for one in whole)
-        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole), is_by_chains=is_by_chains)
+                found.whole += _whole("missing", rank, segment, in_ours - in_theirs)
+                found.whole += _whole("extra", rank, segment, in_theirs - in_ours)
+        found.tally.num_differing += sum(one.count for one in found.whole)
+        return found
 
     def _verified(self, record: RankRecord) -> RankFindings:
         """Return what the record of a rank and the steps tell that its verification stored."""
-        rank, tally = record.rank, Tally()
-        tally.add(record.tally)
-        path = record_path(self.current.path, rank)
-        first, whole = None, list[WholeSteps]()
+        rank, path = record.rank, record_path(self.current.path, record.rank)
+        found = RankFindings(rank=rank)
+        found.tally.add(record.tally)
         for fit in record.fits:
             stored = self.current.rank(rank).steps(fit.segment).tolist()
             place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
                 raise damaged(path, f"it tells of {fit.num_stored} stored steps {place}, and {len(stored)} are there")
-            whole += _whole("extra", rank, fit.segment, fit.extra)
+            found.whole += _whole("extra", rank, fit.segment, fit.extra)
             step = next((step for step in stored if step in fit.differing), None)
-            if first is None and step is not None:
+            if found.first is None and step is not None:
                 difference = compare_steps(*self.views(rank, fit.segment, step))
                 if difference.num_differing:
-                    first = self._first(difference, is_first=step == min(fit.compared))
-            if first is None and fit.differing:
+                    found.first = self._first(difference, is_first=step == min(fit.compared))
+            if found.first is None and fit.differing:
                 raise damaged(path, f"it says that step {min(fit.differing)} {place} differs, and no stored step does")
         for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
             missing = self._missing(record, segment)
-            whole += _whole("missing", rank, segment, missing)
-            tally.num_differing += len(missing)
-        return RankFindings(rank=rank, tally=tally, first=first, whole=tuple(whole))
+            found.whole += _whole("missing", rank, segment, missing)
+            found.tally.num_differing += len(missing)
+        return found
 
     def _missing(self, record: RankRecord, segment: int) -> set[int]:
         """Return the steps of the reference that a verification ought to have had by its end."""
@@ -208,15 +160,9 @@ class RankWalk:
         return reference, current
 
     def _first(self, difference: StepDifference, *, is_first: bool) -> FirstDifference:
-        row, place = next(iter(difference.kinds)), (difference.segment, difference.step)
-        return FirstDifference(
-            order=(*place, row, difference.rank),
-            first=difference.describe(row),
-            among_ranks=describe_rank(difference),
-            origins=difference.origins,
-            is_first=is_first,
-            is_resumed=place in self.reference.resumed_steps | self.current.resumed_steps,
-        )
+        resumed = self.reference.resumed_steps | self.current.resumed_steps
+        is_resumed = (difference.segment, difference.step) in resumed
+        return describe_first(difference, is_first=is_first, is_resumed=is_resumed)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; each kind of step is opened once, and the last one of all."""

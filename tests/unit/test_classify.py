@@ -7,7 +7,7 @@ import pytest
 from pairs import Pair, judge
 from step_builder import StepBuilder, reducing_step
 
-from det_callbacks.compare.collectives import Begins, CollectiveCall, RankDifference, classify, describe_rank
+from det_callbacks.compare.collectives import Begins, CollectiveCall, FirstDifference, classify, describe_first
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.sentences import explain_ranks
 from det_callbacks.runs.program import IN_FLIGHT
@@ -27,11 +27,12 @@ WITH = {"op": REDUCE, "rank": 0, "phase": "forward", "kind": "content"}
 
 def rank(
     *received: CollectiveCall, put: tuple[CollectiveCall, ...] = (), begins: Begins = "received", step: int = 3
-) -> RankDifference:
+) -> FirstDifference:
     """Return what a rank tells; its number does not matter."""
-    changed = frozenset(one.key for one in put)
     delivered = tuple((one, Divergence(step=step, **WITH)) for one in received)
-    return RankDifference(rank=0, segment=0, step=step, begins=begins, changed=changed, received=delivered)
+    changed = frozenset(one.key for one in put)
+    first = Divergence(step=step, **WITH)
+    return FirstDifference(order=(0, step, 0, 0), first=first, begins=begins, changed=changed, received=delivered)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def rank(
         ([rank(begins="local"), rank(FIRST, step=4)], "origin receiver", None, FIRST),
     ],
 )
-def test_who_started_it(ranks: list[RankDifference | None], sides: str, collective: Any, through: Any) -> None:
+def test_who_started_it(ranks: list[FirstDifference | None], sides: str, collective: Any, through: Any) -> None:
     found = classify(ranks)
     assert (" ".join(found.sides), found.collective, found.through) == (sides, collective, through)
 
@@ -126,7 +127,7 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path: Path) -> None:
     assert verdict.origins == ()
     assert verdict.cause != "collective"
     assert "which is a race" in verdict.explanation
-    among = describe_rank(compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()))
+    among = describe_first(compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()))
     assert (among.begins, among.received) == ("ambiguous", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
