@@ -262,7 +262,7 @@ def _explains(choice: str, found: Finding, *, is_other: bool) -> bool:
     return is_other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One way to a cause.
 
@@ -281,6 +281,11 @@ def find_cause(facts: Facts) -> tuple[str, Cause]:
     """Return the name of the rule that applies to a differing step, from the earliest evidence, and the cause."""
     rule = next(rule for rule in RULES if rule.applies(facts))
     return rule.name, rule.cause(facts) if callable(rule.cause) else rule.cause
+
+
+def _has_other_initial_state(facts: Facts) -> bool:
+    is_chosen = facts.first.divergence.kind == "structure" and facts.explaining_choice is not None
+    return "state" in facts.source_phases and not is_chosen
 
 
 def _has_other_epochs(facts: Facts) -> bool:
@@ -335,6 +340,18 @@ def _differs_since_before(facts: Facts) -> bool:
     )  # what it was computed from is not recorded
 
 
+def _differs_in_structure_only(facts: Facts) -> bool:
+    return not {"content", "argument"} & {*facts.difference.kinds.values()}
+
+
+def _cause_of_batch(facts: Facts) -> Cause:
+    return "data_content" if facts.data_change in _OTHER_CONTENT else "data_order"
+
+
+def _cause_of_earlier(facts: Facts) -> Cause:
+    return "unknown" if facts.earlier_choice is None else "settings"
+
+
 def _cause_of_input(facts: Facts) -> Cause:
     """Return the cause of a tensor from outside the trace that differs."""
     source = facts.sources[0]
@@ -369,45 +386,18 @@ def _cause_of_first(facts: Facts) -> Cause:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        name="restored state",
-        applies=lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored),
-        cause="checkpoint",
-    ),
-    Rule(
-        name="initial state",
-        applies=lambda facts: (
-            "state" in facts.source_phases
-            and not (facts.first.divergence.kind == "structure" and facts.explaining_choice is not None)
-        ),
-        cause="initial_weights",
-    ),
-    Rule(name="another epoch", applies=_has_other_epochs, cause="data_order"),
-    Rule(name="generator before the data", applies=_is_consumed_before_data, cause="rng"),
-    Rule(name="batch size", applies=lambda facts: facts.has_other_data and bool(facts.batch_size), cause="settings"),
-    Rule(
-        name="batch",
-        applies=lambda facts: facts.has_other_data,
-        cause=lambda facts: "data_content" if facts.data_change in _OTHER_CONTENT else "data_order",
-    ),
-    Rule(name="generator", applies=_is_drawn, cause="rng"),
-    Rule(
-        name="steps that were not recorded",
-        applies=_differs_since_before,
-        cause=lambda facts: "unknown" if facts.earlier_choice is None else "settings",
-    ),
-    Rule(name="input from outside", applies=lambda facts: bool(facts.sources), cause=_cause_of_input),
-    Rule(name="choice", applies=lambda facts: facts.explaining_choice is not None, cause="settings"),
-    Rule(
-        name="compiled graph",
-        applies=lambda facts: facts.origin is not None and facts.origin.role == "graph",
-        cause="structure",
-    ),
-    Rule(
-        name="structure",
-        applies=lambda facts: not {"content", "argument"} & {*facts.difference.kinds.values()},
-        cause="structure",
-    ),
-    Rule(name="origin", applies=lambda facts: facts.origin is not None, cause=_cause_of_origin),
-    Rule(name="first difference", applies=lambda facts: True, cause=_cause_of_first),
+    Rule("restored state", lambda facts: facts.is_resumed and bool(facts.restored or facts.unrestored), "checkpoint"),
+    Rule("initial state", _has_other_initial_state, "initial_weights"),
+    Rule("another epoch", _has_other_epochs, "data_order"),
+    Rule("generator before the data", _is_consumed_before_data, "rng"),
+    Rule("batch size", lambda facts: facts.has_other_data and bool(facts.batch_size), "settings"),
+    Rule("batch", lambda facts: facts.has_other_data, _cause_of_batch),
+    Rule("generator", _is_drawn, "rng"),
+    Rule("steps that were not recorded", _differs_since_before, _cause_of_earlier),
+    Rule("input from outside", lambda facts: bool(facts.sources), _cause_of_input),
+    Rule("choice", lambda facts: facts.explaining_choice is not None, "settings"),
+    Rule("compiled graph", lambda facts: facts.origin is not None and facts.origin.role == "graph", "structure"),
+    Rule("structure", _differs_in_structure_only, "structure"),
+    Rule("origin", lambda facts: facts.origin is not None, _cause_of_origin),
+    Rule("first difference", lambda facts: True, _cause_of_first),
 )
