@@ -93,11 +93,13 @@ class OneOf:
         self.rank = rank
         self.world_size = world_size
 
-    def agree(self, action: Callable[[], Any], *, task: str) -> list[Any]:
+    def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
         return [action()] * self.world_size
 
-    def do(self, action: Callable[[], Any], *, task: str) -> Any:
+    def run_on_all(self, action: Callable[[], Any], *, task: str) -> Any:
         return action()
+
+    broadcast = run_on_all
 
 
 def write_run(
