@@ -63,8 +63,8 @@ def compare_modules(
     Args:
         base: what relative differences are relative to.
         control: what is compared with it.
-        inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; (args, kwargs); a list of
-            these, one for each iteration; or a function from the iteration to one of these. Copied for each side.
+        inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; or a function from the
+            iteration to one of these. Copied for each side.
         iterations: how many.
         optimizer: makes an optimizer from the parameters that need gradients; None: gradient descent at rate 0.01,
             which carries a difference of the gradients on as it is, where Adam would make a full step out of the
@@ -94,7 +94,7 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
-    _check_arguments(base, control, inputs, iterations, seed)
+    _check_arguments(base, control, iterations, seed)
     given = None if rtol is None or atol is None else (float(rtol), float(atol))
     if (rtol is None) != (atol is None) or not all(0 <= one < math.inf for one in given or ()):
         raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
@@ -133,7 +133,7 @@ def compare_modules(
     )
 
 
-def _check_arguments(base: object, control: object, inputs: object, iterations: int, seed: int) -> None:
+def _check_arguments(base: object, control: object, iterations: int, seed: int) -> None:
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
@@ -141,8 +141,6 @@ def _check_arguments(base: object, control: object, inputs: object, iterations: 
         raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
-    if isinstance(inputs, list) and len(inputs) < iterations:
-        raise ValueError(f"inputs lists {len(inputs)} for {iterations} iterations; positional arguments are a tuple")
 
 
 def _compared(base: Values, control: Values, iteration: int, given: Tolerances) -> list[TensorComparison]:

@@ -30,7 +30,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | list[Any] | Callable[[int], Any]
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], Tensor]
 """(phase, name) -> a copy of a tensor that an iteration computed, in its order; a number is a tensor too."""
@@ -204,17 +204,11 @@ def default_loss(leaves: list[Any], seed: int) -> Tensor | None:
 
 def _call_of(inputs: Inputs, iteration: int) -> Call:
     """Return the arguments of an iteration; see ``compare_modules`` for the forms that inputs have."""
-    if isinstance(inputs, list):
-        inputs = inputs[iteration]
-    elif callable(inputs) and not isinstance(inputs, Tensor):
+    if callable(inputs) and not isinstance(inputs, Tensor):
         inputs = inputs(iteration)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    if not isinstance(inputs, tuple):
-        return (inputs,), {}
-    if len(inputs) == 2 and isinstance(inputs[0], tuple | list) and isinstance(inputs[1], Mapping):
-        return tuple(inputs[0]), dict(inputs[1])
-    return tuple(inputs), {}
+    return (tuple(inputs) if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def _copied(name: str, value: Tensor) -> Tensor:

@@ -82,9 +82,8 @@ def test_giving_up_after_recompilations_is_an_error() -> None:
     """Dynamo would go on in eager mode, which agrees with itself."""
 
     branching = Apply(lambda weight, x, power: weight * x * str(power).count("1"))
-    inputs = [(torch.ones(2, 4), str(number)) for number in range(4)]
     with dynamo_config.patch(recompile_limit=2), pytest.raises(ModuleRunError, match="in iteration 2"):
-        compare_compiled(branching, inputs, backend="eager", iterations=4)
+        compare_compiled(branching, lambda i: (torch.ones(2, 4), str(i)), backend="eager", iterations=4)
 
 
 def test_wrong_arguments_and_a_backend_that_fails() -> None:
