@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 LEAF = 256 * 1024
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)
-EDGES = (0, 1, 8, 9, 1023, 1024, 1025, 16 * 1024 - 1, 16 * 1024, 16 * 1024 + 1, 32 * 1024, 32 * 1024 + 1)
+EDGES = (1, 8, 9, 1023, 1024, 1025, 16 * 1024 - 1, 16 * 1024, 16 * 1024 + 1, 32 * 1024, 32 * 1024 + 1)
 LEAF_EDGES = (LEAF - 1, LEAF, LEAF + 1, 2 * LEAF + 1024, 3 * LEAF)
 LAYOUTS = ("contiguous", "transposed", "permuted", "strided", "expanded", "0-d")
 

@@ -64,21 +64,15 @@ def threads_seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return seen
 
 
-def test_large_memory_is_hashed_by_two_threads_which_end(threads_seen: set[int]) -> None:
-    data = random_bytes(16 * MIB + 5)
-    before = threading.enumerate()
-    assert digest_bytes(data) == digest_reference.digest(data)
-    assert len(threads_seen) == 2
-    assert threading.get_ident() in threads_seen
-    assert threading.enumerate() == before
-
-
-def test_many_spans_have_the_digests_that_they_have_alone(threads_seen: set[int]) -> None:
+def test_many_spans_are_hashed_by_two_threads(threads_seen: set[int]) -> None:
     sizes = [0, 1, 1024, 5 * MIB + 3, 0, 300_000, 12 * MIB, 17]
     arrays = [np.frombuffer(random_bytes(size, seed), dtype=np.uint8) for seed, size in enumerate(sizes)]
+    before = threading.enumerate()
     digests = host.digest_spans([(array.ctypes.data, array.nbytes) for array in arrays])
-    assert digests == [digest_bytes(array) for array in arrays]
+    assert digests == [digest_reference.digest(array.tobytes()) for array in arrays]
     assert len(threads_seen) == 2
+    assert threading.get_ident() in threads_seen
+    assert threading.enumerate() == before, "the second one has ended"
 
 
 def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from det_callbacks.digest.unobserved import require_no_capture
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.host_digest import BLOCK_BYTES, LEAF_BYTES, digest_bytes
 
-EMPTY_DIGEST = digest_bytes(b"")
-
 MAX_SUM_BYTES = 32 * 1024 * 1024
 """Sums of a stream that wait at most."""
 
@@ -43,7 +41,7 @@ class Launched:
         stream: that they are read on.
         sizes: in bytes.
         sums: of their blocks; None once the kernels that need them are enqueued.
-        digests: on the device, in the order of the spans, there when these kernels have run; none of empty spans.
+        digests: on the device, in the order of the spans, there when these kernels have run.
     """
 
     stream: Hashable
@@ -105,12 +103,12 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
-        """Enqueue the kernel that reads the spans on a stream.
+        """Enqueue the kernel that reads the spans, none of which is empty, on a stream.
 
         Raises:
             DetCallbacksError: if the current stream is capturing a CUDA graph.
         """
-        places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans if size]
+        places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
             self._hold([span for span in spans if span[0]._cdata not in unheld] if unheld else spans, stream)
             num_tiles = sum(-(-size // self._tile_bytes) for _, size in places)
@@ -161,8 +159,7 @@ class TritonDigest:
                     passed.record()
                     passed.synchronize()
         words: list[int] = found.numpy().view("uint64").tolist()
-        sizes = [size for part in launched for size in part.sizes]
-        return [word if size else EMPTY_DIGEST for word, size in zip(words, sizes, strict=True)]
+        return words
 
     def _finish(self, stream: Hashable) -> None:
         """Enqueue the kernels that make digests of the sums that wait on a stream, the current one.
@@ -170,9 +167,7 @@ class TritonDigest:
         Where anything raises, Ctrl-C included, the digests of these launches are lost: they keep their sums.
         """
         launches = self._waiting.pop(stream, _Waiting()).launches
-        if not any(size for launched in launches for size in launched.sizes):
-            for launched in launches:
-                launched.sums = None
+        if not launches:
             return
         # the leaf hashes of spans that have several, and the hashes of these, level by level
         hashes = self._memory(sum(sum(_counts(size)[:-1]) for launched in launches for size in launched.sizes))
@@ -185,7 +180,7 @@ class TritonDigest:
             sums, digest = launched.sums.data_ptr(), launched.digests.data_ptr()
             for size in launched.sizes:
                 counts = _counts(size)
-                rows += (num_leaves, sums, size, place if len(counts) > 1 else digest) if size else ()
+                rows += (num_leaves, sums, size, place if len(counts) > 1 else digest)
                 num_leaves += counts[0]
                 for number, count in enumerate(counts[:-1]):
                     following = place + 8 * count if number + 2 < len(counts) else digest
@@ -317,7 +312,7 @@ def disagreement(method: DeviceDigest, device: torch.device) -> str | None:
     # the top byte of multiples of 2**32 divided by the golden ratio: no two words are alike
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
     there = content.to(device)
-    parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES), slice(0, 0)]
+    parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES)]
     spans = [(there.untyped_storage(), part.start, part.stop - part.start) for part in parts]
     given = method.collect([method.launch(spans, method.stream())])
     expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
