@@ -15,79 +15,55 @@ MAX_LINES = 20
 
 def advise(facts: Facts, rule: str) -> str:
     """Return a sentence that a person can act on, without its final stop; "" where there is nothing to add."""
-    return ADVICE[rule](facts)
+    text = ADVICE[rule]
+    return text(facts) if callable(text) else text.format(step=facts.difference.step)
 
 
 # weights and data
 
 
 def _advise_initial(facts: Facts) -> str:
-    num, total, seeded = len(facts.initial_sources), facts.num_initial, facts.other_seed
-    share = f"{num} of {total} initial tensors differ"
-    if num == facts.num_random < total:
-        share = f"all {num} initial tensors that hold more than one value differ"
     if facts.has_few_weights:
         return (
-            f"Look at how {facts.initial_sources[0]} is initialised or loaded: {share}, so the seed was the same and "
-            "the code, or the weights that were loaded, are not"
+            f"Look at how {facts.initial_sources[0]} is initialised or loaded: the seed was the same and the code, or "
+            "the weights that were loaded, are not"
         )
-    if seeded is not None and seeded.seeds is not None:
-        return (
-            f"Set the same seed before the model is built: {share}, and {seeded.name} was seeded with "
-            f"{seeded.seeds[0]} in the reference and with {seeded.seeds[1]} now"
-        )
-    also = [name for phase, name in (("data", "data"), ("rng", "generators")) if phase in facts.source_phases]
-    rest = f"and so do {' and '.join(also)}" if also else "while data and generators agree"
-    return f"Set the seed before the model is built, and load the same weights: {share}, {rest}"
+    seeded = facts.other_seed
+    if seeded is not None:
+        return f"Set the same seed before the model is built: {show_change(seeded, facts.evidence)}"
+    return "Set the seed before the model is built, and load the same weights"
 
 
 _OF_BATCH: Mapping[DataChange, str] = {
-    "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer: what left the loader agrees, and "
-    "what they made of it does not",
-    "reordered": "Look at the sampler, the shuffle's seed and the sorting of files: the batch has the same samples in "
-    "another order",
+    "transformed": "Look at on_before_batch_transfer and on_after_batch_transfer",
+    "reordered": "Look at the sampler, the shuffle's seed and the sorting of files",
     "other data set": "The data set is another one",
-    "listed otherwise": "Sort what the data set lists: the sampler drew the same indices, and the samples behind them "
-    "are others, which the reference had at step {found_at}",
-    "made otherwise": "Look at transforms, augmentation, worker seeds and decoding: the sampler drew the same samples, "
-    "and their content differs",
-    "other": "Look at the data: none of its samples is known to be in what the reference recorded",
+    "listed otherwise": "Sort what the data set lists",
+    "made otherwise": "Look at transforms, augmentation, worker seeds and decoding",
+    "other": "Look at what the data set holds, and at its transforms",
 }
 
 
 def _advise_batch(facts: Facts) -> str:
-    change = facts.data_change
-    text = _advise_drawn(facts) if change == "drawn" else _OF_BATCH[change].format(found_at=facts.batch.found_at)
-    return text + (_settings(facts) if change != "transformed" else "")
-
-
-def _advise_drawn(facts: Facts) -> str:
-    if facts.batch.indices != "other":
-        return (
-            f"Look at the order in which the data come: {'the' if facts.batch.is_whole else 'some'} samples of this "
-            f"batch are those of the reference's step {facts.batch.found_at}"
-        )
-    if any(name.startswith(("num_workers", "sampler")) for name in facts.batch.settings):
-        return "The loader is set otherwise, so the sampler drew other samples"
+    if facts.data_change != "drawn":
+        return _because(_OF_BATCH[facts.data_change], facts)
     change = next(filter(facts.is_before_step, facts.generators), None)
+    if facts.batch.settings:
+        return _because("Set the loader as in the reference", facts)
+    if facts.batch.indices != "other":
+        return _because("Look at the order in which the data come", facts)
     if change is None:
-        return (
-            "Look at the sampler itself (its weights, what it sorts by): it drew other samples, and no generator that "
-            "is known differs"
-        )
+        return _because("Look at the sampler itself (its weights, what it sorts by): no known generator differs", facts)
     is_seeded_alike = change.seeds is not None and not change.is_reseeded
     todo = "Draw the same numbers before the shuffle" if is_seeded_alike else "Give the shuffle the same seed"
-    return f"{todo}: the sampler drew other samples; {show_change(change, facts.evidence)}"
+    return f"{todo}: {show_change(change, facts.evidence)}"
 
 
-def _advise_batch_size(facts: Facts) -> str:
-    alike = "the sampler drew the same samples, and they" if facts.batch.indices == "cut" else "the samples"
-    return f"Give the loader the same batch size: {alike} are cut into other batches{_settings(facts)}"
-
-
-def _settings(facts: Facts) -> str:
-    shown = [f"{name}: {ours} in the reference, {theirs} now" for name, (ours, theirs) in facts.batch.settings.items()]
-    return f" ({listed(shown, '; ')})" if shown else ""
+def _because(todo: str, facts: Facts) -> str:
+    """Return what to do, with the setting of a loader, or else what is known of the batch, that says so."""
+    known = [line.partition(": ")[2] for line in _batch_lines(facts)[1:]]
+    reasons = known[-len(facts.batch.settings) :] if facts.batch.settings else known[:1]
+    return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
 
 
 # generators and ops
@@ -113,15 +89,7 @@ def _advise_generator(facts: Facts) -> str:
 
 
 def _advise_before_data(facts: Facts) -> str:
-    if facts.consumed:
-        return _advise_generator(facts)
-    changes = [
-        f"; {show_change(change, facts.evidence)}" for change in facts.generators if facts.is_before_step(change)
-    ]
-    return (
-        'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
-        f"generator{''.join(changes[:1])}"
-    )
+    return _advise_generator(facts) if facts.consumed else _UNRESTORED
 
 
 def _advise_unrecorded(facts: Facts) -> str:
@@ -141,48 +109,49 @@ def _advise_lost_value(facts: Facts) -> str:
     return _LOST_VALUE if is_outside or (not sources and kind in ("argument", "missing", "extra")) else ""
 
 
+def _advise_first(facts: Facts) -> str:
+    is_replayed = facts.first.role == "graph_output"
+    return _REPLAYED.format(step=facts.difference.step) if is_replayed else _advise_lost_value(facts)
+
+
+_UNRESTORED = (
+    'Resume with resume="exact" from a checkpoint that was saved with the callback: Lightning alone restores no '
+    "generator"
+)
 _LOST_VALUE = (
     "All that a checkpoint restores agrees: look for a Python value that the checkpoint does not hold (an "
     "attribute, a counter, the state of an environment), and keep it there with on_save_checkpoint and "
     "on_load_checkpoint, or in a buffer"
-)
-_COMPILED = (
-    "torch.compile compiled another graph here. Start both runs in fresh processes, since what was compiled before "
-    "decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to one graph); "
-    'see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with compiled="eager" '
-    "(only_steps=[{step}]) to see which op is another"
 )
 _REPLAYED = (
     "An op inside a CUDA graph runs where nobody sees it: record step {step} of both without CUDA graphs (call the "
     "function itself instead of its replay, or compile without reduce-overhead) to see which op it is"
 )
 
-ADVICE: Mapping[str, Callable[[Facts], str]] = {
+ADVICE: Mapping[str, str | Callable[[Facts], str]] = {
     # every rule of compare/cause.py -> what to do
-    "restored state": lambda facts: (
-        "Compare the checkpoint with the one that was saved there, and look at what changes this state between loading "
-        "it and the step"
-    ),
+    "restored state": "Compare the checkpoint with the one that was saved there, and look at what changes this state "
+    "between loading it and the step",
     "initial state": _advise_initial,
-    "another epoch": lambda facts: (
-        "Look at limit_train_batches, overfit_batches, drop_last and the length of the data: an epoch ended in one run "
-        f"only{_settings(facts)}"
+    "another epoch": lambda facts: _because(
+        "An epoch ended in one run only: look at limit_train_batches, overfit_batches, drop_last and the length of the "
+        "data",
+        facts,
     ),
     "generator before the data": _advise_before_data,
-    "batch size": _advise_batch_size,
+    "batch size": lambda facts: _because("Give the loader the same batch size", facts),
     "batch": _advise_batch,
     "generator": _advise_generator,
     "steps that were not recorded": _advise_unrecorded,
     "input from outside": _advise_lost_value,
-    "choice": lambda facts: "",  # the explanation begins with it
-    "compiled graph": lambda facts: _COMPILED.format(step=facts.difference.step),
+    "choice": "",  # the explanation begins with it
+    "compiled graph": "torch.compile compiled another graph here. Start both runs in fresh processes, since what was "
+    "compiled before decides as well (a resumed run knows no earlier batch sizes: drop_last or dynamic=True keep to "
+    "one graph); see why with TORCH_LOGS=recompiles,graph_breaks; or record step {step} of both with "
+    'compiled="eager" (only_steps=[{step}]) to see which op is another',
     "structure": _advise_lost_value,
     "origin": _advise_lost_value,
-    "first difference": lambda facts: (
-        _REPLAYED.format(step=facts.difference.step)
-        if facts.first.role == "graph_output"
-        else _advise_lost_value(facts)
-    ),
+    "first difference": _advise_first,
 }
 
 
@@ -242,8 +211,9 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return what led to a cause, one line a finding, in the order of time: weights, data, generators, choices."""
     initial, lines = facts.initial_sources, list[str]()
     if facts.is_first and facts.num_initial:
+        which = ", all that hold more than one value" if len(initial) == facts.num_random < facts.num_initial else ""
         first = f", first {initial[0]}" if initial else ""
-        lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{first}")
+        lines.append(f"initial state: {len(initial)} of {facts.num_initial} tensors differ{which}{first}")
     lines += _batch_lines(facts)
     lines += [show_change(change, facts.evidence) for change in facts.generators]
     lines += [f"choice {show_differences([entry])}" for entry in facts.choices]

@@ -68,12 +68,12 @@ FAULTS = {
     "another seed": Fault(
         change={"seed": 77},
         cause="initial_weights",
-        says=("Set the same seed before the model is built", "seeded with 0 in the reference and with 77 now"),
+        says=("Set the same seed before the model is built", "seeded with 0 in the reference, 77 now"),
     ),
     "seed set late": Fault(
         change={"is_seeded_late": True},
         cause="initial_weights",
-        says=("Set the seed before the model is built", "initial tensors that hold more than one value"),
+        says=("Set the seed before the model is built", "all that hold more than one value"),
     ),
     "shuffle with another seed": Fault(
         change={"shuffle_seed": 2},
@@ -87,7 +87,7 @@ FAULTS = {
         base={"augment": "unseeded", "num_workers": 1},
         change={},
         cause="data_content",
-        says=("worker seeds", "the sampler drew the same samples", "nowhere in what the reference recorded"),
+        says=("worker seeds", "the sampler drew the same indices", "nowhere in what the reference recorded"),
     ),
     "other content in one transform": Fault(
         change={"augment": "seeded"}, cause="data_content", says=("Look at transforms", "the same indices")
@@ -96,14 +96,14 @@ FAULTS = {
         base={"augment": "seeded"},
         change={"num_workers": 2},
         cause="data_content",
-        says=("num_workers of train_dataloader: 0 in the reference, 2 now",),
+        says=("num_workers of train_dataloader is 0 in the reference, 2 now",),
     ),
     "another batch size": Fault(
         change={"batch_size": 32},
         cause="settings",
         says=(
-            "Give the loader the same batch size: the sampler drew the same samples, and they are cut into other",
-            "batch_size of train_dataloader: 16 in the reference, 32 now",
+            "Give the loader the same batch size: batch_size of train_dataloader is 16 in the reference, 32 now",
+            "the same indices, which are cut into batches of another size",
         ),
         says_not=("nowhere", "drew other"),
     ),

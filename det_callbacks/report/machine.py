@@ -1,19 +1,22 @@
-"""What torch says of its ops, and which of them a recorded run uses, in which modules."""
+"""What this machine says: the settings that are in force, and the ops that torch names, which a run may use."""
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from det_callbacks.compare.arguments import ArgumentReader
 from det_callbacks.errors import SelectionError
 from det_callbacks.nondeterminism import BEHAVIOURS, OpFact, may_apply
-from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.console import Section, Table, count, indented
 from det_callbacks.report.run import head_lines
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
+
+if TYPE_CHECKING:
+    from det_callbacks.doctor import Diagnosis
 
 _MEANINGS = {
     "alternate algorithm": "takes another algorithm under torch.use_deterministic_algorithms(True)",
@@ -114,3 +117,44 @@ def op_report(content: Mapping[str, Any], run: Run | None = None) -> list[Sectio
     note = "sites: in one step. Devices and conditions are torch's words; that they are met is not checked."
     report = [Section(code=lines, table=Table(columns=columns, rows=rows, is_wide=True))]
     return report if run is None else [*report, Section(code=[note])]
+
+
+def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
+    """Return what is in force, what is not with the line to add, and what differs from a reference."""
+    facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
+    place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
+    versions = ", ".join(f"{name} {facts[f'{name}.version']}" for name in ("python", "torch", "lightning"))
+    head = [f"{versions}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
+    head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
+    asked = []
+    for one in diagnosis.settings:
+        if one.state == "left alone":
+            continue
+        line = f"{one.state:<16}{one.name} = {one.wanted!r}"
+        asked.append(line + (f", here {one.in_force!r}: {one.effect}" if one.state != "in force" else ""))
+        asked += [f"{'':<16}{one.to_do}"] if one.to_do else []
+    asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
+    report = [Section(lines=head), Section(title=f"Asked for ({asker})", lines=indented(asked))]
+    if others := [f"{one.name} {one.in_force!r}" for one in diagnosis.settings if one.state == "left alone"]:
+        report.append(Section(title="Left as they are", lines=[", ".join(others)]))
+    if against is not None:
+        rows = [
+            (
+                *(one.name, str(one.reference), str(one.current), "machine" if one.is_machine else "choice"),
+                "can change bits" if one.changes_bits else "changes no bits by itself",
+                finding.to_do or "-",
+            )
+            for finding in diagnosis.differences
+            for one in (finding.difference,)
+        ]
+        columns = ("name", "reference", "here", "kind", "effect", "to make it the reference's")
+        table = Table(columns=columns, rows=rows) if rows else None
+        report.append(Section(title=f"Different from {against}", lines=[] if rows else ["nothing"], table=table))
+    if not missing:
+        return [*report, Section(title="all in force", style="bold green")]
+    advice = (
+        "One call sets them all: det_callbacks.enforce_determinism(det_callbacks.DeterminismSettings(...)), "
+        "before the model is built; the Hydra presets do."
+    )
+    title = f"{count(len(missing), 'setting')} not in force: {', '.join(missing)}"
+    return [*report, Section(title=title, style="bold red", lines=[advice])]
