@@ -75,11 +75,6 @@ class ReplacedInTorch:
             self.watchers.remove(recorder)
         self.unfollow(recorder)
 
-    @property
-    def names(self) -> list[str]:
-        """The methods that are replaced now."""
-        return sorted(f"{owner.__name__}.{name}" for owner, name in self._methods)
-
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         before = vars(owner).get(name)
         if before is None or (owner, name) in self._methods:  # builds of torch without CUDA have none of its methods
