@@ -39,7 +39,7 @@ class Auditing(Session, StepHooks):
         super().begin(stage)
         self.audit_report = None
         if self._folder is None:
-            self._folder = free_folder(stage.root, kind="audit")
+            self._folder = free_folder(self.root, kind="audit")
         for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit: not to be taken for this one's
             (self._folder / name).unlink(missing_ok=True)
 
@@ -107,7 +107,9 @@ class Auditing(Session, StepHooks):
             f"determinism.replay={replay} (Hydra), or replay={str(replay)!r}",
         )
         replace_atomically(replay, replay_list(report.replay, comments).encode())
-        self.say(audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps))))
+        self.print_line(
+            audit_line(report, folder=self._folder, missed=sorted(set(chosen or ()).difference(report.steps)))
+        )
         if report.findings:
             text = audit_lines(report, replay=replay)
             if self.arguments.on_divergence != "warn":
@@ -116,7 +118,7 @@ class Auditing(Session, StepHooks):
 
     @override
     def stop(self, reason: str) -> None:
-        self.say(f"det_callbacks: audit stopped by {reason}; nothing was written")
+        self.print_line(f"det_callbacks: audit stopped by {reason}; nothing was written")
 
     @property
     def _running(self) -> BitwiseEquivalenceMode:

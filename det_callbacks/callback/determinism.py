@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,8 @@ from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.auditing import Auditing
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.logged import CALLS, LoggedMetrics
-from det_callbacks.callback.manifest import manifest_of, replicated_weights, root_folder
-from det_callbacks.callback.progress import ProgressReporter, say_beside
+from det_callbacks.callback.manifest import manifest_of, replicated_weights
+from det_callbacks.callback.progress import ProgressReporter, print_beside_bar
 from det_callbacks.callback.recording import Recording
 from det_callbacks.callback.replica_audit import Replicas, raise_if
 from det_callbacks.callback.session import Session, Stage, StepHooks
@@ -149,10 +150,11 @@ class DeterminismCallback(CallbackArguments):
             self._group.run_on_all(partial(self._prepare, trainer, pl_module), task="checking the settings")
             if self._session is None or self._session.is_over:
                 self._session = self._new_session()
-            self.selection = self._session.prepare(self.selection, lambda: root_folder(trainer))
+            self._session.root = Path(trainer.log_dir or trainer.default_root_dir)  # told by rank 0 to all
+            self.selection = self._session.prepare(self.selection)
             self._call = call
         elif self._session is None and self.mode != "audit" and trainer.is_global_zero:
-            say_beside(trainer, no_prediction_line(self.reference))
+            print_beside_bar(trainer, no_prediction_line(self.reference))
         self._ops.begin(self.settings, pl_module)
 
     def _prepare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,9 +205,9 @@ class DeterminismCallback(CallbackArguments):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, session: Session, **options: Any) -> None:
         """Begin a fit, or what the option ``call`` says."""
-        session.say = partial(say_beside, trainer)
+        session.print_line = partial(print_beside_bar, trainer)
         manifest = manifest_of(trainer, pl_module, self, self.choices)
-        stage = Stage(manifest=manifest, selection=self.selection, root=root_folder(trainer), **options)
+        stage = Stage(manifest=manifest, selection=self.selection, **options)
         # what is no fit broadcasts no weights
         require_same_start(self._group, manifest, None if stage.call else replicated_weights(trainer, pl_module))
         self.verdict = self.audit_report = None
@@ -244,7 +246,7 @@ class DeterminismCallback(CallbackArguments):
     ) -> None:
         if not self._is_open:
             return
-        self._group.tell("step")
+        self._group.set_place("step")
         self._close_step()  # one that a module ended by returning -1
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         self._logged.begin_step(trainer, step)
@@ -277,7 +279,7 @@ class DeterminismCallback(CallbackArguments):
         self._ops.close()
         self._progress.after_step(session.progress)
         if trainer.fit_loop.epoch_loop._is_training_done or trainer.should_stop:  # read at Lightning 2.6.6
-            self._group.tell("between")  # after the last batch there may be long validations, saves and hooks
+            self._group.set_place("between")  # after the last batch there may be long validations, saves and hooks
         error = self._replicas.after_step(step)
         self._stop_together(differs=differs, is_last=error is not None)  # what differs from the reference says more
         raise_if(error)
@@ -290,7 +292,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._group.tell("between")
+        self._group.set_place("between")
         self._close_step()
         self._hooks.mark("epoch end")
         self._logged.ended_epoch = trainer.current_epoch
@@ -303,7 +305,7 @@ class DeterminismCallback(CallbackArguments):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._group.tell("between")
+        self._group.set_place("between")
         if not trainer.sanity_checking:
             self._hooks.mark("before validation")
         self._ops.open()

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import CallbackArguments
 from det_callbacks.callback.determinism import DeterminismCallback
-from det_callbacks.callback.progress import say_beside
+from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError
 from det_callbacks.report.console import print_error
 from det_callbacks.settings import DeterminismSettings
 from det_callbacks.variables import LAUNCH
 
-_kept: list["LaunchedCallback"] = []
+_made: list["LaunchedCallback"] = []
 """The callback of this process: a script of several Trainers is one run."""
 
 
@@ -46,7 +46,9 @@ class LaunchedCallback(DeterminismCallback):
             self.mode = "disabled"
             if trainer.is_global_zero and not self._has_said:
                 self._has_said = True
-                say_beside(trainer, "det_callbacks: the script has a DeterminismCallback of its own, which is used")
+                print_beside_bar(
+                    trainer, "det_callbacks: the script has a DeterminismCallback of its own, which is used"
+                )
         elif trainer.is_global_zero and not self._has_claimed:
             self._claim(Path(json.loads(os.environ[LAUNCH])["claim"]))
         super().setup(trainer, pl_module, stage)
@@ -74,11 +76,11 @@ def launched_callback(*, arguments: Mapping[str, Any], settings: Mapping[str, An
         settings: of ``DeterminismSettings.choose``; they were put in force when torch was imported.
         claim: file that the process makes which trains.
     """
-    if not _kept:
+    if not _made:
         chosen = DeterminismSettings.choose(**settings) if settings else None
-        _kept.append(LaunchedCallback(**arguments, settings=chosen))
+        _made.append(LaunchedCallback(**arguments, settings=chosen))
         _print_errors_plainly(is_verifying=arguments["mode"] == "verify")
-    return _kept[0]
+    return _made[0]
 
 
 def _print_errors_plainly(*, is_verifying: bool) -> None:

@@ -1,7 +1,6 @@
 """What run.json says of a fit, and what was chosen for it, as the Trainer, the module and the optimizers say it."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,8 +91,3 @@ def replicated_weights(trainer: pl.Trainer, module: pl.LightningModule) -> dict[
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as DDP calls it, torch 2.13
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if name not in ignored}
-
-
-def root_folder(trainer: pl.Trainer) -> Path:
-    """Return where folders go by default; Lightning tells all processes those of rank 0, so all of them call it."""
-    return Path(trainer.log_dir or trainer.default_root_dir)

@@ -119,7 +119,7 @@ def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
             logger.experiment.log_artifact(logger.run_id, str(path), KEY)
 
 
-def say_beside(trainer: pl.Trainer, text: str) -> None:
+def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
     """Print a closing line so that it is whole, on a line of its own, where a progress bar is on the terminal.
 
     A bar of another kind than Lightning's own gets the line as it comes.

@@ -201,7 +201,7 @@ class Recording(Session):
         selection, kept = self.stage.selection, None
         if self.keeper is not None:
             kept = reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
-        self._say_once(
+        self._print_once(
             recorded_line(
                 path=writer.path,
                 **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
@@ -232,7 +232,7 @@ class Recording(Session):
                 self._discard()
             if not num_new:
                 raise NothingComparedError(no_metrics_text(call, reference=self.path))
-        self._say_once(recorded_call_line(call, path=self._running.path, num_metrics=num_new))
+        self._print_once(recorded_call_line(call, path=self._running.path, num_metrics=num_new))
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""
@@ -290,7 +290,7 @@ class Recording(Session):
             self._running.close(complete=False)
             line += f"after {count(self.num_steps, 'step')}: {path} is incomplete"
             line += "" if path == self.path else f", and {self.path} is as it was before"
-        self.say(line)
+        self.print_line(line)
 
     @property
     def _running(self) -> RunWriter:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from det_callbacks.callback.arguments import ON_DIVERGENCE, OnDivergence, require_one_of, require_whole
 from det_callbacks.callback.fits import note_ended
-from det_callbacks.callback.progress import say_beside
+from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
 from det_callbacks.patterns import as_names
 from det_callbacks.ranks import RankGroup, ReplicaAudit, ReplicaReport, ReplicatedState, replicated_state
@@ -58,7 +58,7 @@ class Replicas:
         """
         self.close()
         if self.every_n_steps and trainer.world_size == 1:
-            say_beside(trainer, no_replicas_line())
+            print_beside_bar(trainer, no_replicas_line())
         elif self.every_n_steps:
             group = RankGroup().open()
             self._open = trainer, group, ReplicaAudit(group)
@@ -75,7 +75,7 @@ class Replicas:
             return None
         error = self._compare()
         if error is None:
-            self._say()
+            self._print()
         if self.on_divergence == "collect" and self._first is not None:
             self.replica_report = self._first
             error = ReplicaError(replicas_text(self._first), self._first)
@@ -101,18 +101,18 @@ class Replicas:
             return None
         is_first, self._first = self._first is None, self._first or report
         if self.on_divergence == "raise":
-            self._say()
+            self._print()
             return ReplicaError(replicas_text(report), report)
         if self.on_divergence == "warn" and is_first:
             pl.utilities.rank_zero_warn(replicas_text(report), category=DivergenceWarning)
         return None
 
-    def _say(self) -> None:
+    def _print(self) -> None:
         """Print the closing line, on one rank."""
         if self._open is not None and self._open[0].is_global_zero and self.replica_report is not None:
             has_differed = self._first is not None
             line = replicas_line(self.replica_report, num_audits=self._num_audits, has_differed=has_differed)
-            say_beside(self._open[0], line)
+            print_beside_bar(self._open[0], line)
 
 
 class ReplicaAuditCallback(Replicas, Callback):

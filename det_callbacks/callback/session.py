@@ -51,14 +51,12 @@ class Stage:
     Attributes:
         manifest: selection, settings and environment, as run.json has them.
         selection: what is traced.
-        root: where folders go by default.
         is_resumed: it goes on from a checkpoint.
         call: what it is instead of a fit: "trainer.test", say, of which metrics are taken.
     """
 
     manifest: Mapping[str, Any]
     selection: Selection
-    root: Path
     is_resumed: bool = False
     call: str | None = None
 
@@ -103,6 +101,7 @@ class Session:
         peers: the processes that have the session together.
 
     Attributes:
+        root: where folders go by default.
         hooks: called in the steps instead of a trace; None of recordings and verifications.
         run: what is written; None of an audit, and before the first stage.
         detector: compares the steps that the run, or its reference, holds already; None where there are none.
@@ -117,13 +116,13 @@ class Session:
         replay: saves tensors of a step, or puts them back.
         op_replay: the outputs of ops that ``replay`` is for; None where no op is.
         keeper: keeps tensors of the steps; None where none are kept.
-        say: prints a line; whoever trains may know what else is on the terminal.
+        print_line: prints a line; whoever trains may know what else is on the terminal.
     """
 
     hooks: StepHooks | None = None
 
     def __init__(self, arguments: CallbackArguments, peers: Peers = ALONE) -> None:
-        self.arguments, self.peers = arguments, peers
+        self.arguments, self.peers, self.root = arguments, peers, Path()
         self.run: RunWriter | Verification | None = None
         self.detector: Verification | None = None
         self.may_stop = self.is_over = False
@@ -135,7 +134,7 @@ class Session:
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
-        self.say: Callable[[str], None] = print_closing_line
+        self.print_line: Callable[[str], None] = print_closing_line
         self._stage: Stage | None = None
 
     @property
@@ -167,7 +166,7 @@ class Session:
             chain=self.chain,
         )
 
-    def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
+    def prepare(self, selection: Selection) -> Selection:
         """Check what can be checked before a fit, and return the selection to trace with."""
         return selection
 
@@ -243,10 +242,10 @@ class Session:
         """Close the files: an exception ended the stage."""
         raise NotImplementedError
 
-    def _say_once(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         """Print a line on rank 0."""
         if self.peers.rank == 0:
-            self.say(text)
+            self.print_line(text)
 
     def _of_rank(self) -> str:
         return "" if self.peers.world_size == 1 else f" of rank {self.peers.rank}"

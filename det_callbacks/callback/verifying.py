@@ -1,6 +1,6 @@
 """What a fit is verified against."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ class Verifying(Session):
     _reference: Run
 
     @override
-    def prepare(self, selection: Selection, root: Callable[[], Path]) -> Selection:
+    def prepare(self, selection: Selection) -> Selection:
         """Return the selection to trace with, which is the reference's; after the first fit began it stays.
 
         Raises:
@@ -61,7 +61,7 @@ class Verifying(Session):
             self._reference = self.peers.run_on_all(opens, task=f"opening the reference {self.path}")
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
-                folder = arguments.current or free_folder(root())
+                folder = arguments.current or free_folder(self.root)
                 folder.mkdir(parents=True, exist_ok=True)
                 write_verdict(folder, replace(error.verdict, current=str(folder)))
             raise
@@ -87,7 +87,7 @@ class Verifying(Session):
     def _begin_verification(self, run: Run, stage: Stage) -> Verification:
         arguments, peers = self.arguments, self.peers
         # by rank 0: the others might look when it has made its own already
-        folder = peers.broadcast(lambda: str(arguments.current or free_folder(stage.root)), task="choosing a folder")
+        folder = peers.broadcast(lambda: str(arguments.current or free_folder(self.root)), task="choosing a folder")
         verification = Verification(run, Path(folder), manifest=stage.manifest, peers=peers, steps=arguments.steps)
         if patterns := run.manifest.replay:
             self.op_replay = OpReplay(patterns, self.replay)
@@ -145,7 +145,7 @@ class Verifying(Session):
             return
         self.verdict = verdict
         report = self._report(verdict) if verification.differs_anywhere else None
-        self._say_once(verified_line(verdict, level=level, report=report))
+        self._print_once(verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
@@ -156,7 +156,7 @@ class Verifying(Session):
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Agree so far: the verdict comes with the last of the fits and tests that the reference holds."""
         stages, num_ended = [*self.stages, *missing], len(self.stages)
-        self._say_once(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
+        self._print_once(waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
         error = DivergenceError(unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
 
         def write() -> None:  # the processes part, each at its own end
@@ -176,7 +176,7 @@ class Verifying(Session):
             report = self._report(self.verdict)
             found = str(self.verdict.verdict) + ("" if report is None else f"; report: {report}")
         num_steps = count(verification.tally.num_steps, "step")
-        self.say(f"det_callbacks: verification{self._of_rank()} stopped by {reason} after {num_steps}: {found}")
+        self.print_line(f"det_callbacks: verification{self._of_rank()} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
         """Write ``report.html`` beside the verdict, on rank 0; return its path, None where it could not be written."""

@@ -95,7 +95,7 @@ class RankGroup:
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
         self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", _get_default_store())
-        self.tell("between")
+        self.set_place("between")
         return self
 
     def close(self) -> None:
@@ -103,13 +103,13 @@ class RankGroup:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             try:
-                self.tell("gone")  # to who waits for this rank: it will not come
+                self.set_place("gone")  # to who waits for this rank: it will not come
             except RuntimeError:  # the rank that keeps the places has ended; who waits for this one notices it too
                 self._places = None
             dist.destroy_process_group(group)
         self._places = self._place = None
 
-    def tell(self, place: Place) -> None:
+    def set_place(self, place: Place) -> None:
         """Tell where this rank is, for those that wait for it at the end of a fit; costs a message where it changes."""
         if self._places is not None and place != self._place:
             self._places.set(str(self.rank), place)
@@ -239,7 +239,7 @@ class RankGroup:
 
         A rank that is between two steps is waited for: it may validate, or save, for longer than another.
         """
-        self.tell("end")
+        self.set_place("end")
         keys, pause = [str(rank) for rank in range(self.world_size)], 0.005
         begun = last_without_step = monotonic()
         while True:

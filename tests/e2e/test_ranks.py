@@ -1,5 +1,6 @@
 """Several processes record and verify one run together, with each strategy and launcher."""
 
+import json
 import os
 import random
 import subprocess
@@ -177,6 +178,13 @@ def test_another_number_of_processes_is_not_comparable(at_op: Path, tmp_path: Pa
     (ended,) = run("verify", linked(at_op, tmp_path), world_size=1, batches=8, status=3)
     assert "ran on 2 processes and this run has 1" in ended.output
     assert (verdict_in(tmp_path)["verdict"], verdict_in(tmp_path)["counts"]["steps_compared"]) == ("not_comparable", 0)
+
+
+def test_several_processes_refuse_the_reference_of_one(tmp_path: Path) -> None:
+    run("record", tmp_path, level="state", world_size=1, batches=8)
+    run_ranks(lambda _: train(DeterminismCallback(tmp_path / "run"), default_root_dir=tmp_path), tmp_path, status=3)
+    verdict = json.loads((tmp_path / "determinism" / "verify-000" / "verdict.json").read_text())
+    assert verdict["verdict"] == "not_comparable"
 
 
 class PartlyUsed(Classifier):
