@@ -1,6 +1,5 @@
 """Comparing what modules log: its metrics, bit for bit, in a verification and in two recorded runs alike."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
@@ -153,19 +152,17 @@ class MetricComparison:
                 self._count(reading, replace(reading, metrics={}))
 
     def _count(self, ours: Reading, theirs: Reading) -> None:
-        for difference in self._differences(ours, theirs):
-            self.num_differing += 1
-            self.first = difference if self.first is None else min(self.first, difference, key=lambda one: one.order)
-
-    def _differences(self, ours: Reading, theirs: Reading) -> Iterator[MetricDifference]:
         step, where, call = theirs.order
         for number, name in enumerate({**theirs.metrics, **ours.metrics}):
             left, right = ours.metrics.get(name), theirs.metrics.get(name)
-            if left is None or right is None or left.bits != right.bits:
-                yield MetricDifference(
-                    order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),
-                    segment=self._segment,
-                    name=name,
-                    values=(left, right),
-                    readings=(ours, theirs),
-                )
+            if left is not None and right is not None and left.bits == right.bits:
+                continue
+            self.num_differing += 1
+            found = MetricDifference(
+                order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),
+                segment=self._segment,
+                name=name,
+                values=(left, right),
+                readings=(ours, theirs),
+            )
+            self.first = min(self.first or found, found, key=lambda one: one.order)
