@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.host_digest import DIGEST_VERSION
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
 from det_callbacks.runs.program import StepRecord, chain_digest
@@ -173,15 +172,8 @@ class StreamFile:
             found = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
         except (pa.ArrowException, OSError, ValueError, EOFError) as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
-        for name in ("format_version", "digest_version"):
-            if found.get(name) != wanted[name]:
-                raise ReferenceFormatError(
-                    f"{self.path} has {name} {found.get(name)}, and this version of det_callbacks reads "
-                    f"{wanted[name]}. Use the version that recorded it, or record the run again.",
-                    str(self.path),
-                )
         if found != wanted:
-            raise damaged(self.path, f"it belongs to another place: {found} instead of {wanted}")
+            raise damaged(self.path, f"it is of another run, place or version: {found} instead of {wanted}")
         if not schema.equals(STREAM_SCHEMA):
             raise damaged(self.path, "its columns are others than a run's")
 

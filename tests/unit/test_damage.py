@@ -135,10 +135,10 @@ def run(tmp_path: Path) -> Path:
     [
         ({"world_size": 2}, "is missing, although run.json tells of it"),
         ({"world_size": 10**15}, "is missing, although run.json tells of it"),
-        ({"run_id": "another"}, "belongs to another place"),
+        ({"run_id": "another"}, "is of another run, place or version"),
         ({"attempts": (Attempt(segments=10**15),)}, "is missing, although run.json tells of it"),
         ({"attempts": (Attempt(segments=2), Attempt(), Attempt())}, "is missing, although run.json tells of it"),
-        ({"attempts": (Attempt(), Attempt())}, "belongs to another place"),
+        ({"attempts": (Attempt(), Attempt())}, "is of another run, place or version"),
     ],
 )
 def test_a_manifest_that_is_not_that_of_the_files_is_refused(run, changes, says):
