@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from forked_ranks import run
@@ -105,7 +106,7 @@ def test_who_starts_otherwise_is_named(told: list[dict[str, Any]], said: str) ->
 
 
 def test_facts_hold_versions_and_settings_and_no_seed() -> None:
-    environment = capture_environment(choices={"trainer": {"world_size": 2}}).to_dict()
+    environment = msgspec.to_builtins(capture_environment(choices={"trainer": {"world_size": 2}}))
     environment["settings.seed"] = {"value": 5, "is_machine": False, "changes_bits": True}
     facts = start_facts({"environment": environment, "selection": {"level": "op"}})
     assert {"torch.version", "python.version", "code.git_commit", "selection.level", "trainer.world_size"} <= set(facts)
