@@ -106,47 +106,36 @@ class Manual(Noisy):
 
     def training_step(self, batch: Any, index: int) -> None:  # as Lightning has it
         body, head = self.optimizers()
-        loss = super().training_step(batch, index)
-        body.zero_grad()
-        self.manual_backward(loss)
-        body.step()
-        if index % 2:
-            head.step()
-            head.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in (body, head) if index % 2 else (body,):
+            optimizer.step()
+            optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
         head = torch.optim.SGD(self.last.parameters(), lr=1e-2, momentum=0.9)
         return torch.optim.AdamW([*self.first.parameters(), *self.norm.parameters()], lr=1e-2), head
 
 
+HOOKS = {
+    "backward": "on_before_backward",
+    "batch": "on_train_batch_end",
+    "validation": "on_validation_end",
+    "start": "on_train_epoch_start",
+    "epoch": "on_train_epoch_end",
+}
+
+
 class SaveAfter(pl.Callback):
     """Saves ``<n>.ckpt`` when n batches were trained: at the end of the batch, of a validation, or of the epoch."""
 
     def __init__(self, folder: Path, *after: int, at: str = "batch") -> None:
-        self.folder = folder
-        self.after = after
-        self.at = at
+        self.folder, self.after = folder, after
+        setattr(self, HOOKS[at], self.save)
 
-    def save(self, trainer: pl.Trainer, at: str) -> None:
+    def save(self, trainer: pl.Trainer, *_: Any) -> None:
         number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if at == self.at and number in self.after:
+        if number in self.after and not trainer.sanity_checking:
             trainer.save_checkpoint(self.folder / f"{number}.ckpt")
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "backward")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "batch")
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self.save(trainer, "validation")
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "start")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.save(trainer, "epoch")
 
 
 def fit(
