@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 
@@ -18,7 +18,7 @@ from det_callbacks.tensors.replay import replay_patterns
 Mode = Literal["record", "verify", "audit", "disabled"]
 Level = Literal["op", "module", "state"]
 OnDivergence = Literal["raise", "collect", "warn"]
-ON_DIVERGENCE = ("raise", "collect", "warn")
+Steps = Literal["all", "common"]
 
 
 class CallbackArguments(pl.Callback):
@@ -44,7 +44,7 @@ class CallbackArguments(pl.Callback):
         every_n_steps: int | None = None,
         only_steps: Sequence[int] | None = None,
         compiled: Literal["run", "eager"] | None = None,
-        steps: Literal["all", "common"] = "all",
+        steps: Steps = "all",
         on_divergence: OnDivergence = "raise",
         settings: DeterminismSettings | Mapping[str, Any] | None = None,
         replay: Sequence[str] | str | Path | None = None,
@@ -56,10 +56,10 @@ class CallbackArguments(pl.Callback):
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
-        require_one_of("mode", mode, ("record", "verify", "audit", "disabled"))
-        require_one_of("steps", steps, ("all", "common"))
-        require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
-        require_one_of("resume", resume, ("exact", "plain"))
+        require_one_of("mode", mode, Mode)
+        require_one_of("steps", steps, Steps)
+        require_one_of("on_divergence", on_divergence, OnDivergence)
+        require_one_of("resume", resume, Resume)
         if mode in ("record", "verify") and not _is_path(reference):
             raise SelectionError(f"reference must be the path of a folder; got {reference!r}.")
         if current is not None and not _is_path(current):
@@ -149,7 +149,7 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | Path) and bool(str(value))
 
 
-def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise ``SelectionError`` for what is none of the allowed values."""
-    if value not in allowed:
+def require_one_of(name: str, value: object, kind: Any) -> None:
+    """Raise ``SelectionError`` for what is none of the values of a ``Literal``."""
+    if value not in (allowed := get_args(kind)):
         raise SelectionError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

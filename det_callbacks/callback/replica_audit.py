@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from det_callbacks.callback.arguments import ON_DIVERGENCE, OnDivergence, require_one_of, require_whole
+from det_callbacks.callback.arguments import OnDivergence, require_one_of, require_whole
 from det_callbacks.callback.fits import note_ended
 from det_callbacks.callback.progress import print_beside_bar
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReplicaError, SettingsError
@@ -151,7 +151,7 @@ class ReplicaAuditCallback(Replicas, Callback):
     def __init__(
         self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
     ) -> None:
-        require_one_of("on_divergence", on_divergence, ON_DIVERGENCE)
+        require_one_of("on_divergence", on_divergence, OnDivergence)
         require_whole("every_n_steps", every_n_steps, 1)
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 

@@ -87,6 +87,21 @@ class OtherSeed(Steady):
         torch.manual_seed(5)
 
 
+def test_what_a_kill_leaves_of_a_comparison_is_in_nobodys_way(
+    recorded: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = RaiseAt("on_train_batch_end", StopError(), call=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(StopError):
+            fit(recording(run), stopping, ckpt_path=recorded / "6.ckpt", max_epochs=3)
+    assert (run / ".disagreement").exists()
+    fit(recording(run), ckpt_path=recorded / "6.ckpt", max_epochs=3)
+    assert not (run / ".disagreement").exists()
+    assert Run.open(run).is_complete
+    assert steps_of(run) == list(range(3 * BATCHES))
+
+
 def test_steps_that_agree_are_not_written_twice(recorded: Path, run: Path, capsys: Any) -> None:
     fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
     assert "4 steps there already, and equal; recorded 0 new steps" in capsys.readouterr().out
