@@ -203,7 +203,7 @@ class Recording(Session):
             kept = reduce(KeptCounts.with_rank, (KeptCounts(**end["kept"]) for end in ended))
         self._print_once(
             recorded_line(
-                path=writer.path,
+                path=self._place,
                 **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
                 level=level_words(selection.level, selection.compiled, self._regions),
                 saved=self.replay.counts.to_dict(),
@@ -232,7 +232,13 @@ class Recording(Session):
                 self._discard()
             if not num_new:
                 raise NothingComparedError(no_metrics_text(call, reference=self.path))
-        self._print_once(recorded_call_line(call, path=self._running.path, num_metrics=num_new))
+        self._print_once(recorded_call_line(call, path=self._place, num_metrics=num_new))
+
+    @property
+    def _place(self) -> str:
+        """Where the recording lies; one that is not whole, or has no step, does not replace the run that is there."""
+        place = self._running.path
+        return str(place) if place == self.path else f"{place}; {self.path} is as it was before"
 
     def _at_end(self) -> dict[str, Any]:
         """Return what the ranks tell each other at the end of a fit."""

@@ -66,7 +66,7 @@ def level_words(level: str, compiled: str, regions: Iterable[str]) -> str:
 
 def recorded_line(
     *,
-    path: Path,
+    path: str,
     num_steps: int,
     num_sites: int,
     num_bytes: int,
@@ -102,7 +102,7 @@ def _kept(kept: KeptCounts) -> str:
     return f"{text}, and NOT those of {missing} By how much these differ cannot be told later"
 
 
-def recorded_call_line(call: str, *, path: Path, num_metrics: int) -> str:
+def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     """Return the closing line of what was recorded of ``trainer.test`` or the like; none where it logs nothing."""
     shown = count(num_metrics, "metric") if num_metrics else "nothing"
     reason = "" if num_metrics else ": the module logs no metric there"

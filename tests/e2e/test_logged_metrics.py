@@ -249,6 +249,17 @@ def test_a_call_alone_is_recorded_and_verified(tmp_path: Path, capsys: pytest.Ca
     assert (verdict.cause, verdict.first_divergence.phase) == ("data_content", "metric")
 
 
+def test_metrics_alone_do_not_replace_a_run_with_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    Session("record", run).fit()
+    session = Session("record", run, overwrite=True)
+    session.test()
+    assert f"in {run}/.replacement; {run} is as it was before" in capsys.readouterr().out
+    assert verdict_of(Session("verify", run).fit()).verdict == "match"
+    Session("record", run, overwrite=True).fit()
+    assert not (run / ".replacement").exists()
+
+
 def test_nothing_logged_alone_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NothingComparedError, match=r"Nothing of trainer.test was recorded.*no metric was logged"):
         Session("record", tmp_path / "none", model=Silent).test()
