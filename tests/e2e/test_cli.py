@@ -215,13 +215,6 @@ def test_what_could_not_be_done_is_written_to_standard_error(words: str, message
     assert message in err
 
 
-@pytest.mark.parametrize("words", ["--help", "diff --help", "--version"])
-def test_help(words: str, command: Command) -> None:
-    status, out, err = command(words)
-    assert (status, err) == (0, "")
-    assert "det-callbacks" in out
-
-
 # check-checkpoint
 
 
