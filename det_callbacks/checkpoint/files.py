@@ -68,8 +68,7 @@ def read_sidecar(path: Path) -> Sidecar | None:
         CheckpointFormatError: it is truncated, damaged, or of another version.
     """
     place = beside(path, SIDECAR)
-    raw = read_bytes(place)
-    return None if raw is None else unseal(raw, str(place), Sidecar)
+    return unseal(place.read_bytes(), str(place), Sidecar) if place.exists() else None
 
 
 def write_sidecar(path: Path, *, entries: Callable[[], Entries], **content: Any) -> None:
@@ -172,14 +171,6 @@ def remove_beside(path: Path) -> None:
     folder = beside(path, RESUME)
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)  # another rank may write its own part of it at the same time
-
-
-def read_bytes(path: Path) -> bytes | None:
-    """Return what a file holds; None where there is none."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -172,15 +172,9 @@ def problems(trainer: pl.Trainer, buckets_problem: str | None) -> Iterator[str]:
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
         yield "its training_step draws batches itself (dataloader_iter); let it take a batch"
     elif fetcher is not None and fetcher.length is None:
-        yield (
-            "its training data has no length, so that Lightning draws a batch before it is trained on; give the data "
-            "set a __len__"
-        )
+        yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
-        yield (
-            "persistent_workers=True keeps the workers, and generators in them that nothing can read, from epoch to "
-            "epoch; use persistent_workers=False"
-        )
+        yield "persistent_workers=True keeps generators in workers that nothing can read; use persistent_workers=False"
     if len(loaders) > 1:
         yield "it has several training loaders; make one of them"
     if any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders):

@@ -18,7 +18,6 @@ from det_callbacks.checkpoint.files import (
     Sidecar,
     beside,
     damaged,
-    read_bytes,
     seal,
     unseal,
     write_atomically,
@@ -111,10 +110,9 @@ def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[ResumeState, dic
         CheckpointFormatError: the file is truncated, damaged, or of another version.
     """
     place = part_path(path, rank)
-    raw = read_bytes(place)
-    if raw is None:
+    if not place.exists():
         return None
-    line, end, content = raw.partition(b"\n")
+    line, end, content = place.read_bytes().partition(b"\n")
     part = unseal(line + end, str(place), Part)
     if part.tensors != _digest_of(content):
         raise damaged(str(place), "its tensors are not what their digest says")
