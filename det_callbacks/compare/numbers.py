@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from det_callbacks.compare.collectives import FirstDifference
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.numbers import tensor_numbers
 from det_callbacks.patterns import OpPattern, as_patterns
+from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
@@ -38,12 +39,15 @@ class KeptNumbers:
         current: the other one.
 
     Raises:
-        SelectionError: run.json of the reference says nothing that could have been asked for.
+        ReferenceFormatError: run.json of the reference says nothing that could have been asked for.
     """
 
     def __init__(self, reference: Run, current: Run) -> None:
         self._sides = {"the reference": reference, "the current run": current}
-        patterns = as_patterns("keep_tensors", reference.manifest.keep_tensors)
+        try:
+            patterns = as_patterns("keep_tensors", reference.manifest.keep_tensors)
+        except SelectionError as error:
+            raise damaged(reference.path / MANIFEST, str(error)) from error
         self._patterns = [*map(OpPattern.parse, patterns)]
         self._steps: dict[tuple[str, int, int, int], KeptStep] = {}
 

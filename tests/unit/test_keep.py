@@ -13,7 +13,7 @@ from verdicts import DIVERGED, DIVERGENCE, MATCH
 
 from det_callbacks.compare.numbers import KeptNumbers, to_keep
 from det_callbacks.digest import digest_tensor, format_digest
-from det_callbacks.errors import ReplayError
+from det_callbacks.errors import ReferenceFormatError, ReplayError
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget
@@ -216,3 +216,10 @@ def test_only_what_can_be_kept_is_advised() -> None:
     missing = replace(ADD, numbers=Numbers(problem="the reference did not keep it"))
     assert to_keep(replace(DIVERGED, first_divergence=missing, origins=(missing,))) is not None
     assert to_keep(MATCH) is None
+
+
+def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path: Path) -> None:
+    manifest = SimpleNamespace(keep_tensors=["forward/aten.add.Tensor:a:b"])
+    run: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
+    with pytest.raises(ReferenceFormatError, match=r"run\.json is damaged: keep_tensors"):
+        KeptNumbers(run, run)
