@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.compare.differences import StepDifference
+from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     CALLBACKS,
     CONSTANTS,
@@ -144,10 +145,14 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     """Return the evidence of both runs for a step that differs; None where one of them has none.
 
     Raises:
-        ReferenceFormatError: it is damaged.
+        ReferenceFormatError: it is damaged, or one of them has nothing of this step.
     """
     place = difference.rank, difference.segment, difference.step
     ours, theirs = read_window(reference, *place), read_window(current, *place)
+    for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
+        if other is not None and (window is None or all(row.step != place[2] for row in window.rows)):
+            path = str(evidence_path(run.rank(place[0]).stream_of(*place[1:])))
+            raise ReferenceFormatError(f"{path} has nothing of step {place[2]}: a kill lost it, or it is gone", path)
     if ours is None or theirs is None:
         return None
     evidence = compare_windows(ours, theirs, place[2])

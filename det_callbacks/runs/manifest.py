@@ -32,10 +32,17 @@ class ResumedFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One launch of the run's processes: how many fits it has streams of, and which of them were resumed."""
+    """One launch of the run's processes.
+
+    Attributes:
+        segments: how many fits it has streams of.
+        resumed_from: which of them were resumed.
+        readings: how many readings of metrics each of them has at least.
+    """
 
     segments: Count = 1
     resumed_from: tuple[ResumedFit, ...] = ()
+    readings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ def read_metrics(run: Run, segment: int) -> Readings:
     for stream in run.streams(0, segment):
         for key in [key for key, reading in found.by_key.items() if reading.is_after_fit]:
             del found.by_key[key]
-        for reading in _read(metrics_path(stream), run.run_id):
+        for reading in _read(metrics_path(stream), run.run_id, num_told=run.num_readings(stream)):
             if reading.where == RESUMED:
                 found.resumed.add(reading.step)
             else:
@@ -136,10 +136,10 @@ def read_metrics(run: Run, segment: int) -> Readings:
     return Readings(by_key={reading.key: reading for reading in ordered}, resumed=found.resumed)
 
 
-def _read(path: Path, run_id: str) -> Iterator[Reading]:
-    if not path.is_file():
-        return
-    *lines, _ = path.read_bytes().split(b"\n")  # after the last one stands what a kill left half written
+def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:
+    *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]  # the last one may be half written
+    if len(lines) < num_told:
+        raise damaged(path, f"run.json tells of {num_told} readings, and {len(lines)} are there")
     for number, line in enumerate(lines, start=1):
         try:
             found = msgspec.json.decode(line, type=_Line)

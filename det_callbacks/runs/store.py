@@ -287,6 +287,13 @@ class Run:
             stream_path(self.path, rank, attempt, number) for attempt, number, fit in self._places() if fit == segment
         ]
 
+    def num_readings(self, stream: Path) -> int:
+        """Return how many readings of metrics run.json tells of beside a stream."""
+        for attempt, number, _ in self._places():
+            if stream_path(self.path, 0, attempt, number) == stream:
+                return dict(enumerate(self.manifest.attempts[attempt].readings)).get(number, 0)
+        return 0
+
     def _open_rank(self, rank: int) -> RankRun:
         files: list[StreamFile] = []
         # one after the other: a number of fits that is nonsense ends at the first file that is not there

@@ -170,8 +170,12 @@ class RunWriter:
             self._evidence.flush()
 
     def put_reading(self, reading: Reading) -> None:
-        """Add what the module logged, also after the fit; by rank 0."""
+        """Add what the module logged, also after the fit, and say in run.json that it is there; by rank 0."""
         append_reading(metrics_path(self.stream), reading, run_id=self.run_id)
+        last = self.manifest.attempts[-1]
+        known = (*last.readings, *[0] * (last.segments - len(last.readings)))
+        self._change_attempt(readings=(*known[:-1], known[-1] + 1))
+        write_manifest(self.path, self.manifest)
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the list of ops without a deterministic implementation that this process has called so far."""

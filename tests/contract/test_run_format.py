@@ -85,7 +85,7 @@ def test_run_json(run: Path) -> None:
     assert set(content) == set(RUN_JSON.split())
     assert (content["format_version"], content["digest_version"]) == (1, 1)
     assert (content["purpose"], content["world_size"]) == ("record", 1)
-    assert content["attempts"] == [{"segments": 2, "resumed_from": []}]
+    assert content["attempts"] == [{"segments": 2, "resumed_from": [], "readings": []}]
     assert digest == f"{xxh3(json.dumps(content, sort_keys=True).encode()):016x}"
 
 

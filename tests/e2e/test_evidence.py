@@ -172,7 +172,7 @@ def test_a_verdict_stands_without_its_evidence(tmp_path: Path, damage: str) -> N
         path.write_bytes(content[:-900] if damage == "cut" else content[:-700] + b"?" + content[-699:])
     verdict = replace(training, shuffle_seed=2).verify(reference)
     assert (verdict.verdict, verdict.cause) == ("diverged", "data_content")
-    assert any("could not be used" in line and str(path) in line for line in verdict.evidence) is (damage == "flip")
+    assert any("could not be used" in line and str(path) in line for line in verdict.evidence)
 
 
 class Validated(Classifier):
