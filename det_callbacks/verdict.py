@@ -124,6 +124,7 @@ class Divergence:
         is_origin: True when nothing it read differs, False when it passed a difference on or is itself a source
             (an input, a batch, a weight), None where neither can be proven.
         numbers: by how much it differs; None where ``keep_tensors`` did not ask for its op.
+        segment: fit of the run that the step is in, from 0.
     """
 
     rank: int
@@ -142,6 +143,7 @@ class Divergence:
     current_digest: str | None = None
     is_origin: bool | None = None
     numbers: Numbers | None = None
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

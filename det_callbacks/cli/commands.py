@@ -27,7 +27,7 @@ def show(options: argparse.Namespace) -> int:
     steps = rank.steps(options.segment)
     if options.step not in steps:
         held = f"{count(len(steps), 'step')} from {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
-        place = f"step {options.step} of fit {options.segment}, rank {rank.rank}"
+        place = f"step {options.step} of segment {options.segment}, rank {rank.rank}"
         raise SelectionError(f"{run.path} holds no {place}; it holds {held}.")
     view = run.view(rank.rank, options.segment, options.step)
     return _print(options, lambda: step_to_dict(view), lambda: step_report(view))

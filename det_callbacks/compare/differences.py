@@ -169,6 +169,7 @@ class StepDifference:
             reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
             current_digest=None if right < 0 else f"{int(theirs.record.digests[right]):016x}",
             is_origin=_IS_ORIGIN.get(self.start(row)),
+            segment=self.segment,
         )
 
     def finding(self, row: int) -> Finding:

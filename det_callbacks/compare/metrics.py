@@ -74,6 +74,7 @@ class MetricDifference:
             dtype=known.dtype,
             reference_digest=None if left is None else left.digest,
             current_digest=None if right is None else right.digest,
+            segment=self.segment,
         )
 
 

@@ -36,7 +36,7 @@ class WholeSteps:
 
     def divergence(self) -> Divergence:
         """Return the first of them as a divergence."""
-        return Divergence(rank=self.rank, step=self.first, phase="other", kind=self.kind)
+        return Divergence(rank=self.rank, step=self.first, phase="other", kind=self.kind, segment=self.segment)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         allowed = "let through by the allow-list" if found.is_allowed else "not on the allow-list"
         lines.append(f"no deterministic implementation: {found.place}, {count(found.num_calls, 'call')}, {allowed}")
     for segment, step in sorted(run.resumed_steps):
-        lines.append(f"resumed: fit {segment} went on from a checkpoint with step {step}")
+        lines.append(f"resumed: segment {segment} went on from a checkpoint with step {step}")
     lines += [f"saved for replay: {', '.join(run.manifest.replay)}"] if run.manifest.replay else []
     if patterns := run.manifest.keep_tensors:
         lines.append(f"tensors kept: {', '.join(patterns)}")

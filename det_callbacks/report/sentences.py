@@ -144,7 +144,9 @@ _SOURCES = {
 def explain_step(facts: Facts, rule: str, *, show_rank: bool) -> str:
     """Return one sentence on a differing step, without its final stop: where it starts, with what, and why there."""
     difference, first = facts.difference, facts.first
-    place = f"Step {difference.step}" + (f" of rank {difference.rank}" if show_rank else "")
+    place = f"Step {difference.step}{_in_segment(difference.segment)}" + (
+        f" of rank {difference.rank}" if show_rank else ""
+    )
     if facts.is_resumed:
         place += ", the first after resuming"
     if rule == "restored state":
@@ -236,7 +238,7 @@ def explain_ranks(ranks: Classification) -> str:
             since.setdefault(moment, []).append(rank)
     if since:
         shown = [
-            f"{ranks_text(those)} from step {step}{_fit(segment)} on"
+            f"{ranks_text(those)} from step {step}{_in_segment(segment)} on"
             for (segment, step), those in sorted(since.items())
         ]
         more = f", and so on ({len(shown)} such steps)" if len(shown) > MAX_RANGES else ""
@@ -250,8 +252,8 @@ def _call(call: CollectiveCall) -> str:
     return f"{call.op}{_number(call.number)} {where}"
 
 
-def _fit(segment: int) -> str:
-    return f" of fit {segment}" if segment else ""
+def _in_segment(segment: int) -> str:
+    return f" of segment {segment}" if segment else ""
 
 
 def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
@@ -259,11 +261,12 @@ def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
     texts = []
     for whole in sorted(steps, key=lambda one: one.order):
         rank = f" of rank {whole.rank}" if show_rank else ""
-        which = f"step {whole.first} is"
+        place = _in_segment(whole.segment)
+        which = f"step {whole.first}{place} is"
         if whole.count > 1:
-            which = f"steps {whole.first} to {whole.last} ({whole.count} of them) are"
+            which = f"steps {whole.first} to {whole.last}{place} ({whole.count} of them) are"
         side = "the reference" if whole.kind == "missing" else "the current run"
-        texts.append(f"{which} only in {side}{_fit(whole.segment)}{rank}")
+        texts.append(f"{which} only in {side}{rank}")
     more = f" and so on ({len(texts)} such ranges)" if len(texts) > MAX_RANGES else ""
     return "; ".join(texts[:MAX_RANGES]) + more
 
@@ -304,7 +307,7 @@ def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
 
 
 def _reading(metric: MetricDifference) -> str:
-    return metric.readings[1].place + _fit(metric.segment)
+    return metric.readings[1].place + _in_segment(metric.segment)
 
 
 def show_differences(entries: Sequence[EnvironmentDifference]) -> str:

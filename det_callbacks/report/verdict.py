@@ -272,9 +272,14 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
         return ()
-    step = f" --step {first.step}{f' --rank {first.rank}' if first.rank else ''}"
+    step = f" --step {first.step}" + "".join(
+        f" --{name} {number}" for name, number in (("rank", first.rank), ("segment", first.segment)) if number
+    )
     step = "" if first.phase == "metric" else step  # no step has it
-    shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys((verdict.reference, verdict.current))]
+    paths = [verdict.reference, verdict.current]
+    if first.phase == "other" and not first.op:  # a step that only one run has
+        paths = paths[:1] if first.kind == "missing" else paths[1:]
+    shown = [f"det-callbacks show {path}{step}" for path in dict.fromkeys(paths)]
     return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 

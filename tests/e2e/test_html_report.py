@@ -124,7 +124,7 @@ def test_each_fit_has_a_map(tmp_path: Path) -> None:
     with pytest.raises(DivergenceError):
         train(DeterminismCallback(tmp_path / "reference", current=tmp_path / "current"), change=1.0)
     first, second = shown(tmp_path / "current").maps
-    assert (first.name, second.name) == ("Rank 0", "Rank 0, fit 1")
+    assert (first.name, second.name) == ("Rank 0", "Rank 0, segment 1")
     assert (set(first.letters()), second.letters()[0]) == ({"m"}, "o")
 
 

@@ -10,8 +10,9 @@ from fits import Fit, RaiseAt, StopError
 from judged import require_one_verdict
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, Verdict
+from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, Verdict, cli
 from det_callbacks.callback import take_unfinished
+from det_callbacks.report.verdict import next_lines
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -52,9 +53,10 @@ def test_a_fit_too_many_diverges(reference: Path, tmp_path: Path) -> None:
     callback = DeterminismCallback(reference, current=tmp_path / "current")
     fit = Fit(callback).run().run()  # fit 1 has nothing left to do
     assert verdict_of(callback).verdict == "match"
-    with pytest.raises(DivergenceError, match="only in the current run of fit 2"):
+    with pytest.raises(DivergenceError, match="Step 4 of segment 2 is only in the current run"):
         fit.again(epochs=2)
     assert verdict_of(callback).verdict == "diverged"
+    assert next_lines(verdict_of(callback)) == [f"det-callbacks show {tmp_path / 'current'} --step 4 --segment 2"]
 
 
 def test_a_second_fit_that_stops_takes_the_verdict_back(reference: Path, tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     assert error.verdict is not None
     assert (error.exit_code, error.verdict.verdict) == (1, "diverged")
     assert "holds 2 fits, and this process ended after 1" in str(error)
-    assert "Steps 4 to 7 (4 of them) are only in the reference of fit 1" in str(error)
+    assert "Steps 4 to 7 of segment 1 (4 of them) are only in the reference" in str(error)
     assert take_unfinished() is None
 
     Fit(DeterminismCallback(two_fits, current=tmp_path / "warns", on_divergence="warn")).run()
@@ -95,6 +97,23 @@ def test_a_process_that_ends_before_the_last_fit_has_an_error(two_fits: Path, tm
     callback = DeterminismCallback(two_fits, current=tmp_path / "common", steps="common")
     Fit(callback).run()
     assert (verdict_of(callback).verdict, take_unfinished()) == ("match", None)
+
+
+def test_a_difference_in_a_later_fit_is_shown_there(two_fits: Path, tmp_path: Path) -> None:
+    current = tmp_path / "current"
+    fit = Fit(DeterminismCallback(two_fits, current=current)).run()
+    fit.model.first.weight.data.add_(1)
+    with pytest.raises(
+        DivergenceError, match=r"Step 4 of segment 1: the initial state first\.weight differs"
+    ) as caught:
+        fit.again(epochs=2)
+    verdict = caught.value.verdict
+    assert verdict is not None
+    assert (first := verdict.first_divergence) is not None
+    assert (first.segment, first.step) == (1, 4)
+    (shown,) = [line for line in next_lines(verdict) if str(current) in line]
+    assert shown == f"det-callbacks show {current} --step 4 --segment 1"
+    assert cli.main(shown.split()[1:]) == 0
 
 
 def test_a_difference_in_the_first_fit_is_not_waited_with(two_fits: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_second_fit_is_compared_as_its_own(tmp_path):
     assert compare_runs(reference, other).first_divergence.step == 1
     missing = compare_runs(reference, shorter)
     assert (missing.verdict, missing.first_divergence.kind, missing.first_divergence.step) == ("diverged", "missing", 0)
-    assert "of fit 1" in missing.explanation
+    assert "of segment 1" in missing.explanation
 
 
 def test_incomplete_reference_is_refused_unless_common_steps_are_asked_for(tmp_path):

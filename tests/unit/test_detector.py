@@ -134,7 +134,7 @@ def test_fits_that_are_still_to_come_are_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "current" / "verdict.json").exists()
     verdict = compare_runs(reference, tmp_path / "current")
     assert verdict.verdict == "diverged"
-    assert "Steps 0 to 1 (2 of them) are only in the reference of fit 1" in verdict.explanation
+    assert "Steps 0 to 1 of segment 1 (2 of them) are only in the reference" in verdict.explanation
 
 
 def test_while_a_fit_runs_there_is_no_verdict(reference: Path, tmp_path: Path) -> None:
