@@ -22,6 +22,7 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import DeterminismCallback, cli, compare_runs
 from det_callbacks.digest import format_digest
 from det_callbacks.nondeterminism import read_op_facts
+from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -114,6 +115,17 @@ def test_diff_prints_the_verdict(words: str, status: int, text: str, command: Co
     assert (done, err) == (status, "")
     reference, current, *options = words.split()
     assert json.loads(out) == compare_runs(reference, current, steps="common" if options else "all").to_dict()
+
+
+def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_line() -> None:
+    rows, words, copied = [("x" * 300, 7)], " ".join(["word"] * 60), "det-callbacks show " + "y" * 200
+    text = to_text([Section(title="Title", lines=[f"  {words}"], code=[copied], table=Table(columns="ab", rows=rows))])
+    title, *lines = text.splitlines()
+    assert (title, copied in lines, max(len(line) for line in lines if line != copied) < 120) == ("Title", True, True)
+    assert " ".join(" ".join(line.split()) for line in lines[: lines.index(copied)]) == words
+    assert text.count("x") == 300
+    wide = to_text([Section(table=Table(columns="ab", rows=rows, is_wide=True))])
+    assert wide.splitlines()[1].split() == ["x" * 300, "7"], "other programs read it line by line"
 
 
 def test_show_lists_the_steps(runs: Path, command: Command) -> None:
