@@ -7,11 +7,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NoReturn
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 MAX_NAMED, MAX_RANKS = 3, 8
@@ -132,28 +131,21 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    is_right = [table.is_number(column) for column in range(len(table.columns))]
-    texts = [[str(cell) for cell in row] for row in table.rows]
-    if console.is_terminal or not table.is_wide:
-        shown = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-        for name, is_number in zip(table.columns, is_right, strict=True):
-            shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
-        for row in texts:
-            shown.add_row(*map(Text, row))
-        if console.is_terminal:
-            console.print(shown)
-            return
-        with console.capture() as captured:
-            console.print(shown)
-        for line in captured.get().splitlines():
-            print_line(console, line.rstrip())
-        return
-    texts.insert(0, [*table.columns])
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        cells = zip(row, widths, is_right, strict=True)
-        line = "  ".join(f"{cell:{'>' if is_number else '<'}{width}}" for cell, width, is_number in cells)
-        print_line(console, line.rstrip())
+    """Print a table; the widest columns are folded until it fits."""
+    rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = sys.maxsize if table.is_wide and not console.is_terminal else console.width - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    signs = [">" if table.is_number(column) else "<" for column in range(len(widths))]
+    for number, row in enumerate(rows):
+        folded = (
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width)
+            for cell, width in zip(row, widths, strict=True)
+        )
+        for cells in zip_longest(*folded, fillvalue=""):
+            padded = (f"{cell:{sign}{width}}" for cell, sign, width in zip(cells, signs, widths, strict=True))
+            print_line(console, "  ".join(padded).rstrip(), "" if number else "bold")
 
 
 # ends
