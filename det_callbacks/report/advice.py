@@ -163,7 +163,8 @@ def advise_metric(metric: MetricDifference) -> str:
     if found.startswith(LENGTH):
         return f"The data are others: {found} are not as many"
     if found.startswith(GENERATOR):
-        return f"Seed the evaluation alike: the {found} is in another state after it"
+        what = "steps that were not recorded" if metric.readings[1].where == "epoch" else "the evaluation"
+        return f"Seed {what} alike: the {found} is in another state after it"
     if found.startswith(FIRST_BATCH):
         return f"Look at the data that it is computed from: the {found} differs"
     return (

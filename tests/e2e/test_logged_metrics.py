@@ -459,3 +459,4 @@ def test_nothing_of_the_training_changes_and_a_draw_is_named(tmp_path: Path) -> 
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", model=Drawn)
     verdict = diverges(session, "differs", Draws())
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
+    assert "Seed the evaluation alike" in verdict.explanation
